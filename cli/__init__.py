@@ -1,0 +1,1 @@
+"""The `sparsekv` command, one file a command."""

@@ -1,0 +1,1 @@
+"""Pure tensor functions: index building, sparse attention, gather decode, scores."""

@@ -1,0 +1,1 @@
+"""The plan as data: patterns, schema, YAML, fingerprint, aliases. Imports no torch."""

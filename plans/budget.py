@@ -1,0 +1,48 @@
+"""Budgets: how many tokens a pattern, a segment or a retention rule may spend.
+
+A budget is `{tokens: n}` or `{fraction: x}`, never a bare number. A fraction is of the context length at the time of
+use: past + chunk in prefill, all cached tokens in decode.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
+Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+
+
+class Budget(BaseModel):
+    """Either a number of tokens or a fraction of the context; exactly one is set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: Tokens | None = None
+    fraction: Share | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Budget:
+        if (self.tokens is None) == (self.fraction is None):
+            raise ValueError("a budget is {tokens: n} or {fraction: x}, exactly one of the two")
+        return self
+
+    def resolve(self, length: int) -> int:
+        """Tokens this budget allows in a context of `length` tokens, rounded up, at most `length`."""
+        if self.tokens is not None:
+            return min(self.tokens, length)
+        assert self.fraction is not None
+        # A fraction written as 0.1 must not become one token more than a tenth through binary rounding.
+        return min(length, math.ceil(self.fraction * length - 1e-9))
+
+
+def tokens(count: int) -> Budget:
+    """A budget of `count` tokens."""
+    return Budget(tokens=count)
+
+
+def fraction(share: float) -> Budget:
+    """A budget of a share (0 to 1] of the context."""
+    return Budget(fraction=share)

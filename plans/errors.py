@@ -1,0 +1,58 @@
+"""The errors a user meets. Each message says what was expected, what was found, and what to do.
+
+`exit_code` is what the command line returns: 1 a check or gate failed, 2 usage, 3 plan and model do not match.
+"""
+
+
+class SparseKVError(Exception):
+    """Base of every error that sparsekv raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(SparseKVError):
+    """The call itself is off: an unknown alias, a missing file, an option out of range."""
+
+    exit_code = 2
+
+
+class PlanError(SparseKVError):
+    """A plan file that cannot be read, or whose content contradicts itself."""
+
+    exit_code = 2
+
+
+class PlanMismatchError(SparseKVError):
+    """A sound plan, but of another model."""
+
+    exit_code = 3
+
+
+class UnsupportedError(SparseKVError):
+    """Something that is valid but that this version cannot execute correctly."""
+
+    exit_code = 2
+
+
+class BackendError(SparseKVError):
+    """A kernel backend was asked for where it cannot run."""
+
+    exit_code = 2
+
+
+class ShapeError(SparseKVError):
+    """Tensors that do not fit together."""
+
+    exit_code = 2
+
+
+class PromptError(SparseKVError):
+    """A prompt that cannot be run: empty, binary, or longer than the model's context."""
+
+    exit_code = 2
+
+
+class GateError(SparseKVError):
+    """No plan met the accuracy gate."""
+
+    exit_code = 1

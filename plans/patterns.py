@@ -1,0 +1,85 @@
+"""Sparsity patterns of one attention head, as data.
+
+A pattern only says which key tiles and single columns a query tile computes. The mask of a head is
+(selected tiles, plus single columns) and causal and the layer's own window. Token parameters select tiles, rounded
+outward. Every pattern also computes the diagonal tile, the one before it, and the first key tile, within its budgets.
+
+To add a pattern: add its class here and to `Pattern`, its index builder in `kernels/index/`, its row in
+`kernels/index/build.py`, and its candidates in `planner/space.py`.
+
+Sources: a_shape, vertical_slash, block_sparse: MInference 1.0, section 3; adaptive: XAttention and FlexPrefill.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sparsekv.plans.budget import Budget
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TileShape(_Frozen):
+    """Rows and columns of the smallest unit that a kernel computes."""
+
+    query: Literal[64, 128] = 128
+    key: Literal[64, 128] = 128
+
+
+class Dense(_Frozen):
+    """Every causal tile."""
+
+    pattern: Literal["dense"] = "dense"
+    data_dependent: ClassVar[bool] = False
+
+
+class AShape(_Frozen):
+    """Tiles touched by j < sink or i - j < window: StreamingLLM's mask. Static, no index building."""
+
+    pattern: Literal["a_shape"] = "a_shape"
+    sink: Budget
+    window: Budget
+    data_dependent: ClassVar[bool] = False
+
+
+class VerticalSlash(_Frozen):
+    """The heaviest columns and diagonals, estimated from the last `last_q` queries.
+
+    `vertical` and `slash` are how many columns and diagonals are kept; `max_tiles` bounds the tokens of the tiles in
+    any one row (mandatory tiles included), the least scoring diagonals being dropped first.
+    """
+
+    pattern: Literal["vertical_slash"] = "vertical_slash"
+    vertical: Budget
+    slash: Budget
+    last_q: Annotated[int, Field(strict=True, ge=1, le=1024)] = 64
+    max_tiles: Budget
+    data_dependent: ClassVar[bool] = True
+
+
+class BlockSparse(_Frozen):
+    """The top tiles of each row by mean-pooled queries and keys; `keep` is tokens of tiles a row."""
+
+    pattern: Literal["block_sparse"] = "block_sparse"
+    keep: Budget
+    data_dependent: ClassVar[bool] = True
+
+
+class Adaptive(_Frozen):
+    """The smallest set of tiles a row whose estimated score reaches `mass` of the row's total."""
+
+    pattern: Literal["adaptive"] = "adaptive"
+    score: Literal["antidiagonal", "pooled"] = "antidiagonal"
+    mass: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+    max_tiles: Budget
+    data_dependent: ClassVar[bool] = True
+
+
+Pattern = Annotated[
+    Dense | AShape | VerticalSlash | BlockSparse | Adaptive,
+    Field(discriminator="pattern"),
+]

@@ -1,0 +1,1 @@
+"""A plan put to work on an unmodified Hugging Face model."""

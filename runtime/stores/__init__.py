@@ -1,0 +1,1 @@
+"""Key-value stores: where the KV cache of a layer lives."""

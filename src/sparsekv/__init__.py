@@ -1,0 +1,30 @@
+"""sparsekv: compile a long-context language model into a sparsity plan, and run it.
+
+The three calls below import torch only when they are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsekv.planner.compile import plan_model as plan_model
+    from sparsekv.plans.reader import load_plan as load_plan
+    from sparsekv.runtime.apply import apply as apply
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "apply", "load_plan", "plan_model"]
+
+_HOMES = {
+    "apply": "sparsekv.runtime.apply",
+    "load_plan": "sparsekv.plans.reader",
+    "plan_model": "sparsekv.planner.compile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sparsekv' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
