@@ -1,0 +1,49 @@
+# `make test` and `make demo` work on a fresh machine with Python 3.11+ and make: each sets up .venv by itself.
+# Without a CUDA GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of downloads.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := plans kernels runtime planner cli
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: help setup test lint unit demo clean
+
+help:
+	@echo "make test   set up, lint and run the tests (no GPU needed)"
+	@echo "make demo   set up, plan the reference model and ask it a question with and without the plan"
+	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
+
+setup: $(READY)
+
+# torch first and by itself: the build that this machine's pip prefers (CPU or CUDA) then satisfies everything else.
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+test: lint unit
+
+# mypy does not follow the folder mapping of pyproject.toml: it is shown a tree of links that has the installed shape.
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p .mypy_link/sparsekv
+	@for f in src/sparsekv/*; do ln -sfn "../../$$f" .mypy_link/sparsekv/; done
+	@for p in $(PACKAGES); do ln -sfn "../../$$p" .mypy_link/sparsekv/; done
+	$(BIN)/mypy -p sparsekv
+
+# One thread a worker: the workers already fill the cores.
+unit: $(READY)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf $(VENV) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo build *.egg-info

@@ -1,0 +1,14 @@
+"""What every test relies on: helpers on the path, no network, and as many threads as the caller allows."""
+
+import os
+import sys
+from pathlib import Path
+
+# Before anything imports the hub: no test may depend on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before anything imports torch: parallel workers share the cores, they do not multiply them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))

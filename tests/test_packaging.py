@@ -1,0 +1,68 @@
+"""The wheel: everything in the tree that the installed package needs. Editable installs hide what is missing."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "cli")}
+FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
+IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+def files_of_tree() -> set[str]:
+    """Every file of the six folders, by the name it has when installed."""
+    return {
+        f"{home}/{path.relative_to(folder)}"
+        for home, folder in FOLDERS.items()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, so that a stale build folder of the checkout can neither help nor be left behind."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, copy)
+    for folder in FOLDERS.values():
+        shutil.copytree(folder, copy / folder.relative_to(ROOT), ignore=IGNORED)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    subprocess.run([*command, "-w", "dist"], cwd=copy, check=True, timeout=120)
+    (built,) = (copy / "dist").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_every_file_of_the_tree_and_no_other(wheel: zipfile.ZipFile) -> None:
+    shipped = {name for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")}
+    assert files_of_tree() - shipped == set()
+    assert shipped - files_of_tree() == set()
+
+
+def test_the_wheel_carries_licence_notice_and_entry_point(wheel: zipfile.ZipFile) -> None:
+    info = {name.split("/", 1)[1]: name for name in wheel.namelist() if name.split("/")[0].endswith(".dist-info")}
+    assert {"licenses/LICENSE", "licenses/NOTICE", "entry_points.txt", "METADATA"} <= info.keys()
+    assert "sparsekv = sparsekv.cli.main:main" in wheel.read(info["entry_points.txt"]).decode()
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    code = {path.parent for folder in FOLDERS.values() for path in folder.rglob("*.py")}
+    assert {folder for folder in code if not (folder / "__init__.py").exists()} == set()
+
+
+def test_every_tested_dependency_is_pinned_within_its_allowed_range() -> None:
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pins = {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
+    for text in project["dependencies"] + project["optional-dependencies"]["test"]:
+        requirement = Requirement(text)
+        assert requirement.name.lower() in pins, f"{requirement.name} is not pinned in constraints.txt"
+        assert requirement.specifier.contains(pins[requirement.name.lower()])
