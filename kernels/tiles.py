@@ -21,6 +21,7 @@ from sparsekv.plans.patterns import TileShape
 
 NO_TILE = -1
 NO_COLUMN = -1
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
