@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+from sparsekv.plans.parts import Part, Share
 
 Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
-Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
-class Budget(BaseModel):
+class Budget(Part):
     """Either a number of tokens or a fraction of the context; exactly one is set."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: Tokens | None = None
     fraction: Share | None = None
@@ -26,7 +24,7 @@ class Budget(BaseModel):
     @model_validator(mode="after")
     def _exactly_one(self) -> Budget:
         if (self.tokens is None) == (self.fraction is None):
-            raise ValueError("a budget is {tokens: n} or {fraction: x}, exactly one of the two")
+            raise ValueError("expected {tokens: n} or {fraction: x}, exactly one of the two")
         return self
 
     def resolve(self, length: int) -> int:
@@ -36,6 +34,9 @@ class Budget(BaseModel):
         assert self.fraction is not None
         # A fraction written as 0.1 must not become one token more than a tenth through binary rounding.
         return min(length, math.ceil(self.fraction * length - 1e-9))
+
+    def __str__(self) -> str:
+        return f"{self.tokens}" if self.tokens is not None else f"{self.fraction:.4g} of the context"
 
 
 def tokens(count: int) -> Budget:

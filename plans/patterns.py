@@ -14,30 +14,28 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from pydantic import Field
 from sparsekv.plans.budget import Budget
+from sparsekv.plans.parts import ExactInt, Part, Share
+
+TileSide = Annotated[Literal[64, 128], ExactInt]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TileShape(_Frozen):
+class TileShape(Part):
     """Rows and columns of the smallest unit that a kernel computes."""
 
-    query: Literal[64, 128] = 128
-    key: Literal[64, 128] = 128
+    query: TileSide = 128
+    key: TileSide = 128
 
 
-class Dense(_Frozen):
+class Dense(Part):
     """Every causal tile."""
 
     pattern: Literal["dense"] = "dense"
     data_dependent: ClassVar[bool] = False
 
 
-class AShape(_Frozen):
+class AShape(Part):
     """Tiles touched by j < sink or i - j < window: StreamingLLM's mask. Static, no index building."""
 
     pattern: Literal["a_shape"] = "a_shape"
@@ -46,7 +44,7 @@ class AShape(_Frozen):
     data_dependent: ClassVar[bool] = False
 
 
-class VerticalSlash(_Frozen):
+class VerticalSlash(Part):
     """The heaviest columns and diagonals, estimated from the last `last_q` queries.
 
     `vertical` and `slash` are how many columns and diagonals are kept; `max_tiles` bounds the tokens of the tiles in
@@ -61,7 +59,7 @@ class VerticalSlash(_Frozen):
     data_dependent: ClassVar[bool] = True
 
 
-class BlockSparse(_Frozen):
+class BlockSparse(Part):
     """The top tiles of each row by mean-pooled queries and keys; `keep` is tokens of tiles a row."""
 
     pattern: Literal["block_sparse"] = "block_sparse"
@@ -69,12 +67,12 @@ class BlockSparse(_Frozen):
     data_dependent: ClassVar[bool] = True
 
 
-class Adaptive(_Frozen):
+class Adaptive(Part):
     """The smallest set of tiles a row whose estimated score reaches `mass` of the row's total."""
 
     pattern: Literal["adaptive"] = "adaptive"
     score: Literal["antidiagonal", "pooled"] = "antidiagonal"
-    mass: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+    mass: Share
     max_tiles: Budget
     data_dependent: ClassVar[bool] = True
 
