@@ -10,6 +10,7 @@ import math
 from typing import Annotated
 
 from pydantic import Field, model_validator
+
 from sparsekv.plans.parts import Part, Share
 
 Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]

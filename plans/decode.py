@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
+
 from sparsekv.plans.buckets import bucket_of, check_ascending
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.layers import LayerSet, format_ids

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Literal
 
 from pydantic import Field, model_validator
+
 from sparsekv.plans.layers import LayerSet, format_ids
 from sparsekv.plans.parts import Count, Digest, FieldError, JsonObject, Length, Part, Text
 

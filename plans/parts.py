@@ -20,6 +20,7 @@ from pydantic import (
     StringConstraints,
     model_serializer,
 )
+
 from sparsekv.plans.layers import MAX_ID
 from sparsekv.plans.lengths import parse_length
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
+
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.parts import ExactInt, Part, Share
 

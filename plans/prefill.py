@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+
 from sparsekv.plans.buckets import bucket_of, check_ascending
 from sparsekv.plans.layers import LayerSet, format_ids
 from sparsekv.plans.parts import FieldError, Flag, Index, Length, Part
@@ -24,7 +25,7 @@ class HeadGroup(Part):
     @model_validator(mode="before")
     @classmethod
     def _from_flat(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("pattern"), str):
+        if not isinstance(data, dict) or isinstance(data.get("pattern"), Part):
             return data
         pattern = {key: value for key, value in data.items() if key not in _PLACE}
         return {"pattern": pattern} | {key: data[key] for key in _PLACE if key in data}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
+
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.layers import LayerSet
 from sparsekv.plans.parts import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
+
 from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.decode import DecodeBucket, DecodePlan, HeadMap, Offload, Segment
 from sparsekv.plans.fit import check_fit
