@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from sparsekv.plans.parts import Part, Share
 
@@ -18,6 +18,8 @@ Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
 
 class Budget(Part):
     """Either a number of tokens or a fraction of the context; exactly one is set."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
     tokens: Tokens | None = None
     fraction: Share | None = None

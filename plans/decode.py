@@ -9,19 +9,19 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from sparsekv.plans.buckets import bucket_of, check_ascending
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.layers import LayerSet, format_ids
-from sparsekv.plans.parts import Count, FieldError, Flag, Index, Length, Part
+from sparsekv.plans.parts import Count, FieldError, Flag, Index, Length, Part, in_order
 
 
 def _layer_key(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5 else key
 
 
-HeadMap = dict[Annotated[Index, BeforeValidator(_layer_key)], tuple[Index, ...]]
+HeadMap = Annotated[dict[Annotated[Index, BeforeValidator(_layer_key)], tuple[Index, ...]], AfterValidator(in_order)]
 """For each layer of a segment, and each of its key-value heads: the filter layer's key-value head that chooses."""
 
 
@@ -29,8 +29,8 @@ class Segment(Part):
     """Layers that attend to what the layer `filter` chose.
 
     `selector` weighs the last `window` queries: `last` takes the last one only, `uniform` all alike, `exponential`
-    doubles from one to the next. `heads: max` makes one choice for all heads, `per_kv_head` one a key-value head.
-    `scope: local` lets each tensor-parallel rank choose by its own heads.
+    halves from one to the next older. `heads: max` makes one choice for all heads, `per_kv_head` one a key-value
+    head. `scope: local` lets each tensor-parallel rank choose by its own heads.
     """
 
     filter: Index

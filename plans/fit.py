@@ -50,8 +50,9 @@ def _check_reuse(reuse: Reuse, shapes: Shapes, path: tuple[Where, ...]) -> None:
     _softmax_layers((reuse.source,), shapes, (*path, "source"))
     source = shapes[reuse.source].heads
     for layer in reuse.layers:
-        heads = range(shapes[layer].heads) if reuse.heads == "same" else reuse.heads
-        _check_map(heads, shapes[layer].heads, source, f"heads of layer {reuse.source}", (*path, "heads"))
+        own = shapes[layer].heads
+        heads, entries = (range(own), source) if reuse.heads == "same" else (reuse.heads, own)
+        _check_map(heads, entries, source, f"heads of layer {reuse.source}", (*path, "heads"))
 
 
 def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) -> None:
@@ -61,9 +62,10 @@ def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) ->
     for layer in segment.layers:
         if segment.heads == "max":
             continue
-        heads = range(shapes[layer].kv_heads) if segment.heads == "per_kv_head" else segment.heads[layer]
+        own = shapes[layer].kv_heads
+        heads, entries = (range(own), source) if segment.heads == "per_kv_head" else (segment.heads[layer], own)
         name = f"key-value heads of layer {segment.filter}"
-        _check_map(heads, shapes[layer].kv_heads, source, name, (*path, "heads"))
+        _check_map(heads, entries, source, name, (*path, "heads"))
 
 
 def _check_map(heads: Sequence[int], entries: int, source: int, name: str, path: tuple[Where, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,8 @@ from sparsekv.plans.lengths import parse_length
 MAX_JSON_DEPTH = 12
 SHA256 = r"^sha256:[0-9a-f]{64}$"
 
+Key = TypeVar("Key", str, int)
+Value = TypeVar("Value")
 Where = str | int | tuple[str, object]
 """One step of a field path: a key, a position, or the first item of a list whose field has a value."""
 
@@ -59,13 +61,18 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}") + 0.0
 
 
+def in_order(value: Mapping[Key, Value]) -> dict[Key, Value]:
+    """`value` with ascending keys, so that equal plans have equal bytes."""
+    return {key: value[key] for key in sorted(value)}
+
+
 def json_object(value: Mapping[str, Any]) -> dict[str, Any]:
-    """`value` as plain JSON data.
+    """`value` as plain JSON data, keys in order.
 
     Raises:
         FieldError: it holds something JSON cannot: NaN, another type, a key that is no string, or too deep a nesting.
     """
-    return {key: _json(item, key, 1) for key, item in value.items()}
+    return {key: _json(item, key, 1) for key, item in in_order(value).items()}
 
 
 def _json(value: object, name: str, depth: int) -> Any:
@@ -80,7 +87,7 @@ def _json(value: object, name: str, depth: int) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {utf8(key): _json(item, name, depth + 1) for key, item in value.items()}
+        return {utf8(key): _json(item, name, depth + 1) for key, item in in_order(value).items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_json(item, name, depth + 1) for item in value]
     raise FieldError(f"expected JSON data (finite numbers, string keys), found {value!r:.80}", name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.layers import LayerSet
@@ -21,6 +21,7 @@ from sparsekv.plans.parts import (
     Real,
     Share,
     Text,
+    in_order,
 )
 
 BackendName = Literal["flash", "triton", "cpu", "reference"]
@@ -85,7 +86,7 @@ class Measurement(Part):
     density: Share
     output_error: NonNegative | None = None
     kl: NonNegative | None = None
-    tasks: dict[Text, Score] = Field(default_factory=dict)
+    tasks: Annotated[dict[Text, Score], AfterValidator(in_order)] = Field(default_factory=dict)
 
 
 class Quality(Part):
@@ -126,7 +127,7 @@ class Provenance(Part):
     `profile`, `device_cost` and `calibration` are digests of those inputs; `source` names what an import was made of.
     """
 
-    versions: dict[Text, Text] = Field(default_factory=dict)
+    versions: Annotated[dict[Text, Text], AfterValidator(in_order)] = Field(default_factory=dict)
     command: Text | None = None
     preset: Text | None = None
     seed: Natural | None = None

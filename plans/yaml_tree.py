@@ -104,16 +104,19 @@ class _Builder:
     def _mapping(self, path: Path) -> dict[str, Any]:
         data: dict[str, Any] = {}
         while type(key := self._next()) is not yaml.MappingEndEvent:
-            if type(key) is not yaml.ScalarEvent:
-                self._refuse(key, "expected text as a key, found a list, mapping or alias")
-            self._admit(key, path)
-            name = key.value
-            if name in data:
-                self._refuse(key, f"expected each key once, found {name!r:.60} again; remove one of the two")
+            name = self._key(key, data)
             here = (*path, name)
             self.lines[here] = key.start_mark.line + 1
             data[name] = self._value(self._next(), here)
         return data
+
+    def _key(self, event: Any, data: dict[str, Any]) -> str:
+        if type(event) is not yaml.ScalarEvent or event.tag is not None or event.anchor is not None:
+            self._refuse(event, "expected text as a key, found a list, mapping, alias, anchor or tag")
+        name: str = event.value
+        if name in data:
+            self._refuse(event, f"expected each key once, found {name!r:.60} again; remove one of the two")
+        return name
 
     def _sequence(self, path: Path) -> list[Any]:
         items: list[Any] = []

@@ -1,0 +1,143 @@
+"""What MODEL may be: an alias of one checkpoint, a hub id, or a folder; and the plan that lies in a folder."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from sparsekv.plans.errors import UsageError
+
+PLAN_NAME = "sparsekv.yaml"
+SHIPPED = "tiny-retriever"
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A short name of one checkpoint. `gated`: its terms have to be accepted on the hub, by a logged-in user."""
+
+    name: str
+    checkpoint: str
+    model_type: str
+    context: str
+    gated: bool = False
+    remark: str = ""
+
+    @property
+    def note(self) -> str:
+        """What the name stands for, in a line."""
+        parts = [f"{self.name} is {self.checkpoint}", f"{self.model_type}, {self.context} context"]
+        parts += ["gated: accept its terms on the hub and log in"] if self.gated else []
+        return "; ".join([*parts, self.remark] if self.remark else parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from: `path_or_id` is a folder for `folder`, a folder or hub id for `alias`, else an id."""
+
+    kind: Literal["alias", "folder", "hub"]
+    path_or_id: str
+    note: str
+    gated: bool = False
+
+
+ALIASES = (
+    Alias(SHIPPED, SHIPPED, "llama", "32k", remark="ships with sparsekv, no network needed"),
+    Alias("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct", "llama", "8k", gated=True),
+    Alias("llama3-8b-262k", "gradientai/Llama-3-8B-Instruct-262k", "llama", "256k"),
+    Alias("llama3-8b-1m", "gradientai/Llama-3-8B-Instruct-Gradient-1048k", "llama", "1m"),
+    Alias("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama", "128k", gated=True),
+    Alias("llama3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", "llama", "128k", gated=True),
+    Alias("yi-9b-200k", "01-ai/Yi-9B-200K", "llama", "200k", remark="a base model without a chat template"),
+    Alias("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "32k", gated=True),
+    Alias("qwen2-7b", "Qwen/Qwen2-7B-Instruct", "qwen2", "32k"),
+    Alias("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "qwen2", "32k"),
+    Alias("qwen2.5-7b-1m", "Qwen/Qwen2.5-7B-Instruct-1M", "qwen2", "1m"),
+    Alias("qwen2.5-14b-1m", "Qwen/Qwen2.5-14B-Instruct-1M", "qwen2", "1m"),
+    Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", "40k"),
+    Alias("qwen3-14b", "Qwen/Qwen3-14B", "qwen3", "40k"),
+    Alias("glm-4-9b-1m", "THUDM/glm-4-9b-chat-1m-hf", "glm", "1m"),
+)
+
+
+def resolve_model(name: str) -> ModelSource:
+    """What `name` stands for. A folder goes before an alias when it holds a model or is written as a path.
+
+    Raises:
+        UsageError: it is a folder without a model, a file, or nothing known.
+    """
+    path = Path(name).expanduser()
+    if name and _is_model(path):
+        return ModelSource("folder", str(path), f"the model in the folder {path}")
+    alias = next((alias for alias in ALIASES if alias.name == name.lower()), None)
+    if alias is not None:
+        place = str(_shipped()) if alias.name == SHIPPED else alias.checkpoint
+        return ModelSource("alias", place, alias.note, alias.gated)
+    _refuse_path(name, path)
+    if not _HUB_ID.fullmatch(name):
+        raise UsageError(_unknown(name))
+    gated = any(alias.gated for alias in ALIASES if alias.checkpoint == name)
+    return ModelSource("hub", name, f"{name} on the Hugging Face hub", gated)
+
+
+def find_plan(folder: str | Path) -> Path:
+    """The plan committed beside a model.
+
+    Raises:
+        UsageError: there is no such folder, or no plan in it.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        found = "a file; give a plan file with --plan" if path.exists() else "none; check the path"
+        raise UsageError(f"expected a model folder at {path}, found {found}")
+    plan = path / PLAN_NAME
+    if not plan.is_file():
+        raise UsageError(
+            f"expected a plan {PLAN_NAME} in {path}, found none; make one with `sparsekv plan {path} -o {plan}`, "
+            "or name one with --plan"
+        )
+    return plan
+
+
+def _is_model(path: Path) -> bool:
+    try:
+        return (path / "config.json").is_file()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
+
+
+def _refuse_path(name: str, path: Path) -> None:
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError):
+        raise UsageError(_unknown(name)) from None
+    if name and is_folder:
+        raise UsageError(f"expected a Hugging Face model in {path}, found a folder without config.json")
+    if name and exists:
+        raise UsageError(f"expected a model folder, hub id or alias, found the file {path}; name the folder around it")
+    if name.startswith((".", "/", "~")):
+        raise UsageError(f"expected a model folder at {path}, found none; check the path")
+
+
+def _shipped() -> Path:
+    folder = Path(str(files("sparsekv.plans.data"))) / SHIPPED
+    if not _is_model(folder):
+        raise UsageError(
+            f"expected the model {SHIPPED} with this installation, in {folder}, found none; install sparsekv again, "
+            "or train it with tools/train_reference_model.py"
+        )
+    return folder
+
+
+def _unknown(name: str) -> str:
+    names = [alias.name for alias in ALIASES]
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    meant = f" Did you mean {', '.join(near)}?" if near else ""
+    return (
+        f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}.{meant}\n"
+        f"Aliases: {', '.join(names)}"
+    )

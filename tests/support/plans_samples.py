@@ -1,0 +1,214 @@
+"""Plans for tests: one that uses every field of the schema, small ones, and one of a large model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsekv.plans.schema import (
+    Adaptive,
+    AShape,
+    AttentionGroup,
+    BlockSparse,
+    Cost,
+    DecodeBucket,
+    DecodePlan,
+    Dense,
+    Estimate,
+    Fingerprint,
+    HeadGroup,
+    Measurement,
+    ModelInfo,
+    Offload,
+    Plan,
+    Prediction,
+    PrefillBucket,
+    PrefillPlan,
+    Provenance,
+    Quality,
+    Retention,
+    Reuse,
+    Score,
+    Segment,
+    Target,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    tokens,
+)
+
+
+def digest_of(letter: str) -> str:
+    """A digest that is one hexadecimal digit throughout."""
+    return "sha256:" + letter * 64
+
+
+def model_info(layers: int = 12, heads: int = 4, kv_heads: int = 2, **fields: Any) -> ModelInfo:
+    """A model whose layers are all full attention."""
+    group = AttentionGroup(layers=tuple(range(layers)), kind="full", heads=heads, kv_heads=kv_heads, head_dim=64)
+    given = {
+        "id": "example/model",
+        "model_type": "llama",
+        "context_length": 131072,
+        "rope": {"rope_type": "default", "rope_theta": 1000000.0},
+        "attention": (group,),
+        "fingerprint": Fingerprint(architecture=digest_of("a"), weights=digest_of("b")),
+    }
+    return ModelInfo(**(given | fields))
+
+
+def small_plan(**fields: Any) -> Plan:
+    """A plan of a 12 x 4 model with both phases, all of it executable."""
+    given: dict[str, Any] = {
+        "status": "unverified",
+        "model": model_info(),
+        "prefill": PrefillPlan(
+            tile=TileShape(query=64, key=64),
+            lengths=(
+                PrefillBucket(up_to=2048, dense=True),
+                PrefillBucket(
+                    up_to=None,
+                    heads=tuple(
+                        HeadGroup(layer=layer, heads=(0, 1), pattern=AShape(sink=tokens(64), window=tokens(1024)))
+                        for layer in range(12)
+                    ),
+                ),
+            ),
+        ),
+        "decode": DecodePlan(
+            lengths=(
+                DecodeBucket(up_to=4096, dense=True),
+                DecodeBucket(up_to=None, segments=(Segment(filter=2, layers=(4, 5, 6, 7), budget=fraction(0.1)),)),
+            ),
+        ),
+    }
+    return Plan(**(given | fields))
+
+
+def large_plan(layers: int = 32, heads: int = 32, buckets: int = 3) -> Plan:
+    """A plan in which no two heads of a layer share a pattern: as many lines as such a model can have."""
+
+    def group(layer: int, head: int, bucket: int) -> HeadGroup:
+        pattern = VerticalSlash(
+            vertical=tokens(30 + head + bucket), slash=tokens(2048 + head), max_tiles=fraction(0.1 + head / 1000)
+        )
+        return HeadGroup(layer=layer, heads=(head,), pattern=pattern)
+
+    lengths = tuple(
+        PrefillBucket(
+            up_to=None if bucket == buckets - 1 else 8192 << bucket,
+            heads=tuple(group(layer, head, bucket) for layer in range(layers) for head in range(heads)),
+        )
+        for bucket in range(buckets)
+    )
+    prefill = PrefillPlan(tile=TileShape(), lengths=lengths)
+    return Plan(status="unverified", model=model_info(layers, heads, heads // 4), prefill=prefill)
+
+
+def full_plan() -> Plan:
+    """A plan that uses every field of schema version 1."""
+    return Plan(
+        status="verified",
+        model=_mixed_model(),
+        targets=(
+            Target(device="NVIDIA H200", count=2, tensor_parallel=2, backend="flash", dtype="bfloat16"),
+            Target(device="Example CPU @ 2.0GHz", backend="cpu", dtype="float32"),
+        ),
+        prefill=_prefill(),
+        decode=_decode(),
+        kv_cache=(
+            Retention(layers=(0, 1), keep="all"),
+            Retention(
+                layers=tuple(range(2, 8)), keep=tokens(1024), sink=4, recent=128, score="attention_sum", observe=256
+            ),
+        ),
+        quality=_quality(),
+        cost=Cost(
+            device="NVIDIA H200",
+            backend="flash",
+            lengths=(
+                Prediction(
+                    length=32768,
+                    prefill=Estimate(dense_us=81234.5678, sparse_us=20311.25, density=0.221),
+                    decode=Estimate(dense_us=412.5, sparse_us=96.25, density=0.0625),
+                ),
+            ),
+        ),
+        provenance=Provenance(
+            versions={"sparsekv": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "triton": "3.7.1"},
+            command="plan",
+            preset="minference",
+            seed=1234,
+            calibration=digest_of("c"),
+            profile=digest_of("d"),
+            device_cost=digest_of("e"),
+            source="an example",
+            settings={"target_density": 0.3, "lengths": [8192, 32768], "crossover": False, "gate": {"drop": 1.0}},
+        ),
+        extensions={"example.org/note": {"text": "no", "list": [1, 2.5e-05, None, True, "1e-05", "line\nbreak"]}},
+    )
+
+
+def _mixed_model() -> ModelInfo:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    return model_info(
+        id="example/mixed-8l",
+        revision="0123abc",
+        model_type="example",
+        rope={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "short_factor": [1.0, 1e-05]},
+        attention=(
+            AttentionGroup(layers=(0, 1, 2, 3, 4, 6), kind="full", **shape),
+            AttentionGroup(layers=(5,), kind="sliding", window=1024, **shape),
+            AttentionGroup(layers=(7,), kind="full", heads=8, kv_heads=4, head_dim=128),
+            AttentionGroup(layers=(8,), kind="linear", **shape),
+        ),
+    )
+
+
+def _prefill() -> PrefillPlan:
+    static = AShape(sink=tokens(128), window=tokens(1024))
+    lines = VerticalSlash(vertical=fraction(0.02), slash=tokens(600), last_q=64, max_tiles=fraction(0.1))
+    heads = (
+        HeadGroup(layer=0, heads=(0, 1), pattern=static),
+        HeadGroup(layer=0, heads=(2,), pattern=lines),
+        HeadGroup(layer=0, heads=(3,), pattern=BlockSparse(keep=fraction(0.06))),
+        HeadGroup(layer=1, heads=(0, 2), pattern=static),
+        HeadGroup(layer=1, heads=(1,), pattern=Dense()),
+        HeadGroup(layer=2, heads=(0, 1, 2, 3), pattern=Adaptive(mass=0.95, max_tiles=fraction(0.25))),
+        HeadGroup(layer=3, heads=(0,), pattern=Adaptive(score="pooled", mass=1 / 3, max_tiles=tokens(8192))),
+    )
+    reuse = (Reuse(layers=(4, 6), source=2), Reuse(layers=(5,), source=3, heads=(0, 0, 1, 1)))
+    return PrefillPlan(
+        tile=TileShape(query=128, key=64),
+        lengths=(
+            PrefillBucket(up_to=12288, dense=True),
+            PrefillBucket(up_to=131072, heads=heads, reuse=reuse),
+            PrefillBucket(up_to=None, extrapolated=True, same_as=131072),
+        ),
+    )
+
+
+def _decode() -> DecodePlan:
+    head_map = {4: (0, 1), 5: (1, 1)}
+    segments = (
+        Segment(filter=1, layers=(2,), budget=tokens(2048), heads="per_kv_head"),
+        Segment(filter=3, layers=(4, 5), budget=fraction(0.05), selector="uniform", window=8, heads=head_map),
+        Segment(filter=6, layers=(7,), budget=tokens(0), selector="exponential", window=16, scope="local", heads="max"),
+    )
+    return DecodePlan(
+        lengths=(DecodeBucket(up_to=32768, dense=True), DecodeBucket(up_to=None, segments=segments)),
+        offload=Offload(layers=(2, 4, 5), hot=tokens(4096)),
+    )
+
+
+def _quality() -> Quality:
+    needles = Score(dense=0.99, sparse=0.985, samples=200, interval=(-0.0123456, 0.0025))
+    text = Score(dense=12.3456789, sparse=12.4, samples=64, interval=(0.01, 0.1))
+    measured = Measurement(
+        lengths=(8192, 32768),
+        density=0.221,
+        output_error=0.0123,
+        kl=1.5e-05,
+        tasks={"niah_single": needles, "perplexity": text},
+    )
+    one = Measurement(lengths=(32768,), density=0.0625, tasks={"niah_single": needles})
+    return Quality(prefill=measured, decode=one, both=one)
