@@ -1,5 +1,7 @@
 """The wheel: everything in the tree that the installed package needs. Editable installs hide what is missing."""
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "cli")}
 FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DISTRIBUTION = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # where it is not called what is imported
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -56,13 +60,22 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert {folder for folder in code if not (folder / "__init__.py").exists()} == set()
 
 
+def test_every_imported_package_is_a_declared_dependency() -> None:
+    declared = {re.match(r"[\w-]+", text)[0].lower().replace("-", "_") for text in PROJECT["dependencies"]}
+    trees = [ast.parse(path.read_text()) for folder in FOLDERS.values() for path in folder.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    foreign = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"sparsekv"}
+    assert {DISTRIBUTION.get(name, name) for name in foreign} - declared == set()
+
+
 def test_every_tested_dependency_is_pinned_within_its_allowed_range() -> None:
     from packaging.requirements import Requirement
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
     pins = {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
-    for text in project["dependencies"] + project["optional-dependencies"]["test"]:
+    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]:
         requirement = Requirement(text)
         assert requirement.name.lower() in pins, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(pins[requirement.name.lower()])
