@@ -36,8 +36,6 @@ def _decode(plan: Plan) -> Iterator[str]:
             place = f"decode.lengths[{number}].segments[{position}]"
             if segment.scope == "local":
                 yield f"{place}.scope: local, a choice for each tensor-parallel rank"
-            if isinstance(segment.heads, dict):
-                yield f"{place}.heads: a head map for each layer"
 
 
 def _cache(plan: Plan) -> Iterator[str]:
