@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from sparsekv.plans.errors import UsageError
+
 MAX_LENGTH = 1 << 40
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _LENGTH = re.compile(r"([0-9]{1,13})([kKmM]?)", re.ASCII)
@@ -13,12 +15,12 @@ def parse_length(text: str) -> int:
     """The number of tokens that `text` means.
 
     Raises:
-        ValueError: it is not a positive whole number with at most one of the suffixes `k` and `m`.
+        UsageError: it is not a positive whole number with at most one of the suffixes `k` and `m`.
     """
     match = _LENGTH.fullmatch(text.strip())
     length = int(match[1]) * _UNITS[match[2].lower()] if match else 0
     if not 0 < length <= MAX_LENGTH:
-        raise ValueError(f"expected a length such as 8192, 32k (32,768 tokens) or 1m (1,048,576), found {text!r:.40}")
+        raise UsageError(f"expected a length such as 8192, 32k (32,768 tokens) or 1m (1,048,576), found {text!r:.40}")
     return length
 
 
@@ -26,7 +28,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     """Lengths separated by commas, ascending, each once.
 
     Raises:
-        ValueError: one of them is not a length.
+        UsageError: one of them is not a length.
     """
     return tuple(sorted({parse_length(part) for part in text.split(",")}))
 

@@ -21,6 +21,7 @@ from pydantic import (
     model_serializer,
 )
 
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.layers import MAX_ID
 from sparsekv.plans.lengths import parse_length
 
@@ -114,7 +115,12 @@ def _exact_int(value: object) -> object:
 
 
 def _length(value: object) -> object:
-    return parse_length(value) if isinstance(value, str) and not value.isdigit() else value
+    if not isinstance(value, str) or value.isdigit():
+        return value
+    try:
+        return parse_length(value)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
 
 
 Natural = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]

@@ -58,13 +58,19 @@ def _locate(steps: Sequence[Where], data: Any, names_a_field: bool) -> Path:
     for number, step in enumerate(steps):
         last = number == len(steps) - 1
         found = _find(step, data)
-        if found is None or (not last and not isinstance(data[found], dict | list)):
+        if found is None or _is_flattened(data[found], steps[number + 1 :], data, names_a_field):
             if last and names_a_field and isinstance(step, str):
                 path.append(step)
             continue
         path.append(found)
         data = data[found]
     return tuple(path)
+
+
+def _is_flattened(value: Any, rest: Sequence[Where], data: Any, names_a_field: bool) -> bool:
+    """Whether the steps go on beside `value`, as those of a head group's pattern do, and not inside it."""
+    is_leaf = bool(rest) and not isinstance(value, dict | list)
+    return is_leaf and (names_a_field or any(_find(step, data) is not None for step in rest))
 
 
 def _find(step: Where, data: Any) -> Any:
@@ -114,7 +120,15 @@ def _distinct(problems: Sequence[Problem]) -> list[Problem]:
     together: dict[Path, list[str]] = {}
     for problem in deepest:
         together.setdefault(problem.path, []).append(problem.message)
-    return [Problem(path, " or ".join(dict.fromkeys(messages))) for path, messages in together.items()]
+    return [Problem(path, _joined(list(dict.fromkeys(messages)))) for path, messages in together.items()]
+
+
+def _joined(messages: list[str]) -> str:
+    if len(messages) == 1:
+        return messages[0]
+    wanted = [message.partition(", found ")[0].removeprefix("expected ") for message in messages]
+    found = next((found for m in messages if (found := m.partition(", found ")[2])), "another value")
+    return f"expected {' or '.join(wanted)}, found {found}"
 
 
 def _inside(path: Path, outer: Path) -> bool:

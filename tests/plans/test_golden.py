@@ -1,0 +1,83 @@
+"""The file of schema version 1, byte for byte. It changes only together with the schema version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from plans_samples import full_plan
+from pydantic import BaseModel
+
+from sparsekv.plans.reader import load_plan
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.signature import sign
+from sparsekv.plans.writer import dump_plan
+
+GOLDEN = Path(__file__).parent / "golden" / "v1.yaml"
+
+
+def test_the_writer_still_writes_the_golden_bytes() -> None:
+    assert dump_plan(full_plan()) == GOLDEN.read_text()
+
+
+def test_the_reader_still_reads_the_golden_file() -> None:
+    assert load_plan(GOLDEN) == sign(full_plan())
+
+
+def test_what_was_read_is_written_alike() -> None:
+    assert dump_plan(load_plan(GOLDEN)) == GOLDEN.read_text()
+
+
+def test_other_yaml_readers_see_the_same_data() -> None:
+    def is_alike(ours: Any, theirs: Any) -> bool:
+        return type(ours) is type(theirs) and ours == theirs
+
+    from sparsekv.plans.yaml_tree import read_tree
+
+    text = GOLDEN.read_text()
+    assert is_alike(read_tree(text, "golden").data, yaml.safe_load(text))
+
+
+def _unused(part: BaseModel, used: dict[type, set[str]]) -> None:
+    names = used.setdefault(type(part), set())
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        if value not in (None, (), {}, False):
+            names.add(name)
+        for inner in _parts(value):
+            _unused(inner, used)
+
+
+def _parts(value: object) -> Iterator[BaseModel]:
+    if isinstance(value, BaseModel):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _parts(item)
+
+
+def test_the_golden_file_uses_every_field() -> None:
+    used: dict[type, set[str]] = {}
+    _unused(sign(full_plan()), used)
+    assert Plan in used
+    assert len(used) >= 25
+    for part, names in used.items():
+        assert issubclass(part, BaseModel)
+        assert names == set(part.model_fields), part.__name__
+
+
+@pytest.mark.parametrize("line", range(1, len(GOLDEN.read_text().splitlines())))
+def test_no_value_of_the_golden_file_is_free_of_the_signature(line: int) -> None:
+    from sparsekv.plans.errors import PlanError
+    from sparsekv.plans.reader import parse_plan
+
+    lines = GOLDEN.read_text().splitlines()
+    del lines[line]
+    with pytest.raises(PlanError):
+        parse_plan("\n".join(lines), "golden")

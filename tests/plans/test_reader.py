@@ -1,0 +1,257 @@
+"""Files that are no plan. Each message names the file, and where it can the line, the field, and what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from plans_samples import digest_of, full_plan, large_plan, small_plan
+
+from sparsekv.plans import yaml_tree
+from sparsekv.plans.errors import PlanError
+from sparsekv.plans.files import MAX_BYTES
+from sparsekv.plans.reader import load_plan, parse_plan
+from sparsekv.plans.signature import sign
+from sparsekv.plans.writer import dump_plan
+
+TEXT = dump_plan(full_plan())
+
+
+def refusal(text: str | bytes) -> str:
+    with pytest.raises(PlanError) as caught:
+        parse_plan(text, "a.yaml")
+    return str(caught.value)
+
+
+def line_of(fragment: str) -> int:
+    return TEXT[: TEXT.index(fragment)].count("\n") + 1
+
+
+EDITS = {
+    "unknown field": ("last_q: 64", "lastq: 64", "heads[1].lastq: unknown field; did you mean `last_q`?"),
+    "unknown top field": ("extensions:", "extras:", "extras: unknown field"),
+    "unknown pattern": ("block_sparse", "blocks", "heads[2].pattern: expected pattern 'dense', 'a_shape'"),
+    "missing pattern": ("pattern: block_sparse, ", "", "heads[2]: expected the field `pattern`, found none"),
+    "missing field": ("model_type: example", "remark: example", "model.model_type: expected this field, found none"),
+    "text for a number": ("last_q: 64", 'last_q: "64"', "heads[1].last_q: expected an integer, found '64'"),
+    "boolean for a number": ("last_q: 64", "last_q: true", "heads[1].last_q: expected an integer, found True"),
+    "octal number": ("last_q: 64", "last_q: 0100", "heads[1].last_q: expected an integer, found '0100'"),
+    "number for a mapping": ("{tokens: 600}", "600", "heads[1].slash: expected a mapping, found 600"),
+    "nan budget": ("{tokens: 600}", "{fraction: .nan}", "slash.fraction: expected a finite number, found nan"),
+    "infinite budget": ("{tokens: 600}", "{fraction: .inf}", "slash.fraction: expected a finite number, found inf"),
+    "negative budget": ("{tokens: 600}", "{tokens: -1}", "slash.tokens: expected greater than or equal to 0, found -1"),
+    "both budgets": ("{tokens: 600}", "{tokens: 1, fraction: 0.1}", "slash: expected {tokens: n} or {fraction: x}"),
+    "overlap": ('heads: "3", pattern: block', 'heads: "1-3", pattern: block', "heads[2]: expected each head once"),
+    "head range": ('"2", pattern: vert', '"9", pattern: vert', "heads: expected heads 0 to 3 of layer 0, found 9"),
+    "layer range": ('{layer: 1, heads: "1"', '{layer: 44, heads: "1"', "heads[4].layer: expected layers 0 to 8"),
+    "segment range": ('layers: "7", budget', 'layers: "17", budget', "segments[2].layers: expected layers 0 to 8"),
+    "short head map": ('{"4": [0, 1]', '{"4": [0]', "segments[1].heads: expected 2 entries"),
+    "bad keep": ("{tokens: 1024}, sink: 4", "{tokens: -5}, sink: 4", "kv_cache[1].keep.tokens: expected greater"),
+    "keep of no kind": ("keep: all", "keep: some", "kv_cache[0].keep: expected 'all' or a mapping, found 'some'"),
+    "nan in extensions": ("2.5e-05", ".nan", "extensions.example.org/note: expected JSON data"),
+    "duplicate key": ("last_q: 64", "last_q: 64, last_q: 32", "expected each key once, found 'last_q' again"),
+    "anchor": ("{tokens: 600}", "&a {tokens: 600}", "found an anchor or alias"),
+    "alias": ("{tokens: 600}", "*a", "found an anchor or alias"),
+    "tag": ("last_q: 64", "last_q: !!int 64", "found the tag 'tag:yaml.org,2002:int'"),
+    "python tag": ("last_q: 64", "last_q: !!python/object/apply:os.system [ls]", "found the tag"),
+    "key that is a list": ("last_q: 64", "[a]: 64", "expected text as a key"),
+    "merge key": ("last_q: 64", "<<: {a: 1}", "heads[1].<<: unknown field"),
+    "broken flow": ("{tokens: 600}", "{tokens: 600", "expected YAML, found a fault"),
+    "tab": ("  tile:", "\ttile:", "expected YAML, found a fault"),
+}
+
+
+@pytest.mark.parametrize("case", EDITS, ids=str)
+def test_the_line_and_field_are_named_for(case: str) -> None:
+    before, after, said = EDITS[case]
+    message = refusal(TEXT.replace(before, after, 1))
+    assert said in message
+    assert message.startswith("a.yaml, line ")
+    named = int(message.removeprefix("a.yaml, line ").partition(":")[0])
+    # A broken flow is only noticed on the line after; a missing field is reported where its record starts.
+    assert line_of(before) - 5 <= named <= line_of(before) + 1
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in EDITS if "missing" not in c and "broken" not in c and c != "head range"], ids=str
+)
+def test_the_exact_line_is_named_for(case: str) -> None:
+    before, after, _ = EDITS[case]
+    assert f"line {line_of(before)}:" in refusal(TEXT.replace(before, after, 1))
+
+
+def test_many_faults_are_counted_not_listed() -> None:
+    message = refusal(TEXT.replace("{", "{zzz: 1, "))
+    assert message.count("zzz: unknown field") <= 5
+    assert "more." in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "found nothing in it"),
+        ("# only a comment\n", "found nothing in it"),
+        ("null", "found a single value"),
+        ("- 1\n- 2\n", "found a list"),
+        ('[{"0": ["vertical_and_slash", 1000, 6096, 1]}]', "found a list"),
+        ("just text", "found a single value"),
+        ("kind: sparsekv.profile\n", "a profile file of sparsekv"),
+        ("kind: Deployment\n", "not a file of sparsekv"),
+        ('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}', "config.json"),
+        ("a: 1\nb: 2\n", "its first fields are a, b"),
+        ("{}", "missing"),
+        ("kind: sparsekv.plan\n---\nkind: sparsekv.plan\n", "found a second"),
+        ("%YAML 3.0\n---\nkind: sparsekv.plan\n", "expected YAML"),
+        (b"\xff\xfek\x00i\x00", "binary"),
+        (b"kind: sparsekv.plan\nstatus: \xe9\n", "line 2: expected UTF-8 text"),
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "binary"),
+        (b"kind: sparsekv.plan\x07", "expected YAML"),
+        ("kind: \ud800", "UTF-8"),
+        (b"#" * (MAX_BYTES + 1), "at most 8,388,608 bytes"),
+    ],
+    ids=str,
+)
+def test_no_plan_at_all(text: str | bytes, said: str) -> None:
+    assert said in refusal(text)
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "{? ", "[{a: "])
+@pytest.mark.parametrize("times", [30, 5_000, 1_000_000])
+def test_deep_nesting_is_refused_before_it_costs_anything(opening: str, times: int) -> None:
+    assert "expected" in refusal("kind: sparsekv.plan\nx:\n  " + opening * times)
+
+
+def test_deep_blocks_are_refused() -> None:
+    text = "\n".join(" " * depth + "a:" for depth in range(200))
+    assert "levels of nesting" in refusal(text)
+
+
+def test_a_flood_of_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_tree, "MAX_VALUES", 1000)
+    assert "expected at most 1000 values" in refusal("x: [" + "1," * 2000 + "]")
+
+
+def test_a_bomb_of_aliases_is_refused() -> None:
+    levels = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12))
+    assert "anchor or alias" in refusal(f"l0: &l0 [1, 2]\n{levels}")
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "1e999", "-1e999", "0x10", "1_000", "1:30", "." * 500, "+.inf"])
+def test_odd_numbers_are_refused(number: str) -> None:
+    assert "last_q: expected" in refusal(TEXT.replace("last_q: 64", f"last_q: {number}", 1))
+
+
+@pytest.mark.parametrize("written", ["2e-2", "2.0e-2", ".02", "0.020", "+0.02"])
+def test_floats_may_be_written_in_any_form(written: str) -> None:
+    text = TEXT.replace("{fraction: 0.02}", f"{{fraction: {written}}}", 1)
+    assert parse_plan(text) == sign(full_plan())
+
+
+def test_layout_order_and_comments_do_not_matter() -> None:
+    plan = full_plan().model_copy(update={"extensions": {}})
+    data = yaml.safe_load(dump_plan(plan))
+    text = "# a comment\r\n" + yaml.safe_dump(data, sort_keys=True, width=40).replace("\n", "\r\n")
+    assert parse_plan(text) == sign(plan)
+
+
+def test_a_byte_order_mark_is_no_fault() -> None:
+    assert parse_plan(b"\xef\xbb\xbf" + TEXT.encode()) == sign(full_plan())
+
+
+def test_plans_may_come_as_json() -> None:
+    import json
+
+    assert parse_plan(json.dumps(yaml.safe_load(TEXT))) == sign(full_plan())
+
+
+class TestVersion:
+    def test_a_newer_schema_says_which_is_read(self) -> None:
+        message = refusal(TEXT.replace("schema_version: 1", "schema_version: 2").replace("status:", "state:"))
+        assert "expected schema_version 1 or older" in message
+        assert "found 2" in message
+        assert "install a newer sparsekv" in message
+
+    @pytest.mark.parametrize("version", ["0", "-1", "true", "1.0", '"1"', "one", "null", "[]"])
+    def test_no_version_is_refused(self, version: str) -> None:
+        assert "from 1 to 1" in refusal(TEXT.replace("schema_version: 1", f"schema_version: {version}"))
+
+    def test_a_missing_version_is_refused(self) -> None:
+        assert "found none" in refusal(TEXT.replace("schema_version: 1\n", ""))
+
+
+class TestIntegrity:
+    def test_an_edited_plan_points_at_seal(self) -> None:
+        message = refusal(TEXT.replace("{tokens: 600}", "{tokens: 601}"))
+        assert "the file was changed after it was written" in message
+        assert "`sparsekv seal a.yaml`" in message
+
+    def test_an_unsigned_plan_points_at_seal(self) -> None:
+        message = refusal(TEXT[: TEXT.index("integrity:")])
+        assert "found none" in message
+        assert "seal" in message
+
+    def test_another_signature_is_refused(self) -> None:
+        text = TEXT[: TEXT.index("integrity:")] + f'integrity: "{digest_of("0")}"\n'
+        assert "changed" in refusal(text)
+
+    def test_a_fault_is_told_before_the_signature(self) -> None:
+        assert "slash.tokens" in refusal(TEXT.replace("{tokens: 600}", "{tokens: x}"))
+
+
+class TestFiles:
+    def test_no_file(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match=r"nowhere\.yaml: expected a file, found none"):
+            load_plan(tmp_path / "nowhere.yaml")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match="found a folder"):
+            load_plan(tmp_path)
+
+    def test_a_file_used_as_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("x")
+        with pytest.raises(PlanError, match="Not a directory"):
+            load_plan(tmp_path / "file" / "plan.yaml")
+
+    def test_a_name_that_no_file_can_have(self) -> None:
+        with pytest.raises(PlanError, match="null byte|File name too long"):
+            load_plan("a\0b")
+        with pytest.raises(PlanError, match="File name too long"):
+            load_plan("a" * 5000)
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+    def test_no_permission(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.yaml"
+        path.write_text(TEXT)
+        path.chmod(0)
+        with pytest.raises(PlanError, match="Permission denied"):
+            load_plan(path)
+
+    def test_an_endless_file(self) -> None:
+        with pytest.raises(PlanError, match="at most 8,388,608 bytes"):
+            load_plan("/dev/zero")
+
+    def test_a_plan_of_a_large_model(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.yaml"
+        plan = large_plan()
+        path.write_text(dump_plan(plan))
+        assert load_plan(path) == sign(plan)
+
+
+def test_plans_are_read_alike_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(yaml, "CSafeLoader")
+    assert parse_plan(TEXT) == sign(full_plan())
+    assert "expected YAML, found a fault" in refusal("a: [")
+    assert "expected YAML in UTF-8" in refusal("a: \x07")
+    assert "levels of nesting" in refusal("[" * 100_000)
+
+
+def test_errors_show_no_chain_of_library_errors() -> None:
+    with pytest.raises(PlanError) as caught:
+        parse_plan(TEXT.replace("last_q: 64", "last_q: x"), "a.yaml")
+    assert caught.value.__suppress_context__
+
+
+def test_a_small_plan_reads_back() -> None:
+    assert parse_plan(dump_plan(small_plan())) == sign(small_plan())

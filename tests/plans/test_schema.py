@@ -1,0 +1,247 @@
+"""What a plan may say. Each rejected case is one change to a plan that is sound without it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from plans_samples import full_plan, model_info, small_plan
+from pydantic import ValidationError
+
+from sparsekv.plans.schema import (
+    AShape,
+    BlockSparse,
+    Budget,
+    DecodeBucket,
+    DecodePlan,
+    Dense,
+    HeadGroup,
+    Plan,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+    TileShape,
+    to_data,
+    tokens,
+)
+
+FULL = to_data(full_plan())
+REMOVED = object()
+
+
+def changed(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    data = copy.deepcopy(FULL)
+    place: Any = data
+    for step in path[:-1]:
+        place = place[step]
+    if value is REMOVED:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return data
+
+
+BUCKET = ("prefill", "lengths", 1)
+GROUP = (*BUCKET, "heads", 0)
+SEGMENTS = ("decode", "lengths", 1, "segments")
+A_SHAPE = {"pattern": "a_shape", "sink": {"tokens": 1}, "window": {"tokens": 1}}
+
+REJECTED = {
+    "unknown field at the top": (("surprise",), 1, "surprise"),
+    "unknown field in a record": (("model", "surprise"), 1, "surprise"),
+    "unknown field of a pattern": ((*GROUP, "keep"), {"tokens": 1}, "keep"),
+    "unknown pattern": ((*GROUP, "pattern"), "zigzag", "vertical_slash"),
+    "no pattern": ((*GROUP, "pattern"), REMOVED, "pattern"),
+    "a nested pattern": ((*GROUP, "pattern"), dict(A_SHAPE), "pattern"),
+    "unknown status": (("status",), "perfect", "imported"),
+    "verified without quality": (("quality",), REMOVED, "quality"),
+    "verified with empty quality": (("quality",), {}, "quality"),
+    "another kind": (("kind",), "sparsekv.profile", "sparsekv.plan"),
+    "boolean for an integer": (("model", "attention", 0, "heads"), True, "integer"),
+    "text for an integer": (("model", "attention", 0, "heads"), "4", "integer"),
+    "float for an integer": (("model", "attention", 0, "heads"), 4.0, "integer"),
+    "integer for a boolean": (("prefill", "lengths", 0, "dense"), 1, "boolean"),
+    "text for a boolean": (("prefill", "lengths", 0, "dense"), "yes", "boolean"),
+    "boolean for a number": (("quality", "prefill", "density"), True, "number"),
+    "text for a number": (("quality", "prefill", "density"), "0.5", "number"),
+    "integer for text": (("model", "id"), 5, "string"),
+    "empty text": (("model", "id"), "", "at least 1"),
+    "control characters in a name": (("model", "id"), "a\x1b[31mb", "pattern"),
+    "float schema version": (("schema_version",), 1.0, "integer"),
+    "boolean schema version": (("schema_version",), True, "integer"),
+    "tile of 32": (("prefill", "tile", "query"), 32, "64 or 128"),
+    "tile of 64.0": (("prefill", "tile", "key"), 64.0, "integer"),
+    "negative budget": ((*GROUP, "sink"), {"tokens": -1}, "greater than or equal to 0"),
+    "nan budget": ((*GROUP, "sink"), {"fraction": float("nan")}, "finite"),
+    "infinite budget": ((*GROUP, "sink"), {"fraction": float("inf")}, "finite"),
+    "zero fraction": ((*GROUP, "sink"), {"fraction": 0.0}, "greater than 0"),
+    "fraction above one": ((*GROUP, "sink"), {"fraction": 1.5}, "less than or equal to 1"),
+    "two budgets in one": ((*GROUP, "sink"), {"tokens": 5, "fraction": 0.5}, "exactly one"),
+    "an empty budget": ((*GROUP, "sink"), {}, "exactly one"),
+    "a bare number as budget": ((*GROUP, "sink"), 128, "Budget"),
+    "adaptive mass of zero": ((*BUCKET, "heads", 5, "mass"), 0.0, "greater than 0"),
+    "vertical_slash without a bound": ((*BUCKET, "heads", 1, "max_tiles"), REMOVED, "required"),
+    "overlapping heads": ((*BUCKET, "heads", 1, "heads"), "1-2", "heads 1 of layer 0 again"),
+    "head out of range": ((*GROUP, "heads"), "0-1,4", "heads 0 to 3 of layer 0"),
+    "layer out of range": ((*GROUP, "layer"), 9, "layers 0 to 8"),
+    "pattern on a linear layer": ((*GROUP, "layer"), 8, "linear"),
+    "huge layer": ((*GROUP, "layer"), 10**30, "1023"),
+    "heads backwards": ((*GROUP, "heads"), "1-0", "ascending"),
+    "heads twice": ((*GROUP, "heads"), "0-1,1", "once"),
+    "no heads": ((*GROUP, "heads"), [], "at least one"),
+    "negative head": ((*GROUP, "heads"), [-1], "from 0"),
+    "heads beyond any model": ((*GROUP, "heads"), "0-99999", "0-99999"),
+    "heads as boolean": ((*GROUP, "heads"), True, "ids"),
+    "heads as words": ((*GROUP, "heads"), "all", "ids"),
+    "dense and heads": ((*BUCKET, "dense"), True, "exactly one"),
+    "same_as and heads": ((*BUCKET, "same_as"), 12288, "exactly one"),
+    "neither dense nor heads": (("prefill", "lengths", 0, "dense"), False, "exactly one"),
+    "same_as of no bucket": (("prefill", "lengths", 2, "same_as"), 4096, "12288, 131072"),
+    "same_as without a target": (("prefill", "lengths", 1), {"up_to": 131072, "same_as": 131072}, "of its own"),
+    "lengths descending": (("prefill", "lengths", 0, "up_to"), 200000, "ascending"),
+    "lengths equal": (("prefill", "lengths", 0, "up_to"), 131072, "ascending"),
+    "last length closed": (("prefill", "lengths", 2, "up_to"), 262144, "up_to: null"),
+    "two open lengths": (("prefill", "lengths", 0, "up_to"), None, "last bucket only"),
+    "no lengths": (("prefill", "lengths"), [], "last bucket"),
+    "up_to left out": (("prefill", "lengths", 0, "up_to"), REMOVED, "required"),
+    "zero length": (("prefill", "lengths", 0, "up_to"), 0, "greater than or equal to 1"),
+    "length with a wrong suffix": (("prefill", "lengths", 0, "up_to"), "12g", "32k"),
+    "reuse of a later layer": ((*BUCKET, "reuse", 0, "source"), 5, "before"),
+    "reuse of a layer without patterns": ((*BUCKET, "reuse", 0, "layers"), "7", "entries"),
+    "reuse by a layer with patterns": ((*BUCKET, "reuse", 0, "layers"), "3", "no other pattern"),
+    "reuse by a layer twice": ((*BUCKET, "reuse", 1, "layers"), "4", "no other pattern"),
+    "reuse with a short head map": ((*BUCKET, "reuse", 1, "heads"), [0, 1], "4 entries"),
+    "reuse of a head out of range": ((*BUCKET, "reuse", 1, "heads"), [0, 1, 2, 4], "of the 4"),
+    "reuse in a dense bucket": (("prefill", "lengths", 0, "reuse"), [{"layers": "4", "source": 2}], "beside `heads`"),
+    "groups with a gap": (("model", "attention", 1, "layers"), "9", "no group for 5"),
+    "groups that overlap": (("model", "attention", 1, "layers"), "4-5", "layers 4 in two"),
+    "no groups": (("model", "attention"), [], "no group for 0"),
+    "sliding without window": (("model", "attention", 1, "window"), REMOVED, "window"),
+    "full with window": (("model", "attention", 0, "window"), 5, "window"),
+    "uneven groups": (("model", "attention", 0, "kv_heads"), 3, "multiple"),
+    "a bad digest": (("model", "fingerprint", "architecture"), "abc", "pattern"),
+    "filter after its segment": ((*SEGMENTS, 0, "filter"), 2, "before its segment"),
+    "filter inside a segment": ((*SEGMENTS, 1, "filter"), 2, "outside every segment"),
+    "segments descending": ((*SEGMENTS, 0), {"filter": 3, "layers": "7", "budget": {"tokens": 1}}, "ascending"),
+    "segments that share a layer": ((*SEGMENTS, 0, "layers"), "2,4", "ascending order that share no layer"),
+    "segment out of range": ((*SEGMENTS, 2, "layers"), "9", "layers 0 to 8"),
+    "segment on a linear layer": ((*SEGMENTS, 2, "layers"), "7-8", "linear"),
+    "segment without budget": ((*SEGMENTS, 0, "budget"), REMOVED, "required"),
+    "window of zero": ((*SEGMENTS, 0, "window"), 0, "greater than or equal to 1"),
+    "unknown selector": ((*SEGMENTS, 0, "selector"), "first", "uniform"),
+    "head map of another layer": ((*SEGMENTS, 1, "heads"), {"4": [0, 1]}, "4-5"),
+    "head map with a bad key": ((*SEGMENTS, 1, "heads"), {"x": [0, 1], "5": [0, 1]}, "integer"),
+    "head map too short": ((*SEGMENTS, 1, "heads"), {"4": [0], "5": [0, 1]}, "2 entries"),
+    "head map out of range": ((*SEGMENTS, 1, "heads"), {"4": [0, 2], "5": [0, 1]}, "of the 2"),
+    "per_kv_head across shapes": ((*SEGMENTS, 2, "heads"), "per_kv_head", "entries"),
+    "dense and segments": (("decode", "lengths", 1, "dense"), True, "exactly one"),
+    "neither dense nor segments": (("decode", "lengths", 0, "dense"), False, "exactly one"),
+    "offload of an always dense layer": (("decode", "offload", "layers"), "0,2", "found 0 always dense"),
+    "retention of a layer twice": (("kv_cache", 1, "layers"), "1-7", "second for 1"),
+    "retention out of range": (("kv_cache", 1, "layers"), "2-7,9", "layers 0 to 8"),
+    "retention without its rule": (("kv_cache", 1, "observe"), REMOVED, "observe"),
+    "keep all with a rule": (("kv_cache", 0, "sink"), 4, "keep: all"),
+    "keep less than sink and recent": (("kv_cache", 1, "keep"), {"tokens": 100}, "hold sink and recent"),
+    "interval backwards": (("quality", "both", "tasks", "niah_single", "interval"), [1.0, 0.0], "low, high"),
+    "interval of three": (("quality", "both", "tasks", "niah_single", "interval"), [1.0, 2.0, 3.0], "2 items"),
+    "no samples": (("quality", "both", "tasks", "niah_single", "samples"), 0, "greater than or equal to 1"),
+    "a path as source": (("provenance", "source"), "/home/someone/plan.json", "path"),
+    "nan in extensions": (("extensions", "x"), {"y": [float("nan")]}, "finite numbers"),
+    "an object in extensions": (("extensions", "x"), {1, 2}, "JSON data"),
+    "a huge integer in extensions": (("extensions", "x"), 1 << 63, "JSON data"),
+    "half a surrogate pair": (("extensions", "x"), "\ud800", "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED, ids=str)
+def test_a_plan_is_refused_for(case: str) -> None:
+    path, value, said = REJECTED[case]
+    with pytest.raises(ValidationError) as caught:
+        Plan.model_validate(changed(path, value))
+    assert said in str(caught.value)
+
+
+def test_nesting_in_extensions_is_bounded_below_what_the_reader_takes() -> None:
+    deep: Any = 1
+    for _ in range(20):
+        deep = [deep]
+    with pytest.raises(ValidationError, match="levels of nesting"):
+        Plan.model_validate(changed(("extensions", "x"), deep))
+
+
+def test_data_of_a_plan_makes_the_same_plan() -> None:
+    assert Plan.model_validate(FULL) == full_plan()
+
+
+def test_plans_cannot_be_changed_in_place() -> None:
+    with pytest.raises(ValidationError):
+        small_plan().status = "verified"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("written", ["4k", "4K", 4096])
+def test_lengths_may_be_written_with_suffixes(written: object) -> None:
+    assert DecodeBucket.model_validate({"up_to": written, "dense": True}).up_to == 4096
+
+
+@pytest.mark.parametrize("written", ["0-1,3", "3,0-1", "0,1,3", " 0 - 1, 3", [3, 0, 1], (0, 1, 3)])
+def test_sets_of_heads_have_one_form(written: object) -> None:
+    group = HeadGroup.model_validate({"layer": 0, "heads": written, "pattern": "dense"})
+    assert group.heads == (0, 1, 3)
+    assert to_data(group) == {"layer": 0, "heads": "0-1,3", "pattern": "dense"}
+
+
+def test_floats_are_rounded_when_they_enter() -> None:
+    assert Budget(fraction=1 / 3).fraction == 0.333333
+    assert Budget(fraction=1).fraction == 1.0
+
+
+class TestPrefill:
+    static = AShape(sink=tokens(64), window=tokens(256))
+    keep = BlockSparse(keep=tokens(512))
+
+    def test_equal_patterns_of_a_layer_are_one_group_in_one_order(self) -> None:
+        groups = [
+            HeadGroup(layer=1, heads=(0,), pattern=self.keep),
+            HeadGroup(layer=0, heads=(2,), pattern=self.static),
+            HeadGroup(layer=0, heads=(1,), pattern=self.keep),
+            HeadGroup(layer=0, heads=(0,), pattern=self.static),
+        ]
+        bucket = PrefillBucket(up_to=None, heads=tuple(groups))
+        assert [(g.layer, g.heads) for g in bucket.heads] == [(0, (0, 2)), (0, (1,)), (1, (0,))]
+        assert bucket == PrefillBucket(up_to=None, heads=tuple(reversed(groups)))
+
+    def test_heads_that_no_group_names_are_dense(self) -> None:
+        bucket = PrefillBucket(up_to=None, heads=(HeadGroup(layer=3, heads=(1,), pattern=self.static),))
+        assert bucket.patterns(3, 3) == (Dense(), self.static, Dense())
+        assert bucket.patterns(0, 2) == (Dense(), Dense())
+
+    @pytest.mark.parametrize(("length", "up_to"), [(1, 1024), (1024, 1024), (1025, 4096), (4096, 4096), (4097, 4096)])
+    def test_a_length_finds_its_bucket_through_same_as(self, length: int, up_to: int) -> None:
+        sparse = (HeadGroup(layer=0, heads=(0,), pattern=self.static),)
+        lengths = (
+            PrefillBucket(up_to=1024, dense=True),
+            PrefillBucket(up_to=4096, heads=sparse),
+            PrefillBucket(up_to=None, same_as=4096),
+        )
+        assert PrefillPlan(tile=TileShape(), lengths=lengths).bucket(length).up_to == up_to
+
+
+def test_decode_lengths_find_their_bucket() -> None:
+    segment = Segment(filter=0, layers=(1,), budget=tokens(1))
+    plan = DecodePlan(lengths=(DecodeBucket(up_to=8, dense=True), DecodeBucket(up_to=None, segments=(segment,))))
+    assert (plan.bucket(8).dense, plan.bucket(9).dense) == (True, False)
+
+
+def test_a_model_knows_its_layers() -> None:
+    model = full_plan().model
+    assert model.layers == 9
+    assert [model.group_of(layer).kind for layer in (4, 5, 6, 8)] == ["full", "sliding", "full", "linear"]
+    with pytest.raises(IndexError, match="layer 9"):
+        model.group_of(9)
+
+
+def test_free_mappings_are_held_in_one_order() -> None:
+    one, other = model_info(rope={"a": 1, "b": {"d": 1, "c": 2}}), model_info(rope={"b": {"c": 2, "d": 1}, "a": 1})
+    assert list(one.rope) == list(other.rope)
+    assert str(to_data(one)) == str(to_data(other))
