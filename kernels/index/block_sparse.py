@@ -1,0 +1,68 @@
+"""Block-sparse: the top key tiles of each row tile by mean-pooled queries and keys (MInference 1.0, section 3.2).
+
+Shapes as in call.py; R row tiles of one block, M key tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparsekv.kernels.index.call import (
+    HeadIndex,
+    IndexCall,
+    RowTiles,
+    ceil_div,
+    empty_tiles,
+    take_heads,
+    without_columns,
+)
+from sparsekv.kernels.index.pool import mean_pool
+from sparsekv.kernels.tiles import NO_TILE
+from sparsekv.kernels.topk import ascending, blocks, on_device, top_mask
+from sparsekv.plans.patterns import BlockSparse
+
+
+def index_block_sparse(
+    patterns: Sequence[BlockSparse], heads: Sequence[int], call: IndexCall, rows: RowTiles
+) -> HeadIndex:
+    """The ceil(keep / tile.key) best tiles of each row, mandatory tiles included."""
+    keep = _tiles_to_keep(patterns, call)
+    width = call.most_tiles(max(max(row) for row in keep))
+    keep_Bh1 = on_device(keep, call.device).unsqueeze(-1)
+    q_BhTD = _pooled_queries(heads, call)
+    k_BGMD = mean_pool(call.k_BGKD[:, :, : call.chunk.longest], call.tile.key, call.chunk.lengths)
+    k_BhMD = take_heads(k_BGMD, [head // call.group_size for head in heads])
+    tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), width)
+    for part in blocks(call.row_tiles, call.batch * len(heads) * call.key_tiles):
+        scores_BhRM = (q_BhTD[:, :, part] @ k_BhMD.mT).mul_(call.scale)
+        counts_BhR = _mark_limits(scores_BhRM, keep_Bh1, rows.part(part))
+        chosen_BhRM = top_mask(scores_BhRM, counts_BhR, width)
+        tiles_BhTW[:, :, part], counts_BhT[:, :, part] = ascending(chosen_BhRM, width, NO_TILE), counts_BhR
+    return without_columns(call, tiles_BhTW, counts_BhT)
+
+
+def _pooled_queries(heads: Sequence[int], call: IndexCall) -> torch.Tensor:
+    """Pools the span that the heads lie in as a view: copying the queries of scattered heads would cost far more."""
+    first, span = min(heads), max(heads) - min(heads) + 1
+    pooled_BHTD = mean_pool(call.q_BHSD.narrow(1, first, span), call.tile.query, call.rows)
+    return take_heads(pooled_BHTD, [head - first for head in heads])
+
+
+def _tiles_to_keep(patterns: Sequence[BlockSparse], call: IndexCall) -> list[list[int]]:
+    resolved = call.resolve([pattern.keep for pattern in patterns])
+    return [
+        [max(ceil_div(keep, call.tile.key), call.mandatory_tiles(phase)) for keep in row]
+        for row, phase in zip(resolved, call.phases, strict=True)
+    ]
+
+
+def _mark_limits(scores_BhRM: torch.Tensor, keep_Bh1: torch.Tensor, rows: RowTiles) -> torch.Tensor:
+    """Makes mandatory tiles the best and unseen ones the worst, in place; returns how many tiles each row takes."""
+    tile_M = torch.arange(scores_BhRM.shape[-1], device=scores_BhRM.device)
+    base_BR1, end_BR1, seen_BR1 = (x.unsqueeze(-1) for x in (rows.base_BT, rows.end_BT, rows.seen_BT))
+    mandatory_BRM = (tile_M == 0) | (tile_M >= base_BR1 - 1)
+    visible_BRM = (tile_M >= seen_BR1) & (tile_M <= end_BR1)
+    scores_BhRM.masked_fill_(mandatory_BRM[:, None], torch.inf).masked_fill_(~visible_BRM[:, None], -torch.inf)
+    return torch.minimum(keep_Bh1, visible_BRM.sum(-1)[:, None])

@@ -1,0 +1,149 @@
+"""How much attention each column and each diagonal gets (MInference 1.0, section 3.2, algorithm 2).
+
+Estimated from the last queries of each batch row: softmax in float32 over all keys they may see.
+
+Shapes: B batch, H query heads, h the heads asked for, G KV heads, N heads of one KV head, L sampled queries, S keys,
+P = S + L - 1 (keys behind L - 1 empty ones), D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.kernels.index.call import IndexCall, take_heads
+from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks, on_device
+
+UNSEEN = -1.0  # score of a line that no query of the batch row can reach; a real one has 0 or more
+
+
+@dataclass(frozen=True, slots=True)
+class LineScores:
+    """How much attention each line received, float32, summing over a head to its sampled queries."""
+
+    vertical_BhS: torch.Tensor  # index j: the column of key j
+    slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The sampled queries: row l of batch row b is token last[b] - (L - 1 - l)."""
+
+    q_BHLD: torch.Tensor
+    positions_BL: torch.Tensor
+    hidden_BLP: torch.Tensor  # keys a query may not see
+    used_BhL: torch.Tensor | None  # False for rows beyond a head's own sample or before the chunk; None if all count
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The asked heads as a table of KV head x slot, so that all KV heads can be scored at once."""
+
+    kv_heads: tuple[int, ...]
+    order: tuple[tuple[int, ...], ...]  # position in `heads` of each slot; short rows repeat their first one
+
+    def part(self, groups: slice, slots: slice) -> _Slots:
+        return _Slots(self.kv_heads[groups], tuple(row[slots] for row in self.order[groups]))
+
+    @property
+    def flat(self) -> list[int]:
+        return [position for row in self.order for position in row]
+
+
+def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) -> LineScores:
+    """Scores of the columns and diagonals of these heads.
+
+    Args:
+        heads: query heads to score.
+        last_q: how many of the last queries each of them samples; short chunks sample what they have.
+        call: the layer's queries and keys.
+    """
+    sample, slots = _take_sample(last_q, call), _arrange(heads, call.group_size)
+    shape = (call.batch, len(heads), call.chunk.longest)
+    vertical_BhS = torch.empty(shape, dtype=torch.float32, device=call.device)
+    shifted_BhS = torch.empty_like(vertical_BhS)
+    for part in _parts(slots, call.batch * sample.hidden_BLP[0].numel()):
+        into = on_device(part.flat, call.device)
+        weights_BhLP = _weights(part, heads, sample, call)
+        vertical_BhS[:, into] = weights_BhLP[..., sample.hidden_BLP.shape[1] - 1 :].sum(-2)
+        shifted_BhS[:, into] = _sum_diagonals(weights_BhLP)
+    return _by_offset(vertical_BhS, shifted_BhS, call)
+
+
+def _take_sample(last_q: Sequence[int], call: IndexCall) -> _Sample:
+    device, past, lengths = call.device, call.chunk.past, call.chunk.lengths
+    most = max(1, min(max(last_q), max(call.rows)))
+    back_L = torch.arange(most - 1, -1, -1, device=device)
+    past_B1, length_B1 = on_device([past, lengths], device).unsqueeze(-1)
+    positions_BL = length_B1 - 1 - back_L
+    rows_BL = (positions_BL - past_B1).clamp(min=0)
+    q_BHLD = call.q_BHSD.gather(2, rows_BL[:, None, :, None].expand(-1, call.q_BHSD.shape[1], -1, call.q_BHSD.shape[3]))
+    limits = [[min(own, rows) for own in last_q] for rows in call.rows]
+    every = all(limit == most for row in limits for limit in row)
+    used_BhL = None if every else back_L < on_device(limits, device).unsqueeze(-1)
+    return _Sample(q_BHLD, positions_BL, _hidden_keys(positions_BL, call), used_BhL)
+
+
+def _hidden_keys(positions_BL: torch.Tensor, call: IndexCall) -> torch.Tensor:
+    empty = positions_BL.shape[1] - 1
+    key_P = torch.arange(-empty, call.chunk.longest, device=call.device)
+    position_BL1 = positions_BL.unsqueeze(-1)
+    hidden_BLP = (key_P < 0) | (key_P > position_BL1)
+    return hidden_BLP if call.window is None else hidden_BLP | (position_BL1 - key_P >= call.window)
+
+
+def _arrange(heads: Sequence[int], group_size: int) -> _Slots:
+    members: dict[int, list[int]] = {}
+    for position, head in enumerate(heads):
+        members.setdefault(head // group_size, []).append(position)
+    kv_heads = tuple(sorted(members))
+    most = max(len(row) for row in members.values())
+    order = (tuple(members[g] + members[g][:1] * (most - len(members[g]))) for g in kv_heads)
+    return _Slots(kv_heads, tuple(order))
+
+
+def _parts(slots: _Slots, elements_each: int) -> Iterator[_Slots]:
+    """Whole KV heads as far as memory allows, else some slots of one."""
+    most = len(slots.order[0])
+    per_part = min(most, max(1, BLOCK_ELEMENTS // max(1, elements_each)))
+    for groups in blocks(len(slots.kv_heads), elements_each * most):
+        for columns in blocks(most, 1, per_part):
+            yield slots.part(groups, columns)
+
+
+def _weights(part: _Slots, heads: Sequence[int], sample: _Sample, call: IndexCall) -> torch.Tensor:
+    """Softmax of the sampled queries, with L - 1 empty keys in front: [B, heads of the part, L, P]."""
+    groups, sampled = len(part.kv_heads), sample.positions_BL.shape[1]
+    q_BhLD = take_heads(sample.q_BHLD, [heads[position] for position in part.flat])
+    k_BGSD = take_heads(call.k_BGKD, part.kv_heads)[:, :, : call.chunk.longest]
+    k_BGPD = torch.nn.functional.pad(k_BGSD, (0, 0, sampled - 1, 0))
+    scores_BGXP = scaled_scores(torch.unflatten(q_BhLD, 1, (groups, -1)).flatten(2, 3), k_BGPD, call.scale)
+    scores_BhLP = torch.unflatten(scores_BGXP, 2, (-1, sampled)).flatten(1, 2)
+    weights_BhLP = scores_BhLP.masked_fill_(sample.hidden_BLP[:, None], -torch.inf).softmax(-1)
+    if sample.used_BhL is None:
+        return weights_BhLP
+    used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.device))
+    return weights_BhLP.masked_fill_(~used_BhL.unsqueeze(-1), 0.0)
+
+
+def _sum_diagonals(weights_BhLP: torch.Tensor) -> torch.Tensor:
+    """Entry c of [B, h, S] sums row l at key c - (L - 1 - l): reading each row one further aligns the diagonals."""
+    batch, heads, sampled, padded = weights_BhLP.shape
+    shape = (batch, heads, sampled, padded - sampled + 1)
+    strides = (heads * sampled * padded, sampled * padded, padded + 1, 1)
+    return weights_BhLP.contiguous().as_strided(shape, strides).sum(-2)
+
+
+def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, call: IndexCall) -> LineScores:
+    """Entry c of the shifted sums is offset last - c; keys and offsets beyond a batch row become UNSEEN."""
+    key_S = torch.arange(call.chunk.longest, device=call.device)
+    length_B1 = on_device(list(call.chunk.lengths), call.device)[:, None]
+    source_BhS = (length_B1 - 1 - key_S).clamp(min=0)[:, None].expand(shifted_BhS.shape)
+    beyond_B1S = (key_S >= length_B1)[:, None]
+    return LineScores(
+        vertical_BhS.masked_fill_(beyond_B1S, UNSEEN),
+        shifted_BhS.gather(-1, source_BhS).masked_fill_(beyond_B1S, UNSEEN),
+    )
