@@ -1,0 +1,124 @@
+"""How much attention a window of queries pays to each key, and the tokens that get most of it.
+
+The choice of a filter layer (OmniKV, section 3.2): softmax over the keys for each query of the window, maximum over
+heads, weighted sum over the window, top-k.
+
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, W window queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.kernels.topk import blocks, on_device, top_ascending
+from sparsekv.plans.errors import ShapeError
+
+HeadReduction = Literal["max", "per_kv_head"] | None
+
+
+def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * q k^T in float32: [B, G, N, S]. Half precision inputs are never rounded on the way."""
+    batch, groups, rows, _ = q_BGND.shape
+    q_XND, kt_XDS = q_BGND.flatten(0, 1), k_BGSD.flatten(0, 1).transpose(1, 2)
+    if q_BGND.is_cuda and q_BGND.dtype in (torch.float16, torch.bfloat16):
+        scores_XNS = torch.bmm(q_XND, kt_XDS, out_dtype=torch.float32)
+    else:
+        scores_XNS = torch.bmm(q_XND.float(), kt_XDS.float())
+    return scores_XNS.mul_(scale).view(batch, groups, rows, k_BGSD.shape[2])
+
+
+def token_scores(
+    q_BHWD: torch.Tensor,
+    k_BGSD: torch.Tensor,
+    positions: Sequence[int],
+    weights_W: torch.Tensor,
+    *,
+    scale: float,
+    heads: HeadReduction = "max",
+) -> torch.Tensor:
+    """Attention of a window of queries to every key, float32.
+
+    Args:
+        q_BHWD: the window's queries.
+        k_BGSD: all keys up to the last position of the window, or more.
+        positions: token position of each of the W queries; a query sees the keys up to its own position.
+        weights_W: weight of each query of the window.
+        scale: softmax scale.
+        heads: "max" reduces all query heads to one row, "per_kv_head" the query heads of each KV head to one row,
+            None keeps every query head.
+
+    Returns:
+        [B, 1, S], [B, G, S] or [B, H, S].
+
+    Raises:
+        ShapeError: tensors do not fit, or a position lies beyond the keys.
+    """
+    _check_window(q_BHWD, k_BGSD, positions, weights_W)
+    batch, groups, keys, _ = k_BGSD.shape
+    window, per_group = q_BHWD.shape[2], q_BHWD.shape[1] // groups
+    q_BGND = torch.unflatten(q_BHWD, 1, (groups, per_group)).flatten(2, 3)
+    hidden_WS = _later_keys(positions, keys, q_BHWD.device)
+    weights_W1 = weights_W.to(q_BHWD.device, torch.float32, non_blocking=True)[:, None]
+    best_BWS: torch.Tensor | None = None
+    rows: list[torch.Tensor] = []
+    for part in blocks(groups, batch * per_group * window * keys):
+        scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale)
+        scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
+        weights_BGNWS = scores_BGNWS.masked_fill_(hidden_WS, -torch.inf).softmax(-1)
+        if heads is None:
+            rows.append((weights_BGNWS * weights_W1).sum(-2).flatten(1, 2))
+        elif heads == "per_kv_head":
+            rows.append((weights_BGNWS.amax(2) * weights_W1).sum(-2))
+        else:
+            top_BWS = weights_BGNWS.amax((1, 2))
+            best_BWS = top_BWS if best_BWS is None else torch.maximum(best_BWS, top_BWS)
+    if best_BWS is not None:
+        return (best_BWS * weights_W1).sum(-2, keepdim=True)
+    return torch.cat(rows, 1)
+
+
+def top_tokens(scores_BGS: torch.Tensor, count: int, limit: int) -> torch.Tensor:
+    """The `count` best tokens of each row among tokens [0, limit).
+
+    Ties go to the lower token.
+
+    Returns:
+        int32 [B, G, count], ascending, padded with NO_TOKEN when there are fewer than `count` tokens to choose from.
+
+    Raises:
+        ShapeError: `limit` is beyond the scores, or either number is negative.
+    """
+    if count < 0 or not 0 <= limit <= scores_BGS.shape[-1]:
+        raise ShapeError(
+            f"top_tokens needs count >= 0 and 0 <= limit <= {scores_BGS.shape[-1]} (the scored tokens), "
+            f"found count {count} and limit {limit}"
+        )
+    found = min(count, limit)
+    count_BG = torch.full(scores_BGS.shape[:-1], found, device=scores_BGS.device)
+    tokens_BGN = top_ascending(scores_BGS[..., :limit], count_BG, found, NO_TOKEN)
+    if found == count:
+        return tokens_BGN
+    return torch.nn.functional.pad(tokens_BGN, (0, count - found), value=NO_TOKEN)
+
+
+def _later_keys(positions: Sequence[int], keys: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(keys, device=device) > on_device(list(positions), device)[:, None]
+
+
+def _check_window(
+    q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, positions: Sequence[int], weights_W: torch.Tensor
+) -> None:
+    batch, heads, window, size = q_BHWD.shape
+    if k_BGSD.shape[0] != batch or heads % k_BGSD.shape[1] or k_BGSD.shape[3] != size:
+        raise ShapeError(f"queries {tuple(q_BHWD.shape)} and keys {tuple(k_BGSD.shape)} do not fit together")
+    if len(positions) != window or weights_W.shape != (window,):
+        raise ShapeError(
+            f"a window of {window} queries needs {window} positions and weights, "
+            f"found {len(positions)} and {tuple(weights_W.shape)}"
+        )
+    if positions and not 0 <= min(positions) <= max(positions) < k_BGSD.shape[2]:
+        raise ShapeError(f"positions must lie within the {k_BGSD.shape[2]} keys, found {tuple(positions)}")
