@@ -1,0 +1,81 @@
+"""Attention with known structure: the builders must find it."""
+
+import pytest
+import torch
+from masks import brute_heads
+
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.call import IndexCall
+from sparsekv.kernels.index.lines import score_lines
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
+
+S = 1024
+COLUMNS = (5, 300, 301, 770)
+OFFSETS = {0: 11.0, 190: 10.0, 517: 9.0}  # and how strongly each is looked at
+TILE = TileShape(query=64, key=64)
+
+
+def planted_lines() -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries that look back by each offset, and at each of the columns, and at nothing else."""
+    code, place = torch.eye(S), torch.arange(S)
+    q_SD = 10.0 * sum(code[column] for column in COLUMNS).expand(S, S)
+    for offset, strength in OFFSETS.items():
+        q_SD = q_SD + strength * code[place - offset] * (place >= offset)[:, None]
+    return q_SD[None, None], code[None, None]
+
+
+def test_planted_columns_and_diagonals_have_the_highest_scores() -> None:
+    q, k = planted_lines()
+    lines = score_lines([0], [64], IndexCall(q, k, Chunk.uniform(1, 0, S), TILE, 1.0, None))
+    assert set(lines.vertical_BhS[0, 0].topk(len(COLUMNS)).indices.tolist()) == set(COLUMNS)
+    assert set(lines.slash_BhS[0, 0].topk(len(OFFSETS)).indices.tolist()) == set(OFFSETS)
+    assert lines.vertical_BhS.sum().item() == pytest.approx(64, rel=1e-4)
+    assert lines.slash_BhS.sum().item() == pytest.approx(64, rel=1e-4)
+
+
+def test_planted_lines_are_selected_and_nothing_else() -> None:
+    q, k = planted_lines()
+    pattern = VerticalSlash(vertical=tokens(len(COLUMNS)), slash=tokens(len(OFFSETS)), max_tiles=tokens(S))
+    index = build_index([pattern], q, k, Chunk.uniform(1, 0, S), TILE, scale=1.0)
+    assert index.columns_BHC[0, 0].tolist() == list(COLUMNS)
+    # Row 12 starts at token 768: offsets 190 and 517 cross key tiles 9 and 10, 3 and 4; 770 lies in the diagonal tile.
+    assert index.tiles_BHTW[0, 0, 12, : index.counts_BHT[0, 0, 12]].tolist() == [0, 3, 4, 9, 10, 11, 12]
+    assert index.live_BHTN[0, 0, 12].item() == 0  # 5 in tile 0, 300 and 301 in tile 4, 770 on the diagonal
+    assert index.live_BHTN[0, 0, 7].item() == 0  # 300 and 301 in tile 4, which 190 crosses; 770 is later
+    assert (
+        index.live_BHTN[0, 0, 15].item() == 0b0110
+    )  # 300 and 301: nothing crosses tile 4; 770 in tile 12, which 190 crosses
+
+
+def test_least_scoring_diagonals_go_first_when_tiles_run_out() -> None:
+    q, k = planted_lines()
+    pattern = VerticalSlash(vertical=tokens(0), slash=tokens(len(OFFSETS)), max_tiles=tokens(5 * 64))
+    index = build_index([pattern], q, k, Chunk.uniform(1, 0, S), TILE, scale=1.0)
+    # Five tiles: the first, the diagonal and the one before it, and two for offset 190; none are left for 517.
+    assert index.tiles_BHTW[0, 0, 12].tolist() == [0, 9, 10, 11, 12]
+    assert index.columns_BHC.shape[2] == index.live_BHTN.shape[3] == 0
+
+
+def test_planted_blocks_are_selected() -> None:
+    code = torch.eye(S // 64)
+    k = code.repeat_interleave(64, 0)
+    q = 30.0 * code[torch.arange(S) // 64 // 3]  # row tile t looks at key tile t // 3
+    index = build_index(
+        [BlockSparse(keep=tokens(256))], q[None, None], k[None, None], Chunk.uniform(1, 0, S), TILE, scale=1.0
+    )
+    for row in range(6, 16):
+        assert row // 3 in index.tiles_BHTW[0, 0, row].tolist()
+        assert index.counts_BHT[0, 0, row] == 4
+
+
+def test_chunks_of_a_prompt_see_the_columns_of_the_whole_prompt() -> None:
+    q, k = planted_lines()
+    pattern = VerticalSlash(vertical=tokens(4), slash=tokens(len(OFFSETS)), max_tiles=tokens(S))
+    last = build_index([pattern], q[:, :, 900:], k, Chunk.uniform(1, 900, S), TILE, scale=1.0)
+    rows = brute_heads([pattern], q[:, :, 900:], k, Chunk.uniform(1, 900, S), TILE, scale=1.0)[0][0]
+    assert [set(last.tiles_BHTW[0, 0, t, : len(r.tiles)].tolist()) for t, r in enumerate(rows)] == [
+        r.tiles for r in rows
+    ]
+    assert last.columns_BHC[0, 0].tolist() == list(COLUMNS)
