@@ -1,0 +1,130 @@
+"""Caches: adopted in place, refused when they are someone else's, copied, reset."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+from transformers import DynamicCache, StaticCache
+
+from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.cache import SparseLayer
+
+SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(params=["device", "host"])
+def handle(model, request):
+    offload = (1, 2) if request.param == "host" else ()
+    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(SEGMENT, offload=offload))) as handle:
+        yield handle
+
+
+@pytest.fixture
+def cache(model, handle):
+    return model(random_tokens(1, 40)).past_key_values
+
+
+def next_logits(model, cache, count=4):
+    return torch.cat([model(token, past_key_values=cache).logits for token in random_tokens(1, count, 3).split(1, 1)])
+
+
+def test_the_cache_of_generate_comes_back_filled(model, handle):
+    out = model.generate(random_tokens(2, 30), max_new_tokens=4, return_dict_in_generate=True)
+    assert out.past_key_values.get_seq_length() == 33
+    assert all(isinstance(layer, SparseLayer) for layer in out.past_key_values.layers)
+    assert out.past_key_values.get_max_length() == -1
+    assert not out.past_key_values.is_compileable
+    assert out.past_key_values.get_mask_sizes(2, 0) == (35, 0)
+
+
+def test_an_empty_cache_of_the_caller_is_adopted_whatever_layers_it_had(model, handle):
+    for given in (DynamicCache(), DynamicCache(config=model.config)):
+        out = model(random_tokens(1, 30), past_key_values=given)
+        assert out.past_key_values is given
+        assert given.get_seq_length() == 30
+
+
+def test_a_copied_cache_goes_its_own_way(model, cache):
+    twin = copy.deepcopy(cache)
+    first = next_logits(model, cache)
+    assert cache.get_seq_length() == 44
+    assert twin.get_seq_length() == 40
+    assert torch.equal(next_logits(model, twin), first)
+
+
+def test_a_reset_cache_starts_from_nothing(model, handle, cache):
+    expected = next_logits(model, cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert handle.stats().kv_bytes_device + handle.stats().kv_bytes_host == 0
+    model(random_tokens(1, 40), past_key_values=cache)
+    assert torch.equal(next_logits(model, cache), expected)
+
+
+def test_a_cache_filled_without_a_plan_is_refused(model):
+    with torch.no_grad():
+        foreign = model(random_tokens(1, 20)).past_key_values
+        with apply(model, plan_for(model)), pytest.raises(UsageError, match=r"20 tokens that were cached before"):
+            model(random_tokens(1, 1), past_key_values=foreign)
+
+
+def test_a_cache_of_another_kind_is_refused(model, handle):
+    with pytest.raises(UnsupportedError, match="empty DynamicCache, found StaticCache"):
+        model(random_tokens(1, 5), past_key_values=StaticCache(config=model.config, max_cache_len=50))
+    with pytest.raises(UnsupportedError, match="found tuple"):
+        model(random_tokens(1, 5), past_key_values=((torch.ones(1), torch.ones(1)),))
+
+
+def test_a_cache_outlives_its_handle_only_to_say_so(model):
+    with torch.no_grad():
+        with apply(model, plan_for(model)):
+            cache = model(random_tokens(1, 20)).past_key_values
+        with pytest.raises(UsageError, match="its handle was closed"):
+            model(random_tokens(1, 1), past_key_values=cache)
+        with apply(model, plan_for(model)), pytest.raises(UsageError, match="its handle was closed"):
+            model(random_tokens(1, 1), past_key_values=cache)
+
+
+def test_a_cache_of_another_open_handle_is_refused(model, cache):
+    other = tiny_model(seed=3)
+    with apply(other, plan_for(other)), pytest.raises(UsageError, match="made under another"):
+        other(random_tokens(1, 1), past_key_values=cache)
+
+
+def test_another_batch_size_in_a_filled_cache_is_refused(model, cache):
+    with pytest.raises(ShapeError, match="start a new cache"):
+        model(random_tokens(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.reorder_cache(torch.tensor([0])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+    ],
+    ids=["crop", "reorder", "repeat", "select"],
+)
+def test_what_would_invalidate_choices_is_refused(cache, change):
+    with pytest.raises(UnsupportedError, match="close the handle"):
+        change(cache)
+    cache.crop(0)
+    assert cache.get_seq_length() == 40
+
+
+def test_statistics_give_the_bytes_of_the_cache_used_last(model, handle):
+    short = model(random_tokens(1, 20)).past_key_values
+    model(random_tokens(1, 2000))
+    stats = handle.stats()
+    longest = stats.kv_bytes_device + stats.kv_bytes_host
+    model(random_tokens(1, 1), past_key_values=short)
+    assert 0 < handle.stats().kv_bytes_device + handle.stats().kv_bytes_host < longest

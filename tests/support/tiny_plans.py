@@ -1,0 +1,51 @@
+"""Plans for the tiny models, in few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sparsekv.plans.budget import Budget, fraction, tokens
+from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload, Segment
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.describe import describe_model
+
+
+def info_of(model: PreTrainedModel) -> ModelInfo:
+    """The model's description, under a name."""
+    return describe_model(model, "tests/tiny")
+
+
+def plan_for(model: PreTrainedModel, prefill: PrefillPlan | None = None, decode: DecodePlan | None = None) -> Plan:
+    """An unverified plan of the two phases."""
+    return Plan(status="unverified", model=info_of(model), prefill=prefill, decode=decode)
+
+
+def every_head(model: PreTrainedModel, *patterns: Pattern, tile: int = 64) -> PrefillPlan:
+    """The patterns dealt out to the heads of every layer in turn, at every length."""
+    heads, groups = model.config.num_attention_heads, []
+    for layer in range(model.config.num_hidden_layers):
+        for number, pattern in enumerate(patterns):
+            mine = tuple(range(number, heads, len(patterns)))
+            groups.append(HeadGroup(layer=layer, heads=mine, pattern=pattern))
+    bucket = PrefillBucket(up_to=None, heads=tuple(groups))
+    return PrefillPlan(tile=TileShape(query=tile, key=tile), lengths=(bucket,))
+
+
+def segment(filter_layer: int, layers: tuple[int, ...], budget: Budget | int, **options: Any) -> Segment:
+    """A decode segment; a whole number is a budget in tokens."""
+    spend = tokens(budget) if isinstance(budget, int) else budget
+    return Segment(filter=filter_layer, layers=layers, budget=spend, **options)
+
+
+def decode_plan(*segments: Segment, offload: tuple[int, ...] = (), hot: int = 16) -> DecodePlan:
+    """The segments at every length."""
+    moved = Offload(layers=offload, hot=tokens(hot)) if offload else None
+    return DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),), offload=moved)
+
+
+EVERYTHING = fraction(1.0)
