@@ -1,0 +1,40 @@
+"""Whether a plan can run on a model, asked before anything does."""
+
+from __future__ import annotations
+
+import warnings
+
+from sparsekv.plans.capability import unsupported
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.fingerprint import check_model
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan
+
+
+class PlanWarning(UserWarning):
+    """A plan that runs, but whose measured quality may not hold here."""
+
+
+def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
+    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
+
+    Raises:
+        PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
+        UnsupportedError: the plan has a field that this version does not execute.
+    """
+    for line in check_model(plan, found, allow_mismatch):
+        warnings.warn(line, PlanWarning, stacklevel=3)
+    refused = [*unsupported(plan), *_sliding_filters(plan, found)]
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise UnsupportedError(
+            f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
+        )
+
+
+def _sliding_filters(plan: Plan, found: ModelInfo) -> list[str]:
+    """A layer that sees only its window cannot choose among all tokens."""
+    segments = [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+    filters = sorted({segment.filter for segment in segments})
+    sliding = [layer for layer in filters if found.group_of(layer).kind != "full"]
+    return [f"decode: layer {layer} is {found.group_of(layer).kind} and cannot be a filter layer" for layer in sliding]

@@ -1,0 +1,117 @@
+"""What a loaded model is, as a plan records it: shapes of its attention, rope, and two fingerprints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from sparsekv.plans.fingerprint import architecture_fingerprint, weights_fingerprint
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
+from sparsekv.runtime.architectures import attention_modules, check_supported
+
+_SAMPLES = 16  # values of each projection; enough to tell two trainings apart, and far from all of it
+_TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the digest would depend on the dtype
+
+
+def describe_model(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> ModelInfo:
+    """Describes `model`.
+
+    Args:
+        model: a loaded model of a supported architecture, in any dtype, on any device.
+        source: where it came from: a hub id, or a folder, of which only the name is kept.
+        revision: the hub revision, where one was asked for.
+
+    Raises:
+        UnsupportedError: the architecture is not supported.
+    """
+    config = model.config
+    check_supported(config.model_type)
+    groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
+    facts = {
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "attention": [group.model_dump(mode="json") for group in groups],
+        "rope": rope,
+    }
+    return ModelInfo(
+        id=_identifier(source or config.name_or_path or config.model_type),
+        revision=revision,
+        model_type=config.model_type,
+        context_length=config.max_position_embeddings,
+        rope=rope,
+        attention=groups,
+        fingerprint=Fingerprint(
+            architecture=architecture_fingerprint(facts), weights=weights_fingerprint(_weight_samples(model))
+        ),
+    )
+
+
+def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
+    """Layers of equal attention, as the config has them."""
+    layers: dict[int | None, list[int]] = {}
+    for layer in range(config.num_hidden_layers):
+        layers.setdefault(_window(config, layer), []).append(layer)
+    heads = config.num_attention_heads
+    return tuple(
+        AttentionGroup(
+            layers=tuple(members),
+            kind="full" if window is None else "sliding",
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            window=window,
+        )
+        for window, members in layers.items()
+    )
+
+
+def _window(config: PreTrainedConfig, layer: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = window is not None if kinds is None else kinds[layer] == "sliding_attention"
+    return int(window) if slides and window is not None else None
+
+
+def _identifier(source: str) -> str:
+    """A hub id as it is; of a path only the last name, so that a plan holds no path of the machine it was made on."""
+    path = Path(source)
+    is_path = source.startswith((".", "/", "~")) or path.is_dir()
+    return path.resolve().name or "model" if is_path else source
+
+
+def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON data that does not depend on how a config spells a number or an absent value."""
+    data: dict[str, Any] = json.loads(json.dumps(dict(rope), sort_keys=True, default=str), parse_float=_number)
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
+    """Values at fixed coordinates of the query and key projections, rounded to bfloat16: the same for every dtype."""
+    for layer, module in enumerate(attention_modules(model)):
+        for name in ("q_proj", "k_proj"):
+            weight_OI = getattr(module, name).weight.detach()
+            yield f"{layer}.{name}", _rounded(_sampled(weight_OI))
+
+
+def _sampled(weight_OI: torch.Tensor) -> torch.Tensor:
+    rows, columns = weight_OI.shape
+    # multiplicative hashing spreads the coordinates without a random generator
+    row = torch.tensor([(2_654_435_761 * (i + 1) >> 7) % rows for i in range(_SAMPLES)], device=weight_OI.device)
+    column = torch.tensor([(2_246_822_519 * (i + 1) >> 5) % columns for i in range(_SAMPLES)], device=weight_OI.device)
+    return weight_OI[row, column]
+
+
+def _rounded(values: torch.Tensor) -> bytes:
+    exact = values.float()
+    kept = torch.where(exact.abs() < _TINY, 0.0, exact)
+    return kept.to(torch.bfloat16).view(torch.int16).cpu().numpy().astype("<i2").tobytes()

@@ -1,0 +1,41 @@
+"""Prefill attention of one layer: the plan's patterns for its heads, or dense.
+
+Shapes: B batch, H query heads, S queries, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsekv.kernels.density import computed_tiles
+from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.plans.patterns import Dense, TileShape
+from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.runtime.engine import LayerCall
+from sparsekv.runtime.stats import Meter
+
+DEFAULT_TILE = TileShape()
+
+
+def attend_prefill(call: LayerCall, plan: PrefillPlan | None, backend: str, meter: Meter) -> torch.Tensor:
+    """Attention of the call's rows to everything before them, as the plan's bucket for this length says."""
+    k_BGSD, v_BGSD = call.keys_values()
+    heads = call.q_BHSD.shape[1]
+    tile = plan.tile if plan else DEFAULT_TILE
+    causal = heads * call.chunk.causal_tiles(tile)
+    patterns = plan.bucket(call.length).patterns(call.layer, heads) if plan else ()
+    if all(isinstance(pattern, Dense) for pattern in patterns):
+        meter.add_dense_prefill(causal)
+        return attend_dense(call, k_BGSD, v_BGSD)
+    index = build_index(patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
+    meter.add_sparse_prefill(computed_tiles(index), causal)
+    return prefill_attention(
+        call.q_BHSD, k_BGSD, v_BGSD, index, call.chunk, scale=call.scale, window=call.window, backend=backend
+    ).out_BHSD
+
+
+def attend_dense(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """Dense causal attention within the layer's own window."""
+    return dense_attention(call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window).out_BHSD

@@ -1,0 +1,178 @@
+"""Decode over chosen tokens, against the same thing written out by brute force inside a dense model."""
+
+import math
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+
+from sparsekv.plans.decode import Segment
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.capture import AttentionCall, capture_attention
+
+NEW = 7
+
+
+class BruteForce:
+    """The decode phase of a plan as an observer of a dense model: nothing in common with the runtime but the plan."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self.segments = segments
+        self.queries: dict[int, torch.Tensor] = {}
+        self.prompt_end = 0
+        self.chosen: dict[int, torch.Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor | None:
+        before = self.queries.get(call.layer, call.q_BHSD[:, :, :0])
+        self.queries[call.layer] = torch.cat((before, call.q_BHSD), 2)
+        if call.q_BHSD.shape[2] > 1:
+            self.prompt_end = call.chunk.longest
+            return None
+        for part in self.segments:
+            if part.filter == call.layer:
+                self.chosen[part.filter] = self.choose(part, call)
+            if call.layer in part.layers:
+                return self.attend(part, call)
+        return None
+
+    def choose(self, part: Segment, call: AttentionCall) -> torch.Tensor:
+        """Visible tokens of each KV head: [B, G, K] bool."""
+        length, groups = call.chunk.longest, call.k_BGKD.shape[1]
+        k = call.k_BGKD.repeat_interleave(call.q_BHSD.shape[1] // groups, 1)
+        total = 0.0
+        seen = self.queries[call.layer]
+        for age in range(1 if part.selector == "last" else min(part.window, seen.shape[2])):
+            q = seen[:, :, -1 - age]
+            scores = torch.einsum("bhd,bhkd->bhk", q, k) * call.scale
+            scores[:, :, length - age :] = -math.inf
+            heads = scores.softmax(-1).unflatten(1, (groups, -1)).amax(2)
+            heads = heads.amax(1, keepdim=True).expand_as(heads) if part.heads == "max" else heads
+            total = total + heads * (0.5**age if part.selector == "exponential" else 1.0)
+        best = total[:, :, : self.prompt_end].topk(part.budget.resolve(length)).indices
+        visible = torch.zeros(*total.shape, dtype=torch.bool).scatter_(2, best, True)
+        visible[:, :, self.prompt_end :] = True
+        return visible
+
+    def attend(self, part: Segment, call: AttentionCall) -> torch.Tensor:
+        visible, length = self.chosen[part.filter], call.chunk.longest
+        if isinstance(part.heads, dict):
+            visible = visible[:, list(part.heads[call.layer])]
+        if call.window is not None:
+            visible = visible & (torch.arange(length) > length - 1 - call.window)
+        repeats = call.q_BHSD.shape[1] // call.k_BGKD.shape[1]
+        k, v = (x.repeat_interleave(repeats, 1) for x in (call.k_BGKD, call.v_BGKD))
+        scores = torch.einsum("bhsd,bhkd->bhsk", call.q_BHSD, k) * call.scale
+        scores = scores.masked_fill(~visible.repeat_interleave(repeats, 1)[:, :, None], -math.inf)
+        return scores.softmax(-1) @ v
+
+
+def run(model, turns):
+    """The logits of each turn's last token and of NEW tokens that follow it, whatever was predicted."""
+    cache, seen = None, []
+    with torch.no_grad():
+        for turn in turns:
+            for piece in (turn[:, :-NEW], *turn[:, -NEW:].split(1, 1)):
+                out = model(piece, past_key_values=cache, logits_to_keep=1)
+                cache = out.past_key_values
+                seen.append(out.logits)
+    return torch.cat(seen, 1)
+
+
+SEGMENTS = {
+    "last": [segment(0, (1, 2, 3), 12)],
+    "uniform": [segment(0, (1, 2, 3), 12, selector="uniform", window=5)],
+    "exponential": [segment(0, (1, 2, 3), 12, selector="exponential", window=4)],
+    "window longer than the context": [segment(0, (1, 2, 3), 12, selector="uniform", window=500)],
+    "per KV head": [segment(0, (1, 2, 3), 12, heads="per_kv_head")],
+    "head map": [segment(0, (1, 2, 3), 12, heads={1: (1, 0), 2: (1, 1), 3: (0, 1)})],
+    "wait layers and two segments": [segment(0, (2,), 9), segment(3, (4, 5), 15)],
+    "no chosen tokens at all": [segment(0, (1, 2, 3), 0)],
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=6)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_decode_is_what_the_plan_says(model, name: str, offload: bool):
+    turns = [random_tokens(2, 100), random_tokens(2, 40, seed=1)]
+    with capture_attention(model, BruteForce(SEGMENTS[name])):
+        expected = run(model, turns)
+    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers)
+    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse if offload else (), hot=10))):
+        torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [5, 30, 90])
+def test_a_sliding_layer_of_a_segment_keeps_its_window(window: int):
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    model = tiny_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=window, max_window_layers=0)
+    turns, segments = [random_tokens(1, 80)], [segment(0, (1, 2), 20)]
+    with capture_attention(model, BruteForce(segments)):
+        expected = run(model, turns)
+    with apply(model, plan_for(model, None, decode_plan(*segments))):
+        torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_for(model):
+    """Keys of the needle's tokens are planted in the filter layer; later layers attend to them and the tail alone."""
+    needle, length = [17, 18, 41], 90
+    seen: dict[int, torch.Tensor] = {}
+
+    def plant(module, args, output):
+        if output.shape[1] == length:
+            output = output.clone()
+            output[:, needle] *= 20.0
+        return output
+
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 3)))
+    hook = model.base_model.layers[0].self_attn.k_proj.register_forward_hook(plant)
+    try:
+        with torch.no_grad(), apply(model, plan):
+            cache = model(random_tokens(1, length)).past_key_values
+            for token in random_tokens(1, 4, seed=2).split(1, 1):
+                model(token, past_key_values=cache)
+                seen[cache.get_seq_length()] = cache.layers[0].chosen.tokens_BGN
+    finally:
+        hook.remove()
+    found = [len(set(needle) & set(chosen.flatten().tolist())) for chosen in seen.values()]
+    assert min(found) >= 2, seen
+
+
+def test_the_tail_starts_after_the_last_prefill(model):
+    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1,), 4)))):
+        cache = model(random_tokens(1, 50)).past_key_values
+        for _ in range(3):
+            model(random_tokens(1, 1), past_key_values=cache)
+        assert {layer.prompt_end for layer in cache.layers} == {50}
+        model(random_tokens(1, 10), past_key_values=cache)
+        assert {layer.prompt_end for layer in cache.layers} == {63}
+
+
+def test_statistics_count_what_decode_attended_to(model):
+    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4)))) as handle:
+        cache = model(random_tokens(1, 50)).past_key_values
+        model(random_tokens(1, 1), past_key_values=cache)
+        stats = handle.stats()
+        assert stats.decode_tokens_cached == 6 * 51
+        assert stats.decode_tokens_attended == 3 * 51 + 3 * (4 + 1)
+
+
+def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):
+    prompt, segments = random_tokens(1, 300), [segment(0, (1, 2, 3), 12)]
+    with apply(model, plan_for(model, None, decode_plan(*segments))) as handle:
+        model.generate(prompt, max_new_tokens=5, do_sample=False)
+        all_on_device = handle.stats()
+    with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3), hot=32))) as handle:
+        model.generate(prompt, max_new_tokens=5, do_sample=False)
+        offloaded = handle.stats()
+    assert all_on_device.kv_bytes_host == 0
+    assert offloaded.kv_bytes_host > 0
+    assert all_on_device.kv_bytes_device - offloaded.kv_bytes_device == offloaded.kv_bytes_host
+    with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3))), decode=False) as handle:
+        model.generate(prompt, max_new_tokens=5, do_sample=False)
+    assert handle.stats().kv_bytes_host == 0

@@ -1,0 +1,52 @@
+"""What a plan records of a model does not depend on how the model was loaded."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, tiny_model
+
+from sparsekv.runtime.describe import describe_model
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shapes_come_from_the_config(architecture: str):
+    info = describe_model(tiny_model(architecture), "org/name", "main")
+    (group,) = info.attention
+    assert (info.id, info.revision, info.model_type) == ("org/name", "main", architecture)
+    assert (group.layers, group.kind, group.window) == ((0, 1, 2), "full", None)
+    assert (group.heads, group.kv_heads, group.head_dim) == (4, 2, 32)
+    assert info.context_length == 4096
+    assert info.rope["rope_type"] == "default"
+    assert info.rope["rope_theta"] == 10000
+
+
+def test_sliding_layers_are_groups_of_their_own():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = tiny_model("qwen3", layer_types=kinds, use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    found = {group.layers: (group.kind, group.window) for group in describe_model(model).attention}
+    assert found == {(0, 2): ("sliding", 64), (1,): ("full", None)}
+    (group,) = describe_model(tiny_model("mistral", sliding_window=32)).attention
+    assert (group.kind, group.window) == ("sliding", 32)
+
+
+def test_the_weights_digest_is_the_same_in_every_dtype():
+    model = tiny_model(dtype=torch.bfloat16)
+    prints = {describe_model(copy.deepcopy(model).to(dtype)).fingerprint for dtype in (torch.float32, torch.bfloat16)}
+    # what float16 cannot hold of bfloat16 is too small to be looked at
+    prints.add(describe_model(copy.deepcopy(model).to(torch.float16)).fingerprint)
+    assert len(prints) == 1
+
+
+def test_the_weights_digest_tells_two_trainings_apart():
+    first, second = (describe_model(tiny_model(seed=seed)).fingerprint for seed in (1, 2))
+    assert first.architecture == second.architecture
+    assert first.weights != second.weights
+
+
+def test_a_path_is_never_recorded(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    assert describe_model(tiny_model(), str(folder)).id == "my-model"
+    assert describe_model(tiny_model(), "../somewhere/else").id == "else"
+    assert describe_model(tiny_model()).id == "llama"

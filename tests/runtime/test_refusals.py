@@ -1,0 +1,165 @@
+"""What would give wrong tokens is refused before it runs, with a way out."""
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
+from transformers import BertConfig, BertModel, GenerationConfig
+
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import BackendError, PlanMismatchError, PromptError, UnsupportedError
+from sparsekv.plans.patterns import Adaptive
+from sparsekv.plans.records import Retention
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.checks import PlanWarning
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def planned(model):
+    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))):
+        yield model
+
+
+def test_left_padding(planned):
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    for call in (planned, planned.base_model, planned.generate):
+        with pytest.raises(UnsupportedError, match="equal length"):
+            call(random_tokens(2, 10), attention_mask=mask)
+    assert planned(random_tokens(2, 10), attention_mask=torch.ones(2, 10)).logits.shape[:2] == (2, 10)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 10, 10), {"full_attention": None}], ids=["4D", "by layer type"])
+def test_custom_masks(planned, mask):
+    with pytest.raises(UnsupportedError, match="2D attention_mask"):
+        planned(random_tokens(1, 10), attention_mask=mask)
+
+
+def test_packed_sequences(planned):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(UnsupportedError, match="packed"):
+        planned(random_tokens(1, 6), position_ids=positions)
+
+
+def test_empty_prompts(planned):
+    with pytest.raises(PromptError, match="empty prompt"):
+        planned(torch.ones(1, 0, dtype=torch.long))
+
+
+def test_attention_weights(planned):
+    for call in (planned, planned.generate):
+        with pytest.raises(UnsupportedError, match="output_attentions"):
+            call(random_tokens(1, 6), output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt lookup"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
+        ({"dola_layers": "high"}, "DoLa"),
+        ({"cache_implementation": "static"}, "cache implementation"),
+        ({"cache_implementation": "offloaded"}, "cache implementation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_ways_of_generating_that_need_another_cache(planned, monkeypatch, options: dict, what: str):
+    monkeypatch.setattr(type(planned), "forward", lambda *args, **kwargs: pytest.fail("something ran"))
+    prompt = random_tokens(1, 6)
+    with pytest.raises(UnsupportedError, match=what):
+        planned.generate(prompt, **options)
+    with pytest.raises(UnsupportedError, match=what):
+        planned.generate(prompt, generation_config=GenerationConfig(**options))
+    for name, value in options.items():
+        monkeypatch.setattr(planned.generation_config, name, value)
+    with pytest.raises(UnsupportedError, match=what):
+        planned.generate(prompt)
+
+
+def test_assisted_generation(planned):
+    with pytest.raises(UnsupportedError, match="assisted"):
+        planned.generate(random_tokens(1, 6), assistant_model=tiny_model(layers=1))
+    with pytest.raises(UnsupportedError, match="assisted"):
+        tiny_model(seed=5).generate(random_tokens(1, 6), assistant_model=planned, max_new_tokens=8)
+
+
+def test_several_samples_of_one_prompt_are_fine(planned):
+    out = planned.generate(random_tokens(1, 6), do_sample=True, num_return_sequences=3, max_new_tokens=2)
+    assert out.shape == (3, 8)
+
+
+def test_an_unsupported_architecture():
+    other = BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
+    with pytest.raises(UnsupportedError, match=r"glm, llama, mistral, qwen2, qwen3\), found 'bert'"):
+        apply(other.eval(), None)
+
+
+@pytest.mark.parametrize("change", [{"heads": 8}, {"layers": 4}, {"head_dim": 64}, {"rope_theta": 5e5}], ids=str)
+def test_a_plan_of_another_model(model, change: dict):
+    theta = change.pop("rope_theta", None)
+    if theta:
+        change["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    with pytest.raises(PlanMismatchError, match="the model of this plan"):
+        apply(model, plan_for(tiny_model(**change)))
+
+
+def test_a_plan_of_another_model_on_request(model):
+    other = tiny_model(layers=5)
+    fits = plan_for(other, None, decode_plan(segment(0, (1, 2), 8)))
+    with pytest.warns(PlanWarning, match="another architecture"):
+        apply(model, fits, allow_mismatch=True).close()
+    with pytest.raises(PlanMismatchError, match="cannot run this plan at all"):
+        apply(model, plan_for(other, None, decode_plan(segment(0, (1, 4), 8))), allow_mismatch=True)
+
+
+def test_a_plan_for_other_weights_only_warns(model):
+    with pytest.warns(PlanWarning, match="other weights"):
+        apply(model, plan_for(tiny_model(seed=1))).close()
+
+
+def test_fields_that_nothing_executes_yet(model):
+    adaptive = every_head(model, Adaptive(mass=0.9, max_tiles=tokens(256)))
+    kept = Retention(layers=(0,), keep=tokens(64), sink=4, recent=16, score="attention_sum", observe=16)
+    local = decode_plan(segment(0, (1, 2), 8, scope="local"))
+    plan = plan_for(model, adaptive, local).model_copy(update={"kv_cache": (kept,)})
+    with pytest.raises(UnsupportedError) as refused:
+        apply(model, plan)
+    assert all(field in str(refused.value) for field in ("adaptive", "scope", "kv_cache"))
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+
+
+def test_sliding_layers_that_the_plan_does_not_name(model):
+    sliding = tiny_model("qwen2", layer_types=["full_attention", "sliding_attention", "full_attention"], **SLIDING)
+    full = tiny_model("qwen2")
+    with pytest.raises(PlanMismatchError, match=r"kind: plan full, model sliding \(layers 1\)"):
+        apply(sliding, plan_for(full))
+
+
+def test_a_sliding_filter_layer():
+    model = tiny_model("qwen2", layer_types=["sliding_attention", "full_attention", "full_attention"], **SLIDING)
+    with pytest.raises(UnsupportedError, match="layer 0 is sliding and cannot be a filter"):
+        apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))))
+
+
+def test_tensor_parallel_models(model, monkeypatch):
+    monkeypatch.setattr(type(model), "tp_size", 2)
+    with pytest.raises(UnsupportedError, match="2 tensor-parallel ranks"):
+        apply(model, plan_for(model))
+
+
+def test_a_backend_that_is_not_built_yet(model):
+    with pytest.raises(BackendError, match="flash"):
+        apply(model, plan_for(model), backend="flash")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_info_of_names_nothing_of_this_machine(model):
+    assert info_of(model).id == "tests/tiny"
