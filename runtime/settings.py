@@ -1,0 +1,40 @@
+"""The one place that reads SPARSEKV_* environment variables. Flags go over them, they go over defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from sparsekv.plans.errors import UsageError
+
+PREFIX = "SPARSEKV_"
+CHOICES = {
+    "backend": ("auto", "cpu", "triton", "flash", "reference"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment may preset; every field is the variable SPARSEKV_<FIELD IN CAPITALS>."""
+
+    backend: str = "auto"  # kernel backend: auto, cpu, triton, flash, reference
+    device: str = "auto"  # a torch device such as cpu or cuda:1
+    dtype: str = "auto"  # auto, bfloat16, float16, float32
+
+
+def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Reads the settings from `environment` (the process's own when None). Empty variables count as absent.
+
+    Raises:
+        UsageError: a variable holds none of the values it may hold.
+    """
+    source = os.environ if environment is None else environment
+    found = {field.name: source.get(PREFIX + field.name.upper(), "").strip() for field in fields(Settings)}
+    given = {name: value for name, value in found.items() if value}
+    for name, value in given.items():
+        if name in CHOICES and value not in CHOICES[name]:
+            expected = ", ".join(CHOICES[name])
+            raise UsageError(f"expected {PREFIX}{name.upper()} to be {expected}, found {value!r}; correct or unset it")
+    return Settings(**given)

@@ -1,0 +1,110 @@
+"""One prompt, streamed and timed, gives the model's own tokens."""
+
+import pytest
+import torch
+from tiny_models import END, tiny_model, tiny_tokenizer
+from tiny_plans import decode_plan, info_of, plan_for, segment
+from transformers import DynamicCache
+
+from sparsekv.plans.errors import PromptError
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream
+from sparsekv.runtime.load import LoadedModel
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model = tiny_model(context=256)
+    return LoadedModel(model, tiny_tokenizer(), info_of(model))
+
+
+@pytest.fixture(scope="module")
+def prompt(loaded):
+    return encode_prompt(loaded.tokenizer, "the quick brown fox jumps over the lazy dog; " * 4)
+
+
+def own_tokens(loaded, prompt, count):
+    ids = torch.tensor([prompt])
+    out = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("chunk", [None, 50])
+def test_the_tokens_are_those_of_generate(loaded, prompt, chunk):
+    pieces = []
+    found = generate_stream(loaded, prompt, max_new_tokens=9, chunk=chunk, on_text=pieces.append)
+    assert found.token_ids == own_tokens(loaded, prompt, 9)
+    assert found.new_tokens == 9
+    assert found.prompt_tokens == len(prompt)
+    assert found.text == "".join(pieces) == loaded.tokenizer.decode(found.token_ids, skip_special_tokens=True)
+    assert found.prefill_seconds > 0
+    assert found.decode_seconds > 0
+
+
+def test_only_the_last_token_gets_logits(loaded, prompt):
+    rows = []
+    hook = loaded.model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    with apply(loaded.model, plan_for(loaded.model)):
+        generate_stream(loaded, prompt, max_new_tokens=3)
+        generate_stream(loaded, prompt, max_new_tokens=3, chunk=50)
+    hook.remove()
+    assert set(rows) == {1}
+
+
+def test_it_runs_whatever_is_applied(loaded, prompt):
+    with apply(loaded.model, plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), 8)))) as handle:
+        found = generate_stream(loaded, prompt, max_new_tokens=5)
+    assert found.new_tokens == 5
+    assert handle.stats().decode_share < 1
+
+
+def test_a_cache_carries_a_conversation_on(loaded, prompt):
+    with apply(loaded.model, plan_for(loaded.model)):
+        cache = DynamicCache()
+        first = generate_stream(loaded, prompt[:100], max_new_tokens=5, cache=cache)
+        longer = (*prompt[:100], *first.token_ids, *prompt[100:130])
+        assert generate_stream(loaded, longer, max_new_tokens=5, cache=cache, chunk=16).token_ids == own_tokens(
+            loaded, longer, 5
+        )
+        assert cache.get_seq_length() == 139
+
+
+def test_a_seed_fixes_what_is_drawn_and_disturbs_nobody(loaded, prompt):
+    before = torch.get_rng_state()
+    draws = [
+        generate_stream(loaded, prompt, max_new_tokens=12, sampling=Sampling(temperature=1.5, seed=seed)).token_ids
+        for seed in (3, 3, 4)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generation_ends_at_the_end_token(loaded, prompt, monkeypatch):
+    third = own_tokens(loaded, prompt, 3)
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", third[-1])
+    assert generate_stream(loaded, prompt, max_new_tokens=40).token_ids == third[: third.index(third[-1]) + 1]
+
+
+def test_no_more_is_generated_than_the_context_holds(loaded, prompt):
+    found = generate_stream(loaded, (prompt * 2)[:250], max_new_tokens=40)
+    assert found.new_tokens == 6
+
+
+def test_a_prompt_beyond_the_context_is_refused(loaded, prompt):
+    with pytest.raises(PromptError, match="context of 256 tokens, found 256"):
+        generate_stream(loaded, (prompt * 2)[:256])
+
+
+def test_empty_prompts_are_refused(loaded):
+    with pytest.raises(PromptError, match="empty"):
+        generate_stream(loaded, ())
+    with pytest.raises(PromptError, match="white space"):
+        encode_prompt(loaded.tokenizer, " \n")
+
+
+def test_a_chat_template_is_used_where_there_is_one():
+    tokenizer = tiny_tokenizer()
+    assert encode_prompt(tokenizer, "hi") == tuple(tokenizer("hi")["input_ids"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    assert encode_prompt(tokenizer, "hi") == (*tokenizer("user: hi")["input_ids"], END)
+    assert encode_prompt(tokenizer, "hi", chat=False) == tuple(tokenizer("hi")["input_ids"])
