@@ -27,7 +27,10 @@ from sparsekv.plans.patterns import BlockSparse
 def index_block_sparse(
     patterns: Sequence[BlockSparse], heads: Sequence[int], call: IndexCall, rows: RowTiles
 ) -> HeadIndex:
-    """The ceil(keep / tile.key) best tiles of each row, mandatory tiles included."""
+    """The ceil(keep / tile.key) best tiles of each row, mandatory tiles included.
+
+    Never fewer than the mandatory tiles of a whole row tile, which a ragged last one may spend on other tiles.
+    """
     keep = _tiles_to_keep(patterns, call)
     width = call.most_tiles(max(max(row) for row in keep))
     keep_Bh1 = on_device(keep, call.device).unsqueeze(-1)

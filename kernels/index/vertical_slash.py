@@ -1,6 +1,7 @@
 """Vertical-slash: the heaviest columns and diagonals of a head (MInference 1.0, section 3.2, algorithm 2).
 
-Slashes select tiles, and as every row has the same ones counted back from its own place, the lists are arithmetic.
+Slashes select tiles, and as every row has the same ones counted back from its own place, the lists are arithmetic. A
+row tile counts as whole for this, also the ragged last one: what it crosses is rounded outward.
 Columns outside a row's tiles are computed singly: their live bits.
 
 Shapes as in call.py; R row tiles of one block, M chosen tile diagonals.
