@@ -1,0 +1,213 @@
+"""Which backend runs, and the two attention calls of a sparse layer.
+
+A backend is chosen once (`choose_backend`) and then named in every call; nothing falls back in silence. Triton is only
+imported when its kernels are used, and the device is only asked about when it is a GPU.
+
+Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, Q the one query of a decode step, D head
+size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+
+from sparsekv.kernels.decode.rows import DecodeRows as DecodeRows
+from sparsekv.kernels.decode.rows import check_rows
+from sparsekv.kernels.prefill.shapes import check_chunk, check_index, check_qkv
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.plans.errors import BackendError
+
+BACKENDS = ("flash", "triton", "cpu", "reference")  # the first that can run is chosen; reference never is
+_PREFILL = {
+    "triton": "sparsekv.kernels.prefill.triton_backend",
+    "cpu": "sparsekv.kernels.prefill.cpu",
+    "reference": "sparsekv.kernels.prefill.reference_backend",
+}
+_DECODE = {
+    "triton": "sparsekv.kernels.decode.triton_backend",
+    "cpu": "sparsekv.kernels.decode.cpu",
+    "reference": "sparsekv.kernels.decode.cpu",  # it is float32 and has one softmax already
+}
+
+
+class PrefillBackend(Protocol):
+    """Sparse prefill of one layer: tensors and an index in, output out. It sees no plan and no model."""
+
+    def __call__(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BGKD: torch.Tensor,
+        v_BGKD: torch.Tensor,
+        index: TileIndex,
+        chunk: Chunk,
+        *,
+        scale: float,
+        window: int | None = None,
+        want_lse: bool = False,
+    ) -> AttentionOutput: ...
+
+
+class DecodeBackend(Protocol):
+    """Attention of one query token a batch row over chosen tokens."""
+
+    def __call__(
+        self,
+        q_BHQD: torch.Tensor,
+        k_BGSD: torch.Tensor,
+        v_BGSD: torch.Tensor,
+        rows: DecodeRows,
+        *,
+        scale: float,
+        want_lse: bool = False,
+    ) -> AttentionOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend that runs, why, and why the ones before it do not."""
+
+    name: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+def choose_backend(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, requested: str = "auto"
+) -> BackendChoice:
+    """The first backend that runs on this device, or the requested one.
+
+    Args:
+        requested: "auto" or one of BACKENDS.
+
+    Raises:
+        BackendError: there is no such backend, or it cannot run here; the message says why and what to do.
+    """
+    device = torch.device(device)
+    if requested not in ("auto", *BACKENDS):
+        raise BackendError(f"backend must be auto or one of {', '.join(BACKENDS)}, found {requested!r}")
+    if requested != "auto":
+        obstacle = _obstacle(requested, device, dtype, head_dim)
+        if obstacle:
+            raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}; use --backend auto")
+        return BackendChoice(requested, "requested")
+    rejected: list[tuple[str, str]] = []
+    for name in ("flash", "triton", "cpu"):
+        obstacle = _obstacle(name, device, dtype, head_dim)
+        if obstacle is None:
+            return BackendChoice(name, _reason(name, device), tuple(rejected))
+        rejected.append((name, obstacle))
+    why = "; ".join(f"{name}: {obstacle}" for name, obstacle in rejected)
+    raise BackendError(f"no backend runs {dtype} with head size {head_dim} on {device} ({why})")
+
+
+def prefill_attention(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    index: TileIndex,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+    backend: str,
+) -> AttentionOutput:
+    """Causal attention over the tiles and single columns of an index, all heads of a layer in one call.
+
+    Args:
+        q_BHSD: the chunk's queries; any strides for B, H and S. Rows past a batch row's length are padding.
+        k_BGKD: all keys so far; memory past a row's length may hold anything.
+        index: built for this chunk; see tiles.py for the mask it stands for.
+        scale: of the scores, usually 1 / sqrt(D).
+        window: the layer's own sliding window in tokens, or None.
+        want_lse: whether to return the natural log-sum-exp of each row.
+        backend: the name that `choose_backend` gave.
+
+    Raises:
+        ShapeError: the tensors, the chunk and the index do not fit together.
+        BackendError: the backend does not exist, or cannot run these tensors.
+    """
+    run: PrefillBackend = _module(backend, _PREFILL).prefill
+    check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
+    check_chunk(q_BHSD, k_BGKD, chunk, window)
+    check_index(q_BHSD, index, chunk)
+    return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse)
+
+
+def decode_attention(
+    q_BHQD: torch.Tensor,
+    k_BGSD: torch.Tensor,
+    v_BGSD: torch.Tensor,
+    rows: DecodeRows,
+    *,
+    scale: float,
+    want_lse: bool = False,
+    backend: str,
+) -> AttentionOutput:
+    """Attention of the newest token over chosen tokens and a tail; nothing chosen gives 0 and -inf.
+
+    Args:
+        q_BHQD: one query token a batch row: Q is 1.
+        k_BGSD: keys by token, any strides for B, G and S.
+        rows: which tokens; every one of them is visible to the query.
+
+    Raises:
+        ShapeError: Q is not 1, or tensors and rows do not fit together.
+        BackendError: the backend does not exist, or cannot run these tensors.
+    """
+    run: DecodeBackend = _module(backend, _DECODE).decode
+    check_rows(q_BHQD, k_BGSD, v_BGSD, rows, scale)
+    return run(q_BHQD, k_BGSD, v_BGSD, rows, scale=scale, want_lse=want_lse)
+
+
+def _module(backend: str, modules: dict[str, str]) -> Any:
+    if backend not in modules:
+        raise BackendError(f"backend must be one of {', '.join(modules)}, found {backend!r}: ask choose_backend")
+    return import_module(modules[backend])
+
+
+def _reason(name: str, device: torch.device) -> str:
+    return "Triton kernels for this GPU" if name == "triton" else f"torch operations for {device.type}"
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a backend cannot run there; None when it can."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it takes float32, float16 and bfloat16, found {dtype}"
+    if name == "flash":
+        return _flash_obstacle(device)
+    if name == "triton":
+        return _triton_obstacle(device, head_dim)
+    if name == "cpu" and device.type != "cpu":
+        return f"it works on tensors in main memory, not on {device.type}"
+    return None
+
+
+def _flash_obstacle(device: torch.device) -> str:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU of the Hopper generation or newer"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs compute capability 9.0 (Hopper) or newer, found {major}.{minor}"
+    if find_spec("flash_attn") is None:
+        return "not built in this version (it will also need flash-attn-4: pip install 'sparsekv[flash]')"
+    return "not built in this version"
+
+
+def _triton_obstacle(device: torch.device, head_dim: int) -> str | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "it needs a CUDA or ROCm GPU that torch can see"
+    if find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    from sparsekv.kernels.triton_support import head_size_obstacle
+
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return f"Triton serves compute capability 8.0 (Ampere) and newer, found {major}.{minor}"
+    return head_size_obstacle(head_dim)

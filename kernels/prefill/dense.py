@@ -1,0 +1,177 @@
+"""Dense causal attention by torch's fastest kernel: the dense layers of a plan, and the peer of every sparse number.
+
+torch's causal flag means the same as ours only when the queries are the whole sequence. Elsewhere the lower-right
+variant of the flash kernel is used where there is one, and else blocks of rows with a mask of bounded size; an S x K
+mask of the whole call is never made. K and V may be physically longer than the lengths, and are never repeated in
+memory for grouped-query attention.
+
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S query rows, K keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv.kernels.prefill.shapes import check_chunk, check_qkv
+from sparsekv.kernels.tiles import AttentionOutput, Chunk
+
+# Elements and rows of a block's mask.
+MASK_ELEMENTS = 1 << 24
+MOST_ROWS = 512
+# cuDNN is the fastest on Hopper and newer, but prepares a plan for every new shape: only long rows repay that.
+CUDNN_ROWS = 16384
+_FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@torch.no_grad()
+def dense_attention(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> AttentionOutput:
+    """Causal attention over every key (of the window), without log-sum-exp.
+
+    Args:
+        q_BHSD: the chunk's queries; row r of batch row b is token past[b] + r.
+        k_BGKD: all keys so far, at least chunk.longest of them; those past a row's length are not looked at.
+        window: the layer's own sliding window in tokens, or None.
+
+    Raises:
+        ShapeError: the tensors do not fit together or do not cover the chunk.
+    """
+    check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
+    check_chunk(q_BHSD, k_BGKD, chunk, window)
+    past, length = chunk.past[0], chunk.lengths[0]
+    if window is not None and window >= chunk.longest:
+        window = None
+    same = len(set(chunk.past)) == 1 and len(set(chunk.lengths)) == 1
+    if same and length - past == q_BHSD.shape[2]:
+        k_BGKD, v_BGKD = k_BGKD[:, :, :length], v_BGKD[:, :, :length]
+        return AttentionOutput(_one_place(q_BHSD, k_BGKD, v_BGKD, past, scale, window), None)
+    out_BHSD = torch.zeros_like(q_BHSD)
+    for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
+        row, rows = slice(b, b + 1), slice(0, length - past)
+        k_1GKD, v_1GKD = k_BGKD[row, :, :length], v_BGKD[row, :, :length]
+        out_BHSD[row, :, rows] = _one_place(q_BHSD[row, :, rows], k_1GKD, v_1GKD, past, scale, window)
+    return AttentionOutput(out_BHSD, None)
+
+
+def _one_place(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    past: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """All batch rows alike: S real rows that end at key K."""
+    S = q_BHSD.shape[2]
+    if S == 0:
+        return torch.empty_like(q_BHSD)
+    if S == 1:  # the newest token sees every key of the window
+        first = 0 if window is None else max(0, past + 1 - window)
+        return _plain(q_BHSD, k_BGKD[:, :, first:], v_BGKD[:, :, first:], scale)
+    if window is None and past == 0:
+        return _whole_prompt(q_BHSD, k_BGKD, v_BGKD, scale)
+    if window is None and _flash_runs(q_BHSD):
+        bias = causal_lower_right(S, k_BGKD.shape[2])
+        return scaled_dot_product_attention(
+            q_BHSD, k_BGKD, v_BGKD, attn_mask=bias, scale=scale, enable_gqa=q_BHSD.shape[1] != k_BGKD.shape[1]
+        )
+    return _row_blocks(q_BHSD, k_BGKD, v_BGKD, past, scale, window)
+
+
+def _flash_runs(q_BHSD: torch.Tensor) -> bool:
+    """Whether torch has its flash kernel for these tensors; elsewhere lower-right causal would cost an S x K mask."""
+    return (
+        q_BHSD.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(q_BHSD.device) >= (8, 0)
+        and q_BHSD.dtype in (torch.float16, torch.bfloat16)
+        and q_BHSD.shape[-1] <= 256
+        and torch.backends.cuda.flash_sdp_enabled()
+    )
+
+
+def _whole_prompt(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries and keys are the same tokens, so torch's own causal flag means what it should."""
+    if not _flash_runs(q_BHSD):
+        return _grouped(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
+    hopper = torch.cuda.get_device_capability(q_BHSD.device) >= (9, 0)
+    if not hopper or q_BHSD.shape[2] < CUDNN_ROWS:
+        return _plain(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
+    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
+        return _plain(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
+
+
+def _row_blocks(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    past: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Blocks of rows over the keys that any of them sees, each with its own small mask."""
+    S, K = q_BHSD.shape[2], k_BGKD.shape[2]
+    # Few rows a block: every block computes a triangle that nobody sees.
+    rows = max(16, min(MOST_ROWS, MASK_ELEMENTS // (window or K)))
+    out_BHSD = torch.empty_like(q_BHSD)
+    for start in range(0, S, rows):
+        stop = min(start + rows, S)
+        first = 0 if window is None else max(0, past + start + 1 - window)
+        keys = slice(first, past + stop)
+        i_S1 = torch.arange(past + start, past + stop, device=q_BHSD.device)[:, None]
+        j_K = torch.arange(first, past + stop, device=q_BHSD.device)
+        mask_SK = j_K <= i_S1
+        if window is not None:
+            mask_SK &= i_S1 - j_K < window
+        out_BHSD[:, :, start:stop] = _grouped(
+            q_BHSD[:, :, start:stop], k_BGKD[:, :, keys], v_BGKD[:, :, keys], scale, mask_SK=mask_SK
+        )
+    return out_BHSD
+
+
+def _plain(
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float, *, is_causal: bool = False
+) -> torch.Tensor:
+    """Without a mask; the kernels for GPUs know grouped heads themselves."""
+    if not _flash_runs(q_BHSD):
+        return _grouped(q_BHSD, k_BGKD, v_BGKD, scale, is_causal=is_causal)
+    grouped = q_BHSD.shape[1] != k_BGKD.shape[1]
+    return scaled_dot_product_attention(q_BHSD, k_BGKD, v_BGKD, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+
+
+def _grouped(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    scale: float,
+    *,
+    is_causal: bool = False,
+    mask_SK: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """For kernels that do not know grouped heads: KV heads take the batch's place, and each is seen N times."""
+    B, H, _, _ = q_BHSD.shape
+    G = k_BGKD.shape[1]
+    if H == G:
+        return scaled_dot_product_attention(q_BHSD, k_BGKD, v_BGKD, mask_SK, is_causal=is_causal, scale=scale)
+    out_BHSD = torch.empty_like(q_BHSD)
+    for b in range(B):
+        q_GNSD = q_BHSD[b].unflatten(0, (G, H // G))
+        k_GNKD, v_GNKD = (x[b].unsqueeze(1).expand(-1, H // G, -1, -1) for x in (k_BGKD, v_BGKD))
+        out_GNSD = scaled_dot_product_attention(q_GNSD, k_GNKD, v_GNKD, mask_SK, is_causal=is_causal, scale=scale)
+        out_BHSD[b] = out_GNSD.flatten(0, 1)
+    return out_BHSD

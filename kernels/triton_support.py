@@ -1,0 +1,47 @@
+"""What the Triton backends share: what they accept, and whether they run in the interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sparsekv.plans.errors import BackendError, ShapeError
+
+SMALLEST_HEAD, LARGEST_HEAD = 16, 256
+# Offsets inside a block are 32-bit numbers: 128 rows of this stride stay below 2 ** 31.
+LONGEST_ROW_STRIDE = 1 << 23
+
+
+def interpreting() -> bool:
+    """Whether kernels run on the CPU, step by step (TRITON_INTERPRET=1 before triton was imported)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def check_device(q_BHSD: torch.Tensor) -> None:
+    """Raises BackendError where Triton cannot run."""
+    if not (q_BHSD.is_cuda or interpreting()):
+        raise BackendError(f"the triton backend needs tensors on a GPU, found {q_BHSD.device}: use backend='cpu'")
+
+
+def head_size_obstacle(head_dim: int) -> str | None:
+    """Why the kernels do not take a head size; None when they do."""
+    if head_dim % 8 == 0 and SMALLEST_HEAD <= head_dim <= LARGEST_HEAD:
+        return None
+    return f"it takes head sizes that are multiples of 8 from {SMALLEST_HEAD} to {LARGEST_HEAD}, found {head_dim}"
+
+
+def check_head_size(head_dim: int) -> None:
+    """Raises BackendError for a head size the kernels do not take."""
+    obstacle = head_size_obstacle(head_dim)
+    if obstacle:
+        raise BackendError(f"the triton backend cannot run this layer: {obstacle}; run it dense")
+
+
+def check_row_strides(*tensors: torch.Tensor) -> None:
+    """Raises ShapeError where a step from token to token is too long."""
+    for tensor in tensors:
+        if tensor.stride(2) >= LONGEST_ROW_STRIDE:
+            raise ShapeError(
+                f"tokens may lie at most {LONGEST_ROW_STRIDE} elements apart, found strides {tensor.stride()}: "
+                "call .contiguous() before attention"
+            )

@@ -1,0 +1,71 @@
+"""Tensors that do not fit together are refused with a message that says what to do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, draw
+
+from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import BackendError, ShapeError
+
+PROBLEM = draw(Case("x", lengths=(100,), heads=4, kv_heads=2, columns=5))
+
+
+def call(**changes: object) -> None:
+    given = {
+        "q": PROBLEM.q_BHSD,
+        "k": PROBLEM.k_BGKD,
+        "v": PROBLEM.v_BGKD,
+        "index": PROBLEM.index,
+        "chunk": PROBLEM.chunk,
+        "scale": 0.1,
+        "window": None,
+        "backend": "cpu",
+    } | changes
+    q, k, v, index, chunk = (given.pop(name) for name in ("q", "k", "v", "index", "chunk"))
+    prefill_attention(q, k, v, index, chunk, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": PROBLEM.q_BHSD[0]}, "q must be \\[batch, heads, tokens, head size\\]"),
+        ({"k": PROBLEM.k_BGKD.transpose(2, 3).contiguous().transpose(2, 3)}, "stride 1 .* call .contiguous"),
+        ({"v": PROBLEM.v_BGKD[:, :, :-1]}, "k and v must have one shape"),
+        ({"q": PROBLEM.q_BHSD[..., :32]}, "share batch and head size"),
+        ({"q": PROBLEM.q_BHSD[:, :3]}, "multiple of KV heads, found 3 and 2"),
+        ({"q": PROBLEM.q_BHSD.half()}, "one dtype and one device"),
+        ({"scale": 0.0}, "scale must be positive"),
+        ({"chunk": Chunk((0, 0), (100, 100))}, "2 batch rows, q has 1"),
+        ({"chunk": Chunk((0,), (101,))}, "101 query rows, q has 100"),
+        ({"chunk": Chunk((50,), (150,))}, "150 keys, k holds 100"),
+        ({"window": 0}, "at least 1 token"),
+        (
+            {"index": replace(PROBLEM.index, counts_BHT=PROBLEM.index.counts_BHT[:, :, :1])},
+            "counts must be torch.int32 \\(1, 4, 2\\)",
+        ),
+        ({"index": replace(PROBLEM.index, live_BHTN=PROBLEM.index.live_BHTN.long())}, "live must be torch.int32"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_misfit_is_refused_with_what_was_found(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        call(**changes)
+
+
+def test_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BackendError, match="triton, cpu, reference, found 'cuda'"):
+        call(backend="cuda")
+
+
+def test_head_size_that_the_kernel_does_not_take_is_refused() -> None:
+    pytest.importorskip("triton")
+    from sparsekv.kernels.triton_support import check_head_size, check_row_strides
+
+    for size in (8, 60, 264):
+        with pytest.raises(BackendError, match=f"multiples of 8 from 16 to 256, found {size}"):
+            check_head_size(size)
+    with pytest.raises(ShapeError, match="tokens may lie at most"):
+        check_row_strides(torch.empty(0).as_strided((1, 1, 0, 1), (1, 1, 1 << 24, 1)))

@@ -1,0 +1,126 @@
+"""Every prefill backend against the brute-force answer."""
+
+import pytest
+import torch
+from attention_cases import Case, assert_close, draw
+from prefill_cases import CASES, GPU_CASES, SMALL_TILE, TILE
+
+from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.prefill.launch import Launch
+from sparsekv.kernels.tiles import AttentionOutput, Chunk
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a backend asks for holds NaN, so that an element that is never written shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+
+
+def run(case: Case, backend: str, device: str = "cpu", want_lse: bool = True) -> AttentionOutput:
+    problem = draw(case, device)
+    found = prefill_attention(
+        problem.q_BHSD,
+        problem.k_BGKD,
+        problem.v_BGKD,
+        problem.index,
+        problem.chunk,
+        scale=problem.scale,
+        window=problem.window,
+        want_lse=want_lse,
+        backend=backend,
+    )
+    assert_close(found, problem)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cpu_backend_computes_exactly_the_indexed_mask(case: Case) -> None:
+    run(case, "cpu")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_kernel_computes_exactly_the_indexed_mask(case: Case) -> None:
+    run(case, "triton")
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_reference_backend_computes_exactly_the_indexed_mask(case: Case) -> None:
+    run(case, "reference")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_triton_kernel_on_the_gpu_computes_exactly_the_indexed_mask(case: Case) -> None:
+    run(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_log_sum_exp_is_only_returned_on_request(backend: str) -> None:
+    assert run(Case("x", lengths=(70,)), backend, want_lse=False).lse_BHS is None
+
+
+def test_cpu_pieces_of_a_long_row_join_to_the_same_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv.kernels.prefill.cpu.PIECE_KEYS", 128)
+    run(Case("pieces", lengths=(520,), share=0.8, columns=40, dense_heads=(1,)), "cpu")
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "launch",
+    [
+        Launch(128, 128, 64, 8, 2, 3),
+        Launch(128, 64, 32, 8, 2, 3),
+        Launch(64, 128, 64, 4, 2, 3),
+        Launch(32, 32, 128, 4, 1, 1),
+    ],
+    ids=lambda launch: f"{launch.block_m}x{launch.block_n} and {launch.block_c}",
+)
+@pytest.mark.parametrize("tile", [TILE, SMALL_TILE], ids=["128 tiles", "64 tiles"])
+def test_block_sizes_never_change_what_is_computed(launch: Launch, tile: TileShape) -> None:
+    from sparsekv.kernels.prefill.triton_backend import prefill
+
+    case = Case("x", past=(33,), lengths=(310,), tile=tile, columns=100, window=200, share=0.7, dense_heads=(1,))
+    for problem in (draw(case), draw(Case("y", lengths=(150,), tile=tile, columns=50))):
+        found = prefill(
+            problem.q_BHSD,
+            problem.k_BGKD,
+            problem.v_BGKD,
+            problem.index,
+            problem.chunk,
+            scale=problem.scale,
+            window=problem.window,
+            want_lse=True,
+            launch=launch,
+        )
+        assert_close(found, problem)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_indices_as_the_builders_make_them_are_understood(backend: str) -> None:
+    patterns = [
+        VerticalSlash(vertical=tokens(30), slash=tokens(60), last_q=16, max_tiles=tokens(192)),
+        AShape(sink=tokens(4), window=tokens(100)),
+        BlockSparse(keep=tokens(192)),
+        Dense(),
+    ]
+    q_BHSD, k_BGKD, v_BGKD = (torch.randn(1, heads, 400, 64) for heads in (4, 2, 2))
+    chunk = Chunk((0,), (400,))
+    index = build_index(patterns, q_BHSD, k_BGKD, chunk, SMALL_TILE, scale=0.125)
+    found, answer = (
+        prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True, backend=name)
+        for name in (backend, "reference")
+    )
+    torch.testing.assert_close(found.out_BHSD, answer.out_BHSD, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.lse_BHS, answer.lse_BHS, atol=1e-4, rtol=1e-4)

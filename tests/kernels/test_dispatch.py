@@ -1,0 +1,98 @@
+"""Which backend is chosen, and what a user is told when the one asked for cannot run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.plans.errors import BackendError
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """A machine whose GPU has the given compute capability, as far as torch says."""
+    pytest.importorskip("triton")
+
+    def pretend(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    return pretend
+
+
+def test_a_machine_without_gpu_gets_cpu_and_is_told_why_not_the_others() -> None:
+    choice = choose_backend("cpu", torch.float32, 64)
+    assert choice.name == "cpu"
+    assert [name for name, _ in choice.rejected] == ["flash", "triton"]
+    assert "Hopper" in choice.rejected[0][1]
+    assert "GPU" in choice.rejected[1][1]
+
+
+def test_a_gpu_gets_triton_and_is_told_about_flash(gpu) -> None:
+    gpu(9, 0)
+    choice = choose_backend("cuda", torch.bfloat16, 128)
+    assert choice.name == "triton"
+    assert "not built in this version" in dict(choice.rejected)["flash"]
+    gpu(8, 6)
+    assert "found 8.6" in dict(choose_backend("cuda", torch.bfloat16, 128).rejected)["flash"]
+
+
+def test_gpus_that_triton_no_longer_serves_are_named(gpu) -> None:
+    gpu(7, 5)
+    with pytest.raises(BackendError, match=r"8.0 \(Ampere\) and newer, found 7.5"):
+        choose_backend("cuda", torch.float16, 128)
+
+
+def test_head_size_that_no_gpu_backend_takes_is_an_error_with_the_reason(gpu) -> None:
+    gpu(9, 0)
+    with pytest.raises(BackendError, match="multiples of 8 from 16 to 256, found 512"):
+        choose_backend("cuda", torch.bfloat16, 512)
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ("flash", "backend 'flash' cannot run on cpu: .*use --backend auto"),
+        ("triton", "needs a CUDA or ROCm GPU"),
+        ("cuda", "auto or one of flash, triton, cpu, reference, found 'cuda'"),
+    ],
+)
+def test_impossible_request_is_refused_with_what_to_do(requested: str, message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        choose_backend("cpu", torch.float32, 64, requested)
+
+
+def test_flash_is_refused_even_where_it_will_run_one_day(gpu) -> None:
+    gpu(9, 0)
+    with pytest.raises(BackendError, match="not built in this version"):
+        choose_backend("cuda", torch.bfloat16, 128, "flash")
+
+
+def test_cpu_backend_is_refused_for_tensors_on_a_gpu(gpu) -> None:
+    gpu(9, 0)
+    with pytest.raises(BackendError, match="main memory"):
+        choose_backend("cuda", torch.bfloat16, 128, "cpu")
+
+
+def test_reference_runs_on_request_only() -> None:
+    assert choose_backend("cpu", torch.float32, 64, "reference").name == "reference"
+    assert choose_backend("cpu", torch.float32, 64, "cpu").reason == "requested"
+
+
+def test_dtype_that_no_backend_takes_is_refused() -> None:
+    with pytest.raises(BackendError, match="float64"):
+        choose_backend("cpu", torch.float64, 64)
+
+
+def test_dispatch_imports_no_triton_and_starts_no_gpu() -> None:
+    code = (
+        "import sys, torch\n"
+        "from sparsekv.kernels.dispatch import choose_backend\n"
+        "choose_backend('cpu', torch.float32, 64)\n"
+        "assert 'triton' not in sys.modules\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
