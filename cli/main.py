@@ -1,0 +1,87 @@
+"""`sparsekv`: the list of commands. Each stands in a file of its own and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from sparsekv.cli import doctor, eval, plan, run, schema, seal, show, validate, verify
+from sparsekv.cli.failures import INTERRUPTED, report, show_warning
+from sparsekv.cli.output import emit, tell
+
+# Raised for wrong options, and shown by typer itself together with the usage.
+_WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """Runs a command and turns what goes wrong in it into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = show_warning
+                result = super().invoke(ctx)
+            sys.stdout.flush()  # here, so that a reader that has left is noticed here
+            return result
+        except (typer.Exit, typer.Abort, _WrongUsage):
+            raise
+        except BaseException as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            raise typer.Exit(report(error, ctx.invoked_subcommand or "")) from error
+
+
+app = typer.Typer(
+    name="sparsekv",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from sparsekv import __version__
+
+        emit(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
+) -> None:
+    """Compile a long-context language model into a sparsity plan, and run it."""
+
+
+app.command("plan")(plan.plan)
+app.command("run")(run.run)
+app.command("show")(show.show)
+app.command("validate")(validate.validate)
+app.command("verify")(verify.verify)
+app.command("seal")(seal.seal)
+app.command("eval")(eval.evaluate)
+app.command("schema")(schema.schema)
+app.command("doctor")(doctor.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line `arguments` (those of the process where None) and exits."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
+    except KeyboardInterrupt:
+        tell("interrupted")
+        sys.exit(INTERRUPTED)
+    sys.exit(0)

@@ -1,0 +1,24 @@
+"""`sparsekv validate`: is this a sound plan file?"""
+
+from __future__ import annotations
+
+from sparsekv.cli.options import Json, PlanArgument
+from sparsekv.cli.output import emit, emit_json
+
+
+def validate(plan: PlanArgument, as_json: Json = False) -> None:
+    """Check a plan file: schema, consistency, integrity. Needs no model and no GPU."""
+    from sparsekv.plans.errors import PlanError
+    from sparsekv.plans.reader import load_plan
+
+    try:
+        found = load_plan(plan)
+    except PlanError as error:
+        if as_json:
+            emit_json({"path": str(plan), "valid": False, "error": str(error)})
+        raise
+    if as_json:
+        facts = {"status": found.status, "schema_version": found.schema_version, "model": found.model.id}
+        emit_json({"path": str(plan), "valid": True, **facts})
+    else:
+        emit(f"{plan}: valid, {found.status}, schema {found.schema_version}, for {found.model.id}")

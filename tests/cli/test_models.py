@@ -1,0 +1,83 @@
+"""MODEL, as every command takes it: what is not there is said in one message, with what to do."""
+
+import json
+
+import pytest
+from plans_samples import small_plan
+
+from sparsekv.plans.writer import write_plan
+
+
+@pytest.fixture(params=["plan", "run", "eval"])
+def call(request, sparsekv, tmp_path):
+    """A command that takes a model, called on one."""
+    arguments = {"plan": ("-o", tmp_path / "plan.yaml"), "run": ("--dense", "--prompt", "a"), "eval": ()}
+
+    def named(model: object):
+        done = sparsekv(request.param, model, *arguments[request.param])
+        assert (done.code, done.out) == (2, ""), done.err
+        assert "Traceback" not in done.err
+        assert not (tmp_path / "plan.yaml").exists()
+        return done.err
+
+    return named
+
+
+def test_an_unknown_alias_gets_suggestions(call):
+    assert "llama3-8b" in call("lama3-8b")
+
+
+def test_a_hub_model_without_network_gets_the_commands_that_solve_it(call):
+    message = call("example/no-such-model")
+    assert "hf download example/no-such-model" in message
+    assert "hf auth login" in message
+
+
+def test_a_folder_without_a_config_is_named(call, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in call(tmp_path / "empty")
+
+
+def test_an_unsupported_architecture_is_told_which_ones_are(call, tmp_path):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    message = call(tmp_path / "bert")
+    assert "bert" in message
+    assert "llama" in message
+
+
+def test_a_folder_that_is_not_there_is_named(call, tmp_path):
+    assert "none" in call(tmp_path / "nowhere")
+
+
+def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    done = sparsekv("run", tmp_path, "--prompt", "a")
+    assert done.code == 2
+    assert f"sparsekv plan {tmp_path}" in done.err
+
+
+def test_a_plan_whose_model_is_not_at_hand_asks_for_it(sparsekv, tmp_path):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
+    done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--prompt", "a")
+    assert done.code == 2
+    assert "example/model" in done.err
+    assert "--model" in done.err
+
+
+def test_verify_needs_a_plan(sparsekv):
+    done = sparsekv("verify")
+    assert done.code == 2
+    assert "--plan" in done.err
+
+
+def test_a_truncated_checkpoint_is_named(sparsekv, tmp_path):
+    from tiny_models import tiny_model, tiny_tokenizer
+
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = sparsekv("run", tmp_path, "--dense", "--prompt", "a")
+    assert done.code == 2
+    assert "weights" in done.err

@@ -1,0 +1,111 @@
+"""validate, show, seal and schema: commands that need a plan file and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plans_samples import full_plan, small_plan
+
+from sparsekv.plans.reader import load_plan
+from sparsekv.plans.writer import write_plan
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    write_plan(small_plan(), path)
+    return path
+
+
+def test_validate_says_what_a_sound_plan_is_for(sparsekv, plan):
+    done = sparsekv("validate", plan)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"{plan}: valid, unverified, schema 1, for example/model\n"
+
+
+def test_validate_json_tells_sound_and_unsound_plans_apart(sparsekv, plan):
+    assert sparsekv("validate", plan, "--json").data["valid"] is True
+    plan.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
+    done = sparsekv("validate", plan, "--json")
+    assert done.code == 2
+    assert done.data["valid"] is False
+    assert "seal" in done.data["error"]
+
+
+def test_show_prints_every_phase_of_a_plan_that_uses_every_field(sparsekv, tmp_path):
+    path = tmp_path / "full.yaml"
+    write_plan(full_plan(), path)
+    done = sparsekv("show", path)
+    assert done.code == 0
+    for word in ("vertical_slash", "block_sparse", "Filter", "offloaded", "niah_single", "NVIDIA H200"):
+        assert word in done.out
+
+
+def test_show_json_is_json(sparsekv, plan):
+    data = sparsekv("show", plan, "--json").data
+    assert data["model"]["id"] == "example/model"
+    assert [bucket["up_to"] for bucket in data["prefill"]] == [2048, None]
+
+
+def test_an_edited_plan_is_refused_until_it_is_sealed_as_unverified(sparsekv, plan):
+    plan.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
+    refused = sparsekv("show", plan)
+    assert refused.code == 2
+    assert "sparsekv seal" in refused.err
+    done = sparsekv("seal", plan, "--json")
+    assert (done.code, done.data["status"], done.data["changed"]) == (0, "unverified", True)
+    assert load_plan(plan).integrity == done.data["integrity"]
+
+
+def test_schema_is_a_json_schema_that_names_every_part(sparsekv):
+    schema = sparsekv("schema").data
+    assert {"kind", "model", "prefill", "decode", "quality"} <= schema["properties"].keys()
+    assert sparsekv("schema", "--json").data == schema
+
+
+@pytest.mark.parametrize("command", ["validate", "show", "seal"])
+def test_a_file_that_is_not_there_is_a_usage_error_of_one_line(sparsekv, tmp_path, command):
+    done = sparsekv(command, tmp_path / "none.yaml")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+
+
+BROKEN = {
+    "truncated": (lambda text: text[: len(text) // 2], "line"),
+    "binary": (lambda text: text[:100] + "\0" + text[100:], "binary"),
+    "huge": (lambda text: text + "# " + "x" * (9 << 20), "8,388,608 bytes"),
+    "deep": (lambda text: text + "extensions: " + "[" * 5000 + "]" * 5000, "24 levels"),
+    "duplicate key": (lambda text: text + "status: verified\n", "status"),
+    "newer schema": (lambda text: text.replace("schema_version: 1", "schema_version: 2"), "newer"),
+    "NaN budget": (lambda text: text.replace("fraction: 0.1", "fraction: .nan"), "fraction"),
+    "layer out of range": (lambda text: text.replace("layer: 3,", "layer: 12,"), "layers 0 to 11"),
+    "head out of range": (lambda text: text.replace('heads: "0-1"', 'heads: "3-4"', 1), "heads 0 to 3"),
+    "overlapping heads": (lambda text: text.replace("layer: 3,", "layer: 2,"), "heads 0-1 of layer 2 again"),
+    "a model's config.json": (lambda text: json.dumps({"model_type": "llama"}), "config.json"),
+    "unknown field": (lambda text: text + "speed: 9\n", "speed"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_plan_is_refused_and_left_as_it_was(sparsekv, plan, fault):
+    breaks, word = BROKEN[fault]
+    broken = breaks(plan.read_text())
+    plan.write_text(broken)
+    done = sparsekv("validate", plan)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert "Traceback" not in done.err
+    assert sparsekv("seal", plan).code == 2
+    assert plan.read_text() == broken
+    assert list(plan.parent.iterdir()) == [plan]
+
+
+def test_segments_out_of_order_are_refused(sparsekv, plan):
+    text = plan.read_text()
+    line = next(line for line in text.splitlines() if "filter: 2" in line)
+    later = line.replace("filter: 2", "filter: 8").replace("4-7", "9-11")
+    plan.write_text(text.replace(line, f"{later}\n{line}"))
+    done = sparsekv("validate", plan)
+    assert done.code == 2
+    assert "ascending" in done.err

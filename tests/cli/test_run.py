@@ -1,0 +1,275 @@
+"""run: prompts from everywhere, answers on standard output, everything said about them on standard error."""
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model, tiny_tokenizer
+from tiny_plans import decode_plan, every_head, plan_for, segment
+
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import AShape, Dense
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.writer import write_plan
+
+KEYS = {
+    "text",
+    "prompt_tokens",
+    "new_tokens",
+    "prefill_seconds",
+    "decode_seconds",
+    "prefill_density",
+    "kv_bytes_device",
+    "kv_bytes_host",
+}
+PROMPT = "What is the number? " * 40
+FEW = ("--max-new-tokens", 6)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def save(model, folder: Path, template: str | None = None) -> Path:
+    model.save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def sparse_plan(model) -> Plan:
+    prefill = every_head(model, AShape(sink=tokens(64), window=tokens(64)), Dense())
+    return plan_for(model, prefill, decode_plan(segment(0, (1, 2), 64), offload=(2,)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its plan beside it."""
+    model = tiny_model(context=2048)
+    folder = save(model, tmp_path_factory.mktemp("models") / "tiny")
+    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    return shutil.copytree(folder, tmp_path / "tiny")
+
+
+def test_a_plan_committed_in_a_model_folder_is_found_and_run(sparsekv, folder):
+    done = sparsekv("run", folder, "--prompt", PROMPT, "--json", *FEW)
+    assert done.code == 0, done.err
+    assert done.data.keys() == KEYS
+    assert done.data["prompt_tokens"] == len(PROMPT)
+    assert done.data["new_tokens"] == 6
+    assert 0.1 < done.data["prefill_density"] < 1
+    assert 0 < done.data["kv_bytes_host"] < done.data["kv_bytes_device"]  # one layer of three moved to the host
+
+
+def test_a_plan_anywhere_runs_on_the_model_that_is_named(sparsekv, folder, tmp_path):
+    shutil.copy(folder / "sparsekv.yaml", tmp_path / "plan.yaml")
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("sparsekv.yaml"))
+    done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--model", bare, "--prompt", PROMPT, *FEW)
+    assert done.code == 0, done.err
+    assert "density 0." in done.err
+    expected = sparsekv("run", folder, "--prompt", PROMPT, "--json", *FEW).data
+    assert done.out == expected["text"] + "\n"
+
+
+def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, folder, tmp_path, stdin):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    expected = sparsekv("run", folder, "--prompt", PROMPT, *FEW).out
+    assert sparsekv("run", folder, "--prompt-file", file, *FEW).out == expected
+    stdin(PROMPT.encode())
+    assert sparsekv("run", folder, *FEW).out == expected
+    stdin(PROMPT.encode())
+    assert sparsekv("run", folder, "--prompt-file", "-", *FEW).out == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [(b"", "blanks"), (b" \n\t", "blanks"), (b"\x89PNG\0\0", "binary"), (b"abc\xff\xfe", "UTF-8")],
+)
+def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(
+    sparsekv, folder, tmp_path, stdin, monkeypatch, data, word
+):
+    monkeypatch.setattr("sparsekv.runtime.load.load_model", lambda *a, **k: pytest.fail("loaded"))
+    file = tmp_path / "prompt"
+    file.write_bytes(data)
+    from_file = sparsekv("run", folder, "--prompt-file", file)
+    stdin(data)
+    from_stdin = sparsekv("run", folder)
+    for done in (from_file, from_stdin):
+        assert (done.code, done.out) == (2, "")
+        assert word in done.err
+        assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--prompt", "  "), "blanks"),
+        (("--prompt-file", "/nowhere/prompt"), "No such file"),
+        (("--prompt", "a", "--prompt-file", "b"), "both"),
+        (("--prompt", "a", "--dense", "--compare"), "both"),
+        (("--prompt", "a" * 2048), "2048"),
+        (("--prompt", "a", "--device", "quantum"), "device"),
+        (("--prompt", "a", "--dtype", "int3"), "dtype"),
+        (("--prompt", "a", "--backend", "flash"), "flash"),
+        (("--prompt", "a", "--backend", "abacus"), "abacus"),
+    ],
+)
+def test_calls_that_cannot_work_are_usage_errors(sparsekv, folder, arguments, word):
+    done = sparsekv("run", folder, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_wrong_environment_variable_is_named(sparsekv, folder, monkeypatch):
+    monkeypatch.setenv("SPARSEKV_DTYPE", "int3")
+    done = sparsekv("run", folder, "--prompt", "a", *FEW)
+    assert done.code == 2
+    assert "SPARSEKV_DTYPE" in done.err
+
+
+def test_flags_go_over_the_environment(sparsekv, folder, monkeypatch):
+    monkeypatch.setenv("SPARSEKV_DEVICE", "quantum")
+    assert sparsekv("run", folder, "--prompt", "a", *FEW).code == 2
+    assert sparsekv("run", folder, "--prompt", "a", "--device", "cpu", *FEW).code == 0
+
+
+def test_compare_shows_both_and_where_they_part(sparsekv, folder):
+    data = sparsekv("run", folder, "--prompt", PROMPT, "--compare", "--json", *FEW).data
+    assert data.keys() >= KEYS
+    assert data["dense"].keys() == KEYS
+    assert data["dense"]["prefill_density"] == 1
+    assert data["dense"]["kv_bytes_host"] == 0
+    text = sparsekv("run", folder, "--prompt", PROMPT, "--compare", *FEW).out
+    assert "prefill density" in text
+
+
+def test_compare_finds_no_difference_where_the_plan_computes_everything(sparsekv, copy):
+    model = tiny_model(context=2048)
+    write_plan(plan_for(model, every_head(model, Dense())), copy / "sparsekv.yaml")
+    done = sparsekv("run", copy, "--prompt", PROMPT, "--compare", "--json", *FEW)
+    assert done.data["first_diverging_token"] is None
+    assert done.data["text"] == done.data["dense"]["text"]
+
+
+def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
+    sparse = sparsekv("run", copy, "--prompt", PROMPT, "--json", *FEW).data
+    prefill_off = sparsekv("run", copy, "--prompt", PROMPT, "--dense-prefill", "--json", *FEW).data
+    decode_off = sparsekv("run", copy, "--prompt", PROMPT, "--dense-decode", "--json", *FEW).data
+    assert (prefill_off["prefill_density"], prefill_off["kv_bytes_host"]) == (1, sparse["kv_bytes_host"])
+    assert (decode_off["prefill_density"], decode_off["kv_bytes_host"]) == (sparse["prefill_density"], 0)
+    (copy / "sparsekv.yaml").unlink()
+    dense = sparsekv("run", copy, "--prompt", PROMPT, "--dense", "--json", *FEW).data
+    assert (dense["prefill_density"], dense["kv_bytes_host"]) == (1, 0)
+    assert dense["kv_bytes_device"] > sparse["kv_bytes_device"]
+
+
+def test_sampling_repeats_with_its_seed(sparsekv, folder):
+    def sampled(seed: int) -> str:
+        return sparsekv("run", folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed, *FEW).out
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(sparsekv, folder, monkeypatch):
+    first, second = "a" * 100, "b" * 50
+    monkeypatch.setattr(sys, "stdin", Terminal(f"{first}\n\n{second}\n"))
+    done = sparsekv("run", folder, *FEW)
+    assert done.code == 0
+    assert "100 tokens in" in done.err
+    assert f"{100 + 6 + 1 + 50} tokens in" in done.err
+
+
+def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
+    from sparsekv.cli.conversation import Conversation
+    from sparsekv.runtime.generate import Sampling
+    from sparsekv.runtime.load import load_model
+
+    loaded = load_model(str(folder))
+    turns = Conversation(loaded, 6, Sampling(), chat=False)
+    said = turns.ask("a" * 100)
+    again = turns.ask("b" * 50)
+    fresh = Conversation(loaded, 6, Sampling(), chat=False)
+    assert fresh.ask("a" * 100 + said.text + "\n" + "b" * 50).token_ids == again.token_ids
+
+
+def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
+    model = tiny_model(context=2048)
+    chatty = save(model, tmp_path / "chatty", TEMPLATE)
+    write_plan(sparse_plan(model), chatty / "sparsekv.yaml")
+    raw = sparsekv("run", chatty, "--prompt", PROMPT, "--raw", "--json", *FEW).data
+    applied = sparsekv("run", chatty, "--prompt", PROMPT, "--json", *FEW).data
+    assert raw["prompt_tokens"] == len(PROMPT)
+    assert applied["prompt_tokens"] == len(f"<user>{PROMPT}<assistant>")
+
+
+def test_a_template_keeps_the_cache_over_turns(tmp_path):
+    from sparsekv.cli.conversation import Conversation
+    from sparsekv.runtime.generate import Sampling
+    from sparsekv.runtime.load import load_model
+
+    loaded = load_model(str(save(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)))
+    turns = Conversation(loaded, 6, Sampling(), chat=True)
+    first = turns.ask("a" * 30)
+    cache = turns.cache
+    second = turns.ask("b" * 30)
+    assert second.prompt_tokens > first.prompt_tokens + first.new_tokens
+    assert turns.messages[1] == {"role": "assistant", "content": first.text}
+    kept = turns.cache is cache
+    retold = loaded.tokenizer(first.text)["input_ids"] == list(first.token_ids)
+    assert kept is retold  # a template that would retell the answer otherwise starts anew
+
+
+def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, monkeypatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparsekv.cli.conversation.generate_stream", interrupted)
+    done = sparsekv("run", folder, "--prompt", "a")
+    assert (done.code, done.out) == (130, "")
+    assert done.err.startswith("interrupted")
+
+
+def test_a_plan_of_another_architecture_exits_with_3_and_says_what_differs(sparsekv, folder, tmp_path):
+    other = save(tiny_model(layers=4, context=2048), tmp_path / "other")
+    done = sparsekv("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", "a")
+    assert (done.code, done.out) == (3, "")
+    assert "layers" in done.err
+
+
+def test_allow_mismatch_runs_a_plan_whose_layers_fit(sparsekv, folder, tmp_path):
+    other = save(tiny_model(layers=4, context=2048), tmp_path / "other")
+    call = ("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--allow-mismatch", *FEW)
+    assert sparsekv(*call).code == 0
+
+
+def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path):
+    tuned = save(tiny_model(seed=7, context=2048), tmp_path / "tuned")
+    done = sparsekv("run", tuned, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--json", *FEW)
+    assert done.code == 0
+    assert done.err.startswith("warning: ")
+    assert "weights" in done.err
+    assert json.loads(done.out)["new_tokens"] == 6
+
+
+def test_sliding_layers_that_the_plan_does_not_name_are_refused(sparsekv, tmp_path):
+    model = tiny_model("mistral", context=2048)
+    sliding = save(tiny_model("mistral", context=2048, sliding_window=128), tmp_path / "sliding")
+    write_plan(plan_for(model, every_head(model, Dense())), tmp_path / "plan.yaml")
+    done = sparsekv("run", sliding, "--plan", tmp_path / "plan.yaml", "--prompt", "a")
+    assert done.code == 3
+    assert "sliding" in done.err

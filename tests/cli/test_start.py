@@ -1,0 +1,59 @@
+"""Commands that need no model start at once: nothing heavy is imported on their way."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plans_samples import large_plan, small_plan
+
+from sparsekv.plans.writer import write_plan
+
+HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub")
+PROGRAM = f"""
+import sys
+from sparsekv.cli.main import main
+try:
+    main()
+finally:
+    import json
+    print(json.dumps([name for name in {HEAVY} if name in sys.modules]), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    write_plan(small_plan(), folder / "small.yaml")
+    write_plan(large_plan(), folder / "large.yaml")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("plan", "--help"),
+        ("run", "--help"),
+        ("validate", "large.yaml"),
+        ("show", "small.yaml"),
+        ("seal", "small.yaml"),
+        ("schema",),
+    ],
+    ids=" ".join,
+)
+def test_commands_without_a_model_import_nothing_heavy(plans, arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=plans, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert json.loads(done.stderr.splitlines()[-1]) == []
+
+
+def test_the_package_itself_imports_nothing_heavy():
+    code = f"import sys, sparsekv; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"
