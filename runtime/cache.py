@@ -46,7 +46,7 @@ class Choice:
     tokens_BGN: torch.Tensor | None
 
 
-class SparseLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class SparseLayer(CacheLayerMixin):
     """One layer of a cache: a KV store, and what decode needs to know of the calls before."""
 
     is_sliding = False
