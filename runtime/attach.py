@@ -21,7 +21,7 @@ from sparsekv.runtime.attention import CONTEXT, NAME, Context, register
 from sparsekv.runtime.cache import sparse_cache
 from sparsekv.runtime.engine import Engine
 from sparsekv.runtime.guard import guarded
-from sparsekv.runtime.inputs import check_inputs
+from sparsekv.runtime.inputs import check_inputs, check_positions
 
 
 def check_attachable(model: PreTrainedModel) -> None:
@@ -58,7 +58,7 @@ def attach(model: PreTrainedModel, engine: Engine) -> Callable[[], None]:
     with ExitStack() as undo:
         undo.callback(_restore_implementations, _implementations(model))
         model.set_attn_implementation(NAME)
-        hook = _model_hook(engine, len(attention_modules(model)))
+        hook = _decoder_hook(engine, decoder_of(model), len(attention_modules(model)))
         undo.callback(decoder_of(model).register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in attention_modules(model):
             undo.callback(module.register_forward_pre_hook(_attention_hook(engine), with_kwargs=True).remove)
@@ -85,15 +85,18 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
         config._attn_implementation = implementation
 
 
-def _model_hook(engine: Engine, layers: int) -> Callable[..., Any]:
+def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Callable[..., Any]:
+    names = tuple(inspect.signature(decoder.forward).parameters)
+
     def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        inputs = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config
         check_inputs({"output_attentions": config.output_attentions} | inputs, module.training)
         cache = inputs.get("past_key_values")
         use_cache = inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
-            inputs["past_key_values"] = sparse_cache(cache, engine, layers)
+            cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
+        check_positions(inputs.get("position_ids"), 0 if cache is None else cache.get_seq_length())
         return (), inputs
 
     return prepare

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from sparsekv.plans.errors import PromptError
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.runtime.load import LoadedModel
+
+_LEAST_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def generate_stream(
 
     Raises:
         PromptError: the prompt is empty or leaves no room in the context for a new token.
+        UsageError: the chunk is too small to be sensible.
     """
     room = _room(loaded, len(prompt_ids))
     stream = _TimedStream(loaded.tokenizer, on_text)
@@ -88,11 +91,13 @@ def generate_stream(
     generate: Any = loaded.model.generate
     started = time.perf_counter()
     with torch.no_grad(), _seeded(chosen, ids_BS.device):
+        if chunk is not None:
+            cache = DynamicCache(config=loaded.model.config) if cache is None else cache
+            _prefill_most(loaded.model, ids_BS, cache, chunk)
         out_BS = generate(
             ids_BS,
             attention_mask=torch.ones_like(ids_BS),  # or it is guessed from what may be a padding token in the text
             max_new_tokens=min(max_new_tokens, room),
-            prefill_chunk_size=chunk,
             past_key_values=cache,
             streamer=stream,
             **_sampling_options(chosen),
@@ -102,6 +107,20 @@ def generate_stream(
     text = str(loaded.tokenizer.decode(list(new_ids), skip_special_tokens=True))
     first, last = stream.first or started, stream.last or started
     return Generation(text, new_ids, len(prompt_ids), first - started, last - first)
+
+
+def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, chunk: int) -> None:
+    """Fills the cache in pieces until one piece is left. (Not by generate's own prefill_chunk_size, which in some
+    versions of transformers passes the cached tokens again.)
+    """
+    if chunk < _LEAST_CHUNK:
+        raise UsageError(f"expected a chunk of at least {_LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
+    start, stop = cache.get_seq_length(), ids_BS.shape[1]
+    while stop - start > chunk:
+        # the last piece has two tokens or more: one alone would be a decode step
+        size = min(chunk, stop - start - 2)
+        model(ids_BS[:, start : start + size], past_key_values=cache, logits_to_keep=1)
+        start += size
 
 
 def _room(loaded: LoadedModel, prompt_tokens: int) -> int:

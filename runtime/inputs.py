@@ -15,7 +15,7 @@ def check_inputs(inputs: dict[str, Any], training: bool) -> None:
     Raises:
         UsageError: the model is in training mode.
         PromptError: there are no tokens.
-        UnsupportedError: padding, custom masks, packed sequences, or attention weights asked for.
+        UnsupportedError: padding, custom masks, or attention weights asked for.
     """
     if training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
@@ -25,7 +25,6 @@ def check_inputs(inputs: dict[str, Any], training: bool) -> None:
     if tokens is not None and tokens.shape[1] == 0:
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
     _check_mask(inputs.get("attention_mask"))
-    _check_positions(inputs.get("position_ids"))
     if inputs.get("output_attentions"):
         raise UnsupportedError("attention weights are never materialised here; leave output_attentions off")
 
@@ -43,10 +42,17 @@ def _check_mask(mask: Any) -> None:
         )
 
 
-def _check_positions(positions: Any) -> None:
+def check_positions(positions: Any, past: int) -> None:
+    """Positions of several tokens count up by one from what is cached. Single tokens are not asked: it costs a wait.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
     if positions is None or positions.shape[-1] < 2:
         return
-    if not bool((positions.diff(dim=-1) == 1).all()):
+    expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
+    if not bool((positions == expected).all()):
         raise UnsupportedError(
-            "expected position_ids that count up by one, found others (packed sequences?); run each sequence by itself"
+            f"expected position_ids that count up by one from the {past} cached tokens, found others; "
+            f"run packed sequences one by one, and leave prefill_chunk_size unset when a prompt goes on from a cache"
         )

@@ -12,6 +12,7 @@ import torch
 
 from sparsekv.kernels.scores import HeadReduction, token_scores, top_tokens
 from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.kernels.topk import on_device
 from sparsekv.plans.decode import Segment
 
 
@@ -64,7 +65,7 @@ def tokens_for_layer(segment: Segment, layer: int, tokens_BgN: torch.Tensor) -> 
     """The choice as KV heads of `layer` use it: through the layer's head map where the segment has one."""
     if isinstance(segment.heads, str):
         return tokens_BgN
-    return tokens_BgN[:, list(segment.heads[layer])]
+    return tokens_BgN.index_select(1, on_device(segment.heads[layer], tokens_BgN.device))
 
 
 def within_window(tokens_BgN: torch.Tensor, first: int) -> torch.Tensor:

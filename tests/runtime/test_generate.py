@@ -6,7 +6,7 @@ from tiny_models import END, tiny_model, tiny_tokenizer
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.errors import PromptError
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.runtime.apply import apply
 from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream
 from sparsekv.runtime.load import LoadedModel
@@ -29,7 +29,7 @@ def own_tokens(loaded, prompt, count):
     return tuple(out[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("chunk", [None, 50])
+@pytest.mark.parametrize("chunk", [None, 16, 50, 179, 180])
 def test_the_tokens_are_those_of_generate(loaded, prompt, chunk):
     pieces = []
     found = generate_stream(loaded, prompt, max_new_tokens=9, chunk=chunk, on_text=pieces.append)
@@ -93,6 +93,17 @@ def test_no_more_is_generated_than_the_context_holds(loaded, prompt):
 def test_a_prompt_beyond_the_context_is_refused(loaded, prompt):
     with pytest.raises(PromptError, match="context of 256 tokens, found 256"):
         generate_stream(loaded, (prompt * 2)[:256])
+
+
+def test_a_chunk_too_small_to_be_sensible_is_refused(loaded, prompt):
+    with pytest.raises(UsageError, match="at least 16 tokens, found 1"):
+        generate_stream(loaded, prompt, chunk=1)
+
+
+def test_no_piece_of_a_chunked_prompt_is_a_decode_step(loaded, prompt):
+    with apply(loaded.model, plan_for(loaded.model)) as handle:
+        generate_stream(loaded, prompt[:161], max_new_tokens=1, chunk=16)
+    assert handle.stats().decode_share is None
 
 
 def test_empty_prompts_are_refused(loaded):

@@ -1,5 +1,7 @@
 """What would give wrong tokens is refused before it runs, with a way out."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
@@ -28,7 +30,7 @@ def planned(model):
 def test_left_padding(planned):
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[0, :3] = 0
-    for call in (planned, planned.base_model, planned.generate):
+    for call in (planned, planned.base_model, partial(planned.generate, max_new_tokens=2)):
         with pytest.raises(UnsupportedError, match="equal length"):
             call(random_tokens(2, 10), attention_mask=mask)
     assert planned(random_tokens(2, 10), attention_mask=torch.ones(2, 10)).logits.shape[:2] == (2, 10)
@@ -44,6 +46,13 @@ def test_packed_sequences(planned):
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
     with pytest.raises(UnsupportedError, match="packed"):
         planned(random_tokens(1, 6), position_ids=positions)
+
+
+def test_positions_that_do_not_go_on_from_the_cache(planned):
+    cache = planned(random_tokens(1, 20)).past_key_values
+    with pytest.raises(UnsupportedError, match="from the 20 cached tokens"):
+        planned(random_tokens(1, 10), past_key_values=cache, position_ids=torch.arange(10)[None])
+    planned(random_tokens(1, 10), past_key_values=cache, position_ids=torch.arange(20, 30)[None])
 
 
 def test_empty_prompts(planned):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from sparsekv.kernels.dispatch import BACKENDS
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.settings import Settings, read_settings
+from sparsekv.runtime.settings import CHOICES, Settings, read_settings
 
 
 def test_absent_and_empty_variables_leave_the_defaults():
@@ -16,6 +17,10 @@ def test_variables_preset_each_field(monkeypatch):
     assert found == Settings(backend="cpu", device="cuda:1", dtype="bfloat16")
     monkeypatch.setenv("SPARSEKV_BACKEND", "triton")
     assert read_settings().backend == "triton"
+
+
+def test_the_backends_that_may_be_named_are_those_there_are():
+    assert set(CHOICES["backend"]) == {"auto", *BACKENDS}
 
 
 @pytest.mark.parametrize("name", ["BACKEND", "DTYPE"])

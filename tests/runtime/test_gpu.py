@@ -1,0 +1,91 @@
+"""The same on a GPU, in half precision, with pinned memory."""
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+
+from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.host import HostStore
+
+pytestmark = pytest.mark.gpu
+FULL = (
+    AShape(sink=tokens(1), window=fraction(1.0)),
+    BlockSparse(keep=fraction(1.0)),
+    VerticalSlash(vertical=fraction(1.0), slash=fraction(1.0), max_tiles=fraction(1.0)),
+    Dense(),
+)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request):
+    return tiny_model(request.param, head_dim=64, dtype=torch.bfloat16).cuda()
+
+
+def logits(model, prompt, new):
+    cache, seen = None, []
+    with torch.no_grad():
+        for piece in (prompt, *new.split(1, 1)):
+            out = model(piece, past_key_values=cache, logits_to_keep=1)
+            cache = out.past_key_values
+            seen.append(out.logits)
+    return torch.cat(seen, 1).float()
+
+
+def test_full_density_gives_the_dense_logits(model):
+    prompt, new = random_tokens(2, 700).cuda(), random_tokens(2, 5, 1).cuda()
+    dense = logits(model, prompt, new)
+    plan = plan_for(model, every_head(model, *FULL), decode_plan(segment(0, (1, 2), EVERYTHING)))
+    with apply(model, plan) as handle:
+        sparse = logits(model, prompt, new)
+    assert handle.backend.name == "triton"
+    assert handle.stats().prefill_density == 1.0
+    assert (sparse - dense).norm() / dense.norm() < 0.03
+
+
+def test_offloaded_layers_give_the_logits_of_those_on_the_device(model):
+    prompt, new = random_tokens(2, 700).cuda(), random_tokens(2, 40, 1).cuda()
+    found = []
+    for offload in ((), (1, 2)):
+        with apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 60), offload=offload))) as handle:
+            found.append(logits(model, prompt, new))
+    assert handle.stats().kv_bytes_host > 0
+    assert (found[0] - found[1]).norm() / found[0].norm() < 0.03
+
+
+def test_a_decode_step_on_the_device_does_not_wait_for_it(model):
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60, selector="uniform", window=4)))
+    new = random_tokens(1, 4, 1).cuda()
+    with torch.no_grad(), apply(model, plan):
+        cache = model(random_tokens(1, 700).cuda()).past_key_values
+        model(new[:, :1], past_key_values=cache)  # kernels compile
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for token in new[:, 1:].split(1, 1):
+                model(token, past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("hot", [tokens(0), tokens(100), fraction(0.3)], ids=str)
+def test_pinned_memory_holds_what_was_moved(hot):
+    whole, moved = DeviceStore(), HostStore(hot)
+    for count in (3000, 1, 1, 500, *[1] * 300):
+        k, v = torch.randn(2, 2, 2, count, 64, device="cuda", dtype=torch.bfloat16)
+        whole.append(k, v)
+        moved.append(k, v)
+    length = whole.length
+    assert all(torch.equal(a, b) for a, b in zip(whole.view(), moved.view(), strict=True))
+    chosen = torch.stack([torch.randperm(length - 10, device="cuda")[:64].sort().values for _ in range(2)])
+    found = moved.gather(DecodeRows(chosen.int()[:, None], length - 10, length))
+    for b in range(2):
+        wanted = torch.cat((chosen[b], torch.arange(length - 10, length, device="cuda")))
+        assert torch.equal(found.k_BGSD[b], whole.view()[0][b][:, wanted])
+        assert torch.equal(found.v_BGSD[b], whole.view()[1][b][:, wanted])
+    assert moved._host_CBPGD.is_pinned()
+    assert whole.bytes_device - moved.bytes_device == moved.bytes_host
