@@ -155,6 +155,6 @@ def _lines(result: PlanResult, out: Path) -> Iterator[str]:
     if result.prefill_density is not None:
         yield f"prefill computes {result.prefill_density:.3f} of the tiles at the longest length"
     if result.predicted_speedup is not None:
-        yield f"attention there is predicted to take 1/{result.predicted_speedup:.2f} of the time of dense"
+        yield f"predicted speedup of attention there: {result.predicted_speedup:.2f}x"
     if result.filter_layers:
         yield f"filter layers of decode: {', '.join(map(str, result.filter_layers))}"

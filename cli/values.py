@@ -24,7 +24,7 @@ def lengths_from(text: str, flag: str) -> tuple[int, ...]:
     """Lengths such as 4k,16k, ascending."""
     try:
         return parse_lengths(text)
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         raise UsageError(f"{flag}: {error}") from error
 
 
@@ -34,7 +34,7 @@ def layers_from(text: str, flag: str) -> tuple[int, ...]:
 
     try:
         return parse_ids(text)
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         raise UsageError(f"{flag}: {error}") from error
 
 
@@ -49,7 +49,7 @@ def budget_from(text: str, flag: str) -> Budget:
 
     try:
         return tokens(parse_length(text))
-    except ValueError:
+    except (ValueError, UsageError):
         return fraction(_share(text, flag))
 
 

@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,17 @@ def sparsekv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         return Outcome(int(stop.value.code or 0), captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _short_filler() -> Iterator[None]:
+    """A tenth of the filler text: encoding it by single characters takes seconds."""
+    from sparsekv.planner.tasks import samples
+
+    whole = samples.load_filler_text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "load_filler_text", lambda split: whole(split)[:100_000])
+        yield
 
 
 @pytest.fixture

@@ -72,10 +72,10 @@ def test_verify_needs_a_plan(sparsekv):
 
 
 def test_a_truncated_checkpoint_is_named(sparsekv, tmp_path):
-    from tiny_models import tiny_model, tiny_tokenizer
+    from model_folders import save_model
+    from tiny_models import tiny_model
 
-    tiny_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(tiny_model(), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     done = sparsekv("run", tmp_path, "--dense", "--prompt", "a")

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model, tiny_tokenizer
-from tiny_plans import decode_plan, every_head, plan_for, segment
+from model_folders import save_model, sparse_plan
+from tiny_models import tiny_model
+from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, Dense
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.patterns import Dense
 from sparsekv.plans.writer import write_plan
 
 KEYS = {
@@ -30,24 +29,11 @@ FEW = ("--max-new-tokens", 6)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-def save(model, folder: Path, template: str | None = None) -> Path:
-    model.save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def sparse_plan(model) -> Plan:
-    prefill = every_head(model, AShape(sink=tokens(64), window=tokens(64)), Dense())
-    return plan_for(model, prefill, decode_plan(segment(0, (1, 2), 64), offload=(2,)))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with its plan beside it."""
     model = tiny_model(context=2048)
-    folder = save(model, tmp_path_factory.mktemp("models") / "tiny")
+    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
     write_plan(sparse_plan(model), folder / "sparsekv.yaml")
     return folder
 
@@ -209,7 +195,7 @@ def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
 
 def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
     model = tiny_model(context=2048)
-    chatty = save(model, tmp_path / "chatty", TEMPLATE)
+    chatty = save_model(model, tmp_path / "chatty", TEMPLATE)
     write_plan(sparse_plan(model), chatty / "sparsekv.yaml")
     raw = sparsekv("run", chatty, "--prompt", PROMPT, "--raw", "--json", *FEW).data
     applied = sparsekv("run", chatty, "--prompt", PROMPT, "--json", *FEW).data
@@ -222,7 +208,7 @@ def test_a_template_keeps_the_cache_over_turns(tmp_path):
     from sparsekv.runtime.generate import Sampling
     from sparsekv.runtime.load import load_model
 
-    loaded = load_model(str(save(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)))
+    loaded = load_model(str(save_model(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)))
     turns = Conversation(loaded, 6, Sampling(), chat=True)
     first = turns.ask("a" * 30)
     cache = turns.cache
@@ -245,20 +231,20 @@ def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, monkeypatch):
 
 
 def test_a_plan_of_another_architecture_exits_with_3_and_says_what_differs(sparsekv, folder, tmp_path):
-    other = save(tiny_model(layers=4, context=2048), tmp_path / "other")
+    other = save_model(tiny_model(layers=4, context=2048), tmp_path / "other")
     done = sparsekv("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", "a")
     assert (done.code, done.out) == (3, "")
     assert "layers" in done.err
 
 
 def test_allow_mismatch_runs_a_plan_whose_layers_fit(sparsekv, folder, tmp_path):
-    other = save(tiny_model(layers=4, context=2048), tmp_path / "other")
+    other = save_model(tiny_model(layers=4, context=2048), tmp_path / "other")
     call = ("run", other, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--allow-mismatch", *FEW)
     assert sparsekv(*call).code == 0
 
 
 def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path):
-    tuned = save(tiny_model(seed=7, context=2048), tmp_path / "tuned")
+    tuned = save_model(tiny_model(seed=7, context=2048), tmp_path / "tuned")
     done = sparsekv("run", tuned, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--json", *FEW)
     assert done.code == 0
     assert done.err.startswith("warning: ")
@@ -268,7 +254,7 @@ def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path
 
 def test_sliding_layers_that_the_plan_does_not_name_are_refused(sparsekv, tmp_path):
     model = tiny_model("mistral", context=2048)
-    sliding = save(tiny_model("mistral", context=2048, sliding_window=128), tmp_path / "sliding")
+    sliding = save_model(tiny_model("mistral", context=2048, sliding_window=128), tmp_path / "sliding")
     write_plan(plan_for(model, every_head(model, Dense())), tmp_path / "plan.yaml")
     done = sparsekv("run", sliding, "--plan", tmp_path / "plan.yaml", "--prompt", "a")
     assert done.code == 3

@@ -1,0 +1,115 @@
+"""eval and verify: a model on held-out samples, dense and with its plan."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from model_folders import save_model, sparse_plan
+from tiny_models import tiny_model
+from tiny_plans import every_head, plan_for
+
+from sparsekv.plans.patterns import Dense
+from sparsekv.plans.reader import load_plan
+from sparsekv.plans.writer import write_plan
+
+SMALL = ("--tasks", "kv_retrieval,perplexity")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny_model(context=2048)
+    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
+    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    return shutil.copytree(folder, tmp_path / "tiny")
+
+
+def test_eval_measures_dense_and_sparse_on_the_same_samples(sparsekv, folder):
+    done = sparsekv("eval", folder, *SMALL, "--length", "1k", "--samples", 2, "--json")
+    assert done.code == 0, done.err
+    data = done.data
+    assert {"tasks", "prefill_density", "samples", "length"} <= data.keys()
+    assert (data["samples"], data["length"]) == (2, 1024)
+    assert data["tasks"].keys() == {"kv_retrieval", "perplexity"}
+    assert data["tasks"]["perplexity"]["dense"] != data["tasks"]["perplexity"]["sparse"]
+    assert 0 < data["prefill_density"] < 1
+
+
+@pytest.mark.parametrize(("phase", "tiles", "tokens"), [("prefill", False, True), ("decode", True, False)])
+def test_eval_of_one_phase_leaves_the_other_dense(sparsekv, folder, phase, tiles, tokens):
+    call = ("eval", folder, *SMALL, "--length", "1k", "--samples", 1, "--phase", phase, "--json")
+    data = sparsekv(*call).data
+    assert (data["prefill_density"] == 1) is tiles
+    assert (data["decode_share"] == 1) is tokens
+
+
+def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
+    (copy / "sparsekv.yaml").unlink()
+    call = ("eval", copy, *SMALL, "--length", "1k", "--samples", 1)
+    data = sparsekv(*call, "--json").data
+    assert data["tasks"]["kv_retrieval"]["sparse"] is None
+    assert data["prefill_density"] is None
+    assert "kv_retrieval" in sparsekv(*call).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--length", "4k"), "2048"),
+        (("--length", "1k,2k"), "one --length"),
+        (("--length", "soon"), "--length"),
+        (("--tasks", "juggling", "--length", "1k"), "juggling"),
+        (("--phase", "third"), "third"),
+    ],
+)
+def test_eval_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word):
+    done = sparsekv("eval", folder, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+
+
+def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsekv, copy):
+    before = (copy / "sparsekv.yaml").read_bytes()
+    call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1, "--max-kl", 0, "--write", "--json")
+    done = sparsekv(*call)
+    assert done.code == 1
+    assert done.data["passed"] is False
+    assert "nats" in done.data["reasons"][0]
+    assert "misses its gate" in done.err
+    assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
+def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
+    model = tiny_model(context=2048)
+    write_plan(plan_for(model, every_head(model, Dense())), copy / "sparsekv.yaml")
+    call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1)
+    done = sparsekv(*call)
+    assert done.code == 0, done.err
+    assert "perplexity" in done.out
+    assert load_plan(copy / "sparsekv.yaml").status == "unverified"
+    assert sparsekv(*call, "--write").code == 0
+    written = load_plan(copy / "sparsekv.yaml")
+    assert written.status == "verified"
+    assert written.quality.prefill.lengths == (1024,)
+
+
+def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, folder, copy, tmp_path):
+    tuned = save_model(tiny_model(seed=7, context=2048), tmp_path / "tuned")
+    done = sparsekv("verify", tuned, "--plan", copy / "sparsekv.yaml", *SMALL, "--lengths", "1k", "--write")
+    assert done.code == 2
+    assert "--write" in done.err
+    assert (copy / "sparsekv.yaml").read_bytes() == (folder / "sparsekv.yaml").read_bytes()
+
+
+def test_doctor_names_the_backend_and_why_not_the_others(sparsekv):
+    data = sparsekv("doctor", "--device", "cpu", "--json").data
+    assert data["backend"]["name"] == "cpu"
+    assert data["backend"]["rejected"].keys() == {"flash", "triton"}
+    assert data["versions"]["torch"]
+    text = sparsekv("doctor", "--device", "cpu").out
+    assert "not triton: " in text
+    assert sparsekv("doctor", "--device", "cpu", "--backend", "triton").code == 2

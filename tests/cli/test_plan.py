@@ -1,0 +1,214 @@
+"""plan: what goes in, what comes out, and what an interrupted or failed call leaves behind."""
+
+import errno
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from model_folders import save_model
+from tiny_models import tiny_model
+
+from sparsekv.planner.progress import NoProgress
+from sparsekv.plans.reader import load_plan
+
+FAST = ("--lengths", "1k", "--no-crossover", "--tasks", "kv_retrieval", "--samples", 1)
+KEYS = {"path", "status", "prefill_density", "predicted_speedup", "filter_layers", "quality", "seconds"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def measured(model, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Options that take what was measured once from files."""
+    from sparsekv.cli.main import main
+
+    folder = tmp_path_factory.mktemp("measured")
+    call = ("plan", model, "-o", folder / "plan.yaml", *FAST, "--no-verify")
+    files = ("--profile-out", folder / "a.profile", "--cost-out", folder / "a.cost")
+    with pytest.raises(SystemExit) as stop:
+        main([str(part) for part in (*call, *files)])
+    assert not stop.value.code
+    return (*FAST, "--profile", folder / "a.profile", "--cost", folder / "a.cost")
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "plan.yaml"
+
+
+def test_a_plan_is_verified_and_written_and_described(sparsekv, model, measured, out):
+    done = sparsekv("plan", model, "-o", out, *measured, "--verify-samples", 1, "--json")
+    assert done.code == 0, done.err
+    assert done.data.keys() == KEYS
+    assert done.data["path"] == str(out)
+    assert load_plan(out).status == done.data["status"] == "verified"
+    assert 0 < done.data["prefill_density"] < 1
+    assert done.data["quality"]["both"]["tasks"]["kv_retrieval"]["samples"] == 1
+
+
+def test_without_verification_the_plan_says_that_nobody_measured_it(sparsekv, model, measured, out):
+    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify")
+    assert done.code == 0, done.err
+    assert "unverified" in done.out
+    assert load_plan(out).quality is None
+
+
+def test_the_same_files_give_the_same_bytes_and_replace_what_was_there(sparsekv, model, measured, out):
+    out.write_text("older")
+    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
+    first = out.read_bytes()
+    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
+    assert out.read_bytes() == first
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("only", "absent"), [("prefill", "decode"), ("decode", "prefill")])
+def test_one_phase_alone_leaves_the_other_dense(sparsekv, model, measured, out, only, absent):
+    assert sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--only", only).code == 0
+    assert getattr(load_plan(out), absent) is None
+
+
+def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, measured, out):
+    fixed = ("--filter-layers", "0", "--decode-budget", "25%")
+    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", "--json", *fixed)
+    assert done.code == 0, done.err
+    assert done.data["filter_layers"] == [0]
+    (segment,) = load_plan(out).decode.lengths[-1].segments
+    assert segment.budget.fraction == 0.25
+
+
+def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured, out):
+    done = sparsekv("plan", model, "-o", out, *measured, "--verify-samples", 1, "--max-kl", 0)
+    assert (done.code, done.out) == (1, "")
+    assert "nats" in done.err
+    assert not out.exists()
+
+
+class Interrupted(NoProgress):
+    """Ctrl-C once a stage has come some way."""
+
+    stage_name = ""
+
+    @contextmanager
+    def stage(self, name, total=None):
+        with super().stage(name, total) as step:
+            yield self if name == self.stage_name else step
+
+    def advance(self, units=1.0, note=""):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["profile", "cost", "evaluate"])
+def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, out, monkeypatch, stage):
+    monkeypatch.setattr(Interrupted, "stage_name", stage)
+    profile = out.with_name("a.profile")
+    call = ("plan", model, "-o", out, *FAST, "--verify-samples", 1, "--profile-out", profile)
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
+        done = sparsekv(*call)
+    assert (done.code, done.out) == (130, "")
+    assert done.err.splitlines()[-2:-1] == ["interrupted"]
+    assert str(profile) in done.err
+    assert not out.exists()
+    kept = out.with_name("a.profile.partial") if stage == "profile" else profile
+    assert kept.exists()
+    if stage == "profile":
+        assert sparsekv(*call).code == 0
+        assert not kept.exists()
+
+
+def test_ctrl_c_without_profile_out_says_how_to_keep_work(sparsekv, model, out, monkeypatch):
+    monkeypatch.setattr(Interrupted, "stage_name", "profile")
+    monkeypatch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
+    done = sparsekv("plan", model, "-o", out, *FAST)
+    assert done.code == 130
+    assert "--profile-out" in done.err
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_older_plan_as_it_was(sparsekv, model, measured, out, monkeypatch):
+    out.write_text("older")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sparsekv.plans.files.os.fsync", full)
+    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify")
+    assert (done.code, done.out) == (2, "")
+    assert "No space left" in done.err
+    assert out.read_text() == "older"
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--lengths", "1k,x"), "--lengths"),
+        (("--lengths", "64k"), "context"),
+        (("--target-density", "1.5"), "--target-density"),
+        (("--target-density", "0.3", "--target-speedup", "2"), "speedup"),
+        (("--decode-budget", "-3"), "--decode-budget"),
+        (("--filter-layers", "2-1"), "--filter-layers"),
+        (("--filter-rule", "fixed"), "filter layers"),
+        (("--families", "c_shape"), "a_shape"),
+        (("--tasks", "juggling"), "juggling"),
+        (("--prompts", "/nowhere/prompts.jsonl"), "No such file"),
+        (("--no-verify", "--verify-samples", "2"), "both"),
+        (("--profile", "/nowhere/a.profile"), "profile"),
+        (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
+        (("--preset", "tuned"), "minference"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_any_work(sparsekv, model, out, monkeypatch, arguments, word):
+    monkeypatch.setattr("sparsekv.planner.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+    done = sparsekv("plan", model, "-o", out, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert not out.exists()
+
+
+def test_out_must_be_a_file_in_a_folder(sparsekv, model, tmp_path):
+    assert "folder" in sparsekv("plan", model, "-o", tmp_path, *FAST).err
+    assert "make it first" in sparsekv("plan", model, "-o", tmp_path / "none" / "plan.yaml", *FAST).err
+
+
+def test_a_profile_of_another_model_exits_with_3(sparsekv, measured, tmp_path, out):
+    other = save_model(tiny_model(seed=3, context=2048), tmp_path / "other")
+    done = sparsekv("plan", other, "-o", out, *measured)
+    assert done.code == 3
+    assert "profile" in done.err
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("not json", "line 2"),
+        ("[1]", "list"),
+        ('{"prompt": 3}', "line 2"),
+        ('{"answer": "x"}', "line 2"),
+        ('{"prompt": "x", "label": "y"}', "label"),
+    ],
+)
+def test_calibration_prompts_name_the_line_that_is_wrong(sparsekv, model, out, tmp_path, line, word):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a" * 1000, "answer": "b"}) + f"\n{line}\n")
+    done = sparsekv("plan", model, "-o", out, *FAST, "--prompts", file)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+
+
+def test_own_calibration_prompts_are_used(sparsekv, model, out, tmp_path):
+    lines, text = tmp_path / "prompts.jsonl", tmp_path / "prompt.txt"
+    lines.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c" * 40}) + "\n")
+    text.write_text("ab " * 330 + "c" * 40)
+    digests = []
+    for file in (lines, text):
+        done = sparsekv("plan", model, "-o", out, *FAST, "--no-verify", "--only", "decode", "--prompts", file)
+        assert done.code == 0, done.err
+        digests.append(load_plan(out).provenance.calibration)
+    assert digests[0] == digests[1]
