@@ -70,7 +70,7 @@ def resolve_model(name: str) -> ModelSource:
     Raises:
         UsageError: it is a folder without a model, a file, or nothing known.
     """
-    path = Path(name).expanduser()
+    path = _path(name)
     if name and _is_model(path):
         return ModelSource("folder", str(path), f"the model in the folder {path}")
     alias = next((alias for alias in ALIASES if alias.name == name.lower()), None)
@@ -90,7 +90,7 @@ def find_plan(folder: str | Path) -> Path:
     Raises:
         UsageError: there is no such folder, or no plan in it.
     """
-    path = Path(folder).expanduser()
+    path = _path(folder)
     if not path.is_dir():
         found = "a file; give a plan file with --plan" if path.exists() else "none; check the path"
         raise UsageError(f"expected a model folder at {path}, found {found}")
@@ -101,6 +101,13 @@ def find_plan(folder: str | Path) -> Path:
             "or name one with --plan"
         )
     return plan
+
+
+def _path(name: str | Path) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~someone that nobody knows
+        return Path(name)
 
 
 def _is_model(path: Path) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from sparsekv.plans.decode import DecodePlan, Segment
-from sparsekv.plans.layers import format_ids
+from sparsekv.plans.layers import format_ids, ids_of
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.parts import FieldError, Where
 from sparsekv.plans.prefill import PrefillBucket, PrefillPlan, Reuse
@@ -35,14 +36,18 @@ def check_fit(
 
 def _check_prefill(bucket: PrefillBucket, shapes: Shapes, path: tuple[Where, ...]) -> None:
     for group in bucket.heads:
-        where = (*path, "heads", ("layer", group.layer))
-        _softmax_layers((group.layer,), shapes, (*where, "layer"))
+        _softmax_layers((group.layer,), shapes, (*path, "heads", _names(group.layer, group.heads[-1]), "layer"))
         heads = shapes[group.layer].heads
         if group.heads[-1] >= heads:
             message = f"expected heads 0 to {heads - 1} of layer {group.layer}, found {format_ids(group.heads)}"
-            raise FieldError(message, *where, "heads")
+            raise FieldError(message, *path, "heads", _names(group.layer, group.heads[-1]), "heads")
     for number, reuse in enumerate(bucket.reuse):
         _check_reuse(reuse, shapes, (*path, "reuse", number))
+
+
+def _names(layer: int, head: int) -> Callable[[dict[str, Any]], bool]:
+    # By content: in memory the groups of a layer are merged and sorted, in the file they may stand anywhere.
+    return lambda item: item["layer"] == layer and head in ids_of(item["heads"])
 
 
 def _check_reuse(reuse: Reuse, shapes: Shapes, path: tuple[Where, ...]) -> None:

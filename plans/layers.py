@@ -55,7 +55,12 @@ def _ascending(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(ordered)
 
 
-def _validate(value: Any) -> tuple[int, ...]:
+def ids_of(value: Any) -> tuple[int, ...]:
+    """The ids in any form that a plan may hold them in: text, one number, several numbers.
+
+    Raises:
+        ValueError: it is none of these, is empty, or names an id twice.
+    """
     if isinstance(value, str):
         return parse_ids(value)
     if type(value) is int:
@@ -73,7 +78,7 @@ def _validate(value: Any) -> tuple[int, ...]:
 LayerSet = Annotated[
     tuple[int, ...],
     BeforeValidator(
-        _validate,
+        ids_of,
         json_schema_input_type=Annotated[str, Field(pattern=r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$")]
         | Annotated[int, Field(ge=0)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)],

@@ -7,7 +7,7 @@ Floats are rounded to six significant digits when they enter, so that what is in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -30,8 +30,8 @@ SHA256 = r"^sha256:[0-9a-f]{64}$"
 
 Key = TypeVar("Key", str, int)
 Value = TypeVar("Value")
-Where = str | int | tuple[str, object]
-"""One step of a field path: a key, a position, or the first item of a list whose field has a value."""
+Where = str | int | Callable[[dict[str, Any]], bool]
+"""One step of a field path: a key, a position, or what the item of a list that is meant looks like in the file."""
 
 
 class FieldError(ValueError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,29 +27,33 @@ _EXPECTED = {
 _SILENT = ("missing", "union_tag_not_found", "value_error")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing wrong with a file."""
-
-    path: Path
-    message: str
-
-
 def plan_error(error: ValidationError, tree: Tree) -> PlanError:
     """The error a user sees for a file whose data does not make a plan."""
-    problems = _distinct([_problem(detail, tree.data) for detail in error.errors(include_url=False)])
-    lines = [f"{tree.source}, line {tree.line(p.path)}: {_name(p.path)}{p.message}" for p in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        lines.append(f"and {len(problems) - _SHOWN} more.")
+    places = _places(error.errors(include_url=False), tree.data)
+    lines = [
+        f"{tree.source}, line {tree.line(path)}: {_name(path)}{_joined(details)}"
+        for path, details in islice(places.items(), _SHOWN)
+    ]
+    if len(places) > _SHOWN:
+        lines.append(f"and {len(places) - _SHOWN} more.")
     return PlanError("\n".join([*lines, "Correct the file; `sparsekv schema` prints what a plan may hold."]))
 
 
-def _problem(detail: ErrorDetails, data: Any) -> Problem:
-    cause = detail.get("ctx", {}).get("error")
-    steps: Sequence[Where] = detail["loc"]
-    if isinstance(cause, FieldError):
-        steps = (*steps, *cause.path)
-    return Problem(_locate(steps, data, detail["type"] in ("missing", "extra_forbidden")), _message(detail, cause))
+def _places(details: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:
+    """What is wrong at each place. Of the members of a union, those that got deepest into the data speak."""
+    together: dict[Path, list[ErrorDetails]] = {}
+    for detail in details:
+        cause = _cause(detail)
+        steps = (*detail["loc"], *(cause.path if isinstance(cause, FieldError) else ()))
+        path = _locate(steps, data, detail["type"] in ("missing", "extra_forbidden"))
+        together.setdefault(path, []).append(detail)
+    around = {path[:depth] for path in together for depth in range(len(path))}
+    return {path: found for path, found in together.items() if path not in around}
+
+
+def _cause(detail: ErrorDetails) -> Exception | None:
+    cause: Exception | None = detail.get("ctx", {}).get("error")
+    return cause
 
 
 def _locate(steps: Sequence[Where], data: Any, names_a_field: bool) -> Path:
@@ -74,17 +78,15 @@ def _is_flattened(value: Any, rest: Sequence[Where], data: Any, names_a_field: b
 
 
 def _find(step: Where, data: Any) -> Any:
-    if isinstance(step, tuple):
-        name, wanted = step
-        items = enumerate(data) if isinstance(data, list) else ()
-        return next((n for n, item in items if isinstance(item, dict) and item.get(name) == wanted), None)
     if isinstance(data, list):
+        if callable(step):
+            return next((number for number, item in enumerate(data) if step(item)), None)
         return step if isinstance(step, int) and step < len(data) else None
     return str(step) if isinstance(data, dict) and str(step) in data else None
 
 
-def _message(detail: ErrorDetails, cause: Exception | None) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
+def _message(detail: ErrorDetails) -> str:
+    kind, context, cause = detail["type"], detail.get("ctx", {}), _cause(detail)
     if cause is not None:
         return str(cause)
     if kind == "extra_forbidden":
@@ -104,7 +106,10 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _suggestion(name: str) -> str:
-    near = get_close_matches(name, sorted(set(_field_names(Part))), n=1)
+    known = set(_field_names(Part))
+    if name in known:
+        return "; that field belongs to another record"
+    near = get_close_matches(name, sorted(known), n=1)
     return f"; did you mean `{near[0]}`?" if near else "; only `extensions` may hold fields of your own"
 
 
@@ -114,25 +119,13 @@ def _field_names(part: type[Part]) -> Iterator[str]:
         yield from _field_names(child)
 
 
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """One problem a place: of a union's members the one that got deepest, or all that failed at once."""
-    deepest = [p for p in problems if not any(_inside(other.path, p.path) for other in problems)]
-    together: dict[Path, list[str]] = {}
-    for problem in deepest:
-        together.setdefault(problem.path, []).append(problem.message)
-    return [Problem(path, _joined(list(dict.fromkeys(messages)))) for path, messages in together.items()]
-
-
-def _joined(messages: list[str]) -> str:
+def _joined(details: Sequence[ErrorDetails]) -> str:
+    messages = list(dict.fromkeys(map(_message, details)))
     if len(messages) == 1:
         return messages[0]
     wanted = [message.partition(", found ")[0].removeprefix("expected ") for message in messages]
     found = next((found for m in messages if (found := m.partition(", found ")[2])), "another value")
     return f"expected {' or '.join(wanted)}, found {found}"
-
-
-def _inside(path: Path, outer: Path) -> bool:
-    return len(path) > len(outer) and path[: len(outer)] == outer
 
 
 def _name(path: Path) -> str:

@@ -96,6 +96,12 @@ class Quality(Part):
     decode: Measurement | None = None
     both: Measurement | None = None
 
+    @model_validator(mode="after")
+    def _not_empty(self) -> Quality:
+        if self.prefill is self.decode is self.both is None:
+            raise FieldError("expected a measurement of prefill, decode or both, found none")
+        return self
+
 
 class Estimate(Part):
     """Attention of the whole model: dense and sparse, in microseconds, and the share of tiles or tokens computed."""

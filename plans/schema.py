@@ -45,7 +45,7 @@ class Plan(Part):
     targets: tuple[Target, ...] = ()
     prefill: PrefillPlan | None = None
     decode: DecodePlan | None = None
-    kv_cache: tuple[Retention, ...] | None = None
+    kv_cache: Annotated[tuple[Retention, ...], Field(min_length=1)] | None = None
     quality: Quality | None = None
     cost: Cost | None = None
     provenance: Provenance = Field(default_factory=Provenance)
@@ -55,7 +55,7 @@ class Plan(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         check_fit(self.model, self.prefill, self.decode, self.kv_cache or ())
-        if self.status == "verified" and (self.quality is None or self.quality == Quality()):
+        if self.status == "verified" and self.quality is None:
             raise FieldError("expected a measured quality in a verified plan, found none", "status")
         return self
 

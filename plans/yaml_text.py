@@ -1,4 +1,4 @@
-"""Plain data as YAML text: the same data always gives the same bytes, with or without libyaml.
+"""Plain data as YAML text: the same data always gives the same bytes.
 
 Blocks outside, one flow line for each small record (a head group, a segment, a budget). Every scalar reads back alike
 under YAML 1.1 and 1.2: floats keep a point (PyYAML takes 1e-05 for text), text that could be anything else is quoted.
@@ -19,9 +19,15 @@ _INLINE = 100
 
 def to_yaml(data: dict[str, Any]) -> str:
     """`data` (JSON types only, finite floats) as YAML."""
-    dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    text: str = yaml.emit(_document(data), Dumper=dumper, allow_unicode=True, width=1 << 30)
+    text: str = yaml.emit(_document(data), Dumper=_Emitter, allow_unicode=True, width=1 << 30)
     return text
+
+
+class _Emitter(yaml.SafeDumper):
+    """Never the emitter of libyaml, which is faster but lays out some text differently, and is not everywhere."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)  # lists stand further in than their key
 
 
 def _document(data: dict[str, Any]) -> Iterator[yaml.Event]:

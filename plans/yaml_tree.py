@@ -24,9 +24,8 @@ Path = tuple[str | int, ...]
 _WORDS: dict[str, bool | None] = dict.fromkeys(("", "~", "null", "Null", "NULL"))
 _WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,99})", re.ASCII)
-_DIGITS = r"[0-9]{1,99}"
 _FLOAT = re.compile(
-    rf"[-+]?(({_DIGITS}\.|\.[0-9])[0-9]{{0,99}}([eE][-+]?[0-9]{{1,9}})?|{_DIGITS}[eE][-+]?[0-9]{{1,9}})"
+    r"[-+]?((\.[0-9]|[0-9]{1,99}\.)[0-9]{0,99}([eE][-+]?[0-9]{1,9})?|[0-9]{1,99}[eE][-+]?[0-9]{1,9})", re.ASCII
 )
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 

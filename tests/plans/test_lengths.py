@@ -18,6 +18,7 @@ def test_lengths_mean_powers_of_two(text: str, length: int) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "0", "0k", "-1", "1.5k", "k", "32kb", "1e3", "32 k", "9999999999999m", "٣k", "1_000", "nan", "1" * 5000],
+    ids=lambda value: ascii(value)[:20],
 )
 def test_a_length_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a length such as 8192, 32k"):

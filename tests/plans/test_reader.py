@@ -31,6 +31,7 @@ def line_of(fragment: str) -> int:
 
 EDITS = {
     "unknown field": ("last_q: 64", "lastq: 64", "heads[1].lastq: unknown field; did you mean `last_q`?"),
+    "field of another record": ("last_q: 64", "keep: {tokens: 1}", "heads[1].keep: unknown field; that field belongs"),
     "unknown top field": ("extensions:", "extras:", "extras: unknown field"),
     "unknown pattern": ("block_sparse", "blocks", "heads[2].pattern: expected pattern 'dense', 'a_shape'"),
     "missing pattern": ("pattern: block_sparse, ", "", "heads[2]: expected the field `pattern`, found none"),
@@ -63,6 +64,9 @@ EDITS = {
 }
 
 
+EXACT = [case for case in EDITS if "missing" not in case and "broken" not in case]
+
+
 @pytest.mark.parametrize("case", EDITS, ids=str)
 def test_the_line_and_field_are_named_for(case: str) -> None:
     before, after, said = EDITS[case]
@@ -74,9 +78,7 @@ def test_the_line_and_field_are_named_for(case: str) -> None:
     assert line_of(before) - 5 <= named <= line_of(before) + 1
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in EDITS if "missing" not in c and "broken" not in c and c != "head range"], ids=str
-)
+@pytest.mark.parametrize("case", EXACT, ids=str)
 def test_the_exact_line_is_named_for(case: str) -> None:
     before, after, _ = EDITS[case]
     assert f"line {line_of(before)}:" in refusal(TEXT.replace(before, after, 1))
@@ -111,7 +113,7 @@ def test_many_faults_are_counted_not_listed() -> None:
         ("kind: \ud800", "UTF-8"),
         (b"#" * (MAX_BYTES + 1), "at most 8,388,608 bytes"),
     ],
-    ids=str,
+    ids=lambda value: ascii(value)[:40],
 )
 def test_no_plan_at_all(text: str | bytes, said: str) -> None:
     assert said in refusal(text)
@@ -138,7 +140,9 @@ def test_a_bomb_of_aliases_is_refused() -> None:
     assert "anchor or alias" in refusal(f"l0: &l0 [1, 2]\n{levels}")
 
 
-@pytest.mark.parametrize("number", ["1" * 5000, "1e999", "-1e999", "0x10", "1_000", "1:30", "." * 500, "+.inf"])
+@pytest.mark.parametrize(
+    "number", ["1" * 5000, "1e999", "-1e999", "0x10", "1_000", "1:30", "." * 500, "+.inf"], ids=lambda value: value[:8]
+)
 def test_odd_numbers_are_refused(number: str) -> None:
     assert "last_q: expected" in refusal(TEXT.replace("last_q: 64", f"last_q: {number}", 1))
 
@@ -215,7 +219,7 @@ class TestFiles:
             load_plan(tmp_path / "file" / "plan.yaml")
 
     def test_a_name_that_no_file_can_have(self) -> None:
-        with pytest.raises(PlanError, match="null byte|File name too long"):
+        with pytest.raises(PlanError, match="null byte"):
             load_plan("a\0b")
         with pytest.raises(PlanError, match="File name too long"):
             load_plan("a" * 5000)

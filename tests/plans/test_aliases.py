@@ -1,0 +1,133 @@
+"""What MODEL may be, and the plan beside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparsekv.plans import aliases
+from sparsekv.plans.aliases import ALIASES, PLAN_NAME, SHIPPED, find_plan, resolve_model
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.lengths import parse_length
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    model = tmp_path / "mine"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return model
+
+
+@pytest.mark.parametrize("alias", [a for a in ALIASES if a.name != SHIPPED], ids=lambda a: a.name)
+def test_an_alias_names_one_checkpoint_and_says_which(alias: aliases.Alias) -> None:
+    found = resolve_model(alias.name)
+    assert (found.kind, found.path_or_id, found.gated) == ("alias", alias.checkpoint, alias.gated)
+    assert alias.checkpoint in found.note
+    assert aliases._HUB_ID.fullmatch(alias.checkpoint)
+    assert parse_length(alias.context) >= 8192
+
+
+def test_aliases_are_distinct() -> None:
+    assert len({a.name for a in ALIASES}) == len({a.checkpoint for a in ALIASES}) == len(ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [
+        ("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("llama3-8b-262k", "gradientai/Llama-3-8B-Instruct-262k"),
+        ("LLAMA3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("yi-9b-200k", "01-ai/Yi-9B-200K"),
+        ("qwen2.5-7b-1m", "Qwen/Qwen2.5-7B-Instruct-1M"),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+        ("glm-4-9b-1m", "THUDM/glm-4-9b-chat-1m-hf"),
+    ],
+)
+def test_the_documented_aliases_keep_their_meaning(name: str, checkpoint: str) -> None:
+    assert resolve_model(name).path_or_id == checkpoint
+
+
+def test_the_shipped_model_is_found_or_its_absence_is_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(aliases, "files", lambda _: tmp_path)
+    with pytest.raises(UsageError, match="expected the model tiny-retriever with this installation"):
+        resolve_model(SHIPPED)
+    (tmp_path / SHIPPED).mkdir()
+    (tmp_path / SHIPPED / "config.json").write_text("{}")
+    assert resolve_model(SHIPPED).path_or_id == str(tmp_path / SHIPPED)
+
+
+def test_a_folder_is_found_by_path_and_by_bare_name(folder: Path) -> None:
+    for name in (str(folder), "./mine", "mine", "mine/"):
+        found = resolve_model(name)
+        assert found.kind == "folder"
+        assert Path(found.path_or_id).resolve() == folder.resolve()
+
+
+def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "x")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "config.json").write_text("{}")
+    assert resolve_model("mine/sub").kind == "folder"
+    assert resolve_model("mine/other").kind == "hub"
+
+
+def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
+    (folder.parent / "qwen3-8b").mkdir()
+    assert resolve_model("qwen3-8b").kind == "alias"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("empty", "found a folder without config.json"),
+        ("./empty", "found a folder without config.json"),
+        ("mine/config.json", "found the file"),
+        ("./missing", "expected a model folder at missing, found none"),
+        ("/missing/folder", "expected a model folder at /missing/folder, found none"),
+        ("~/missing-folder-of-a-test", "expected a model folder at"),
+        ("llama3-8", "Did you mean llama3-8b"),
+        ("Llama-3.1-8B", "llama3.1-8b"),
+        ("qwen", "Aliases: tiny-retriever, llama3-8b"),
+        ("zzzz", "Aliases:"),
+        ("a/b/c", "expected a model folder, a hub id"),
+        ("a b/c", "expected a model folder, a hub id"),
+        ("https://huggingface.co/Qwen/Qwen3-8B", "expected a model folder, a hub id"),
+        ("", "expected a model folder, a hub id"),
+        ("x\0y", "expected a model folder, a hub id"),
+        ("x" * 5000, "expected a model folder, a hub id"),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
+def test_a_name_is_refused(folder: Path, name: str, said: str) -> None:
+    assert folder
+    with pytest.raises(UsageError) as caught:
+        resolve_model(name)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "org/model.v1_x-2"])
+def test_hub_ids_pass_through(name: str) -> None:
+    found = resolve_model(name)
+    assert (found.kind, found.path_or_id) == ("hub", name)
+
+
+def test_a_gated_checkpoint_is_gated_by_its_id_too() -> None:
+    assert resolve_model("meta-llama/Llama-3.1-8B-Instruct").gated
+    assert not resolve_model("Qwen/Qwen3-8B").gated
+
+
+def test_the_plan_beside_a_model(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected a plan sparsekv\.yaml in .*sparsekv plan .* -o"):
+        find_plan(folder)
+    (folder / PLAN_NAME).touch()
+    assert find_plan(str(folder)) == folder / PLAN_NAME
+    with pytest.raises(UsageError, match="found none; check the path"):
+        find_plan(folder / "missing")
+    with pytest.raises(UsageError, match="found a file; give a plan file with --plan"):
+        find_plan(folder / PLAN_NAME)

@@ -1,0 +1,39 @@
+"""What is valid but cannot be executed yet is named, each thing by its field."""
+
+from __future__ import annotations
+
+import pytest
+from plans_samples import full_plan, small_plan
+
+from sparsekv.plans.capability import unsupported
+from sparsekv.plans.schema import Plan, Retention, to_data
+
+
+def test_a_plan_that_runs_names_nothing() -> None:
+    assert unsupported(small_plan()) == []
+    assert unsupported(small_plan(kv_cache=(Retention(layers=tuple(range(12)), keep="all"),))) == []
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "model.attention[3]: linear",
+        "prefill.lengths[1].reuse: tiles reused by layers 4,6, 5",
+        "prefill.lengths[1].heads: the pattern adaptive (layers 2-3)",
+        "decode.lengths[1].segments[2].scope: local",
+        "kv_cache[1].keep: lossy retention (layers 2-7)",
+        "targets[0].tensor_parallel: 2 ranks",
+    ],
+)
+def test_what_cannot_run_is_named(field: str) -> None:
+    assert any(line.startswith(field) for line in unsupported(full_plan()))
+
+
+def test_what_is_gone_is_not_named() -> None:
+    data = to_data(full_plan())
+    del data["kv_cache"], data["targets"], data["decode"]
+    assert [line.partition(":")[0] for line in unsupported(Plan.model_validate(data))] == [
+        "model.attention[3]",
+        "prefill.lengths[1].reuse",
+        "prefill.lengths[1].heads",
+    ]

@@ -1,0 +1,89 @@
+"""Plans as tables: complete, and readable at 100 columns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plans_samples import full_plan, large_plan, model_info, small_plan
+from rich.console import Console
+
+from sparsekv.plans.describe import describe
+from sparsekv.plans.overview import summary
+from sparsekv.plans.schema import Plan
+
+
+def shown(plan: Plan, full: bool = False) -> list[str]:
+    console = Console(width=100, color_system=None)
+    with console.capture() as captured:
+        for part in describe(plan, full):
+            console.print(part)
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("plan", [small_plan(), full_plan(), large_plan(buckets=2)], ids=["small", "full", "large"])
+def test_tables_fit_100_columns_and_few_screens(plan: Plan) -> None:
+    lines = shown(plan)
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 100
+    assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [
+        "example/mixed-8l @ 0123abc",
+        "verified",
+        "layers 5: sliding, window 1024",
+        "2 x NVIDIA H200, flash, bfloat16",
+        "up to 12,288: dense",
+        "12,289 to 131,072",
+        "above 131,072, extrapolated: as up to 131,072",
+        "sink 128, window 1024",
+        "vertical 2%, slash 600, last_q 64, max_tiles 10%",
+        "tiles of layer 3 by the head map [0, 0, 1, 1]",
+        "layers 2,4-5, 4096 rows hot",
+        "attention_sum",
+        "niah_single",
+        "-0.0123 to +0.0025",
+        "4.00x",
+        "cannot run this plan",
+    ],
+)
+def test_the_tables_show(fragment: str) -> None:
+    assert fragment in "\n".join(shown(full_plan()))
+
+
+def test_layers_that_do_the_same_share_a_row() -> None:
+    assert any(
+        line.split() == ["0-11", "0-1", "a_shape", "sink", "64,", "window", "1024"] for line in shown(small_plan())
+    )
+
+
+def test_many_patterns_are_condensed_unless_all_are_asked_for() -> None:
+    plan = large_plan(2, 32, 1)
+    assert any("vertical 30 to 61, slash 2048 to 2079" in line for line in shown(plan))
+    assert sum("vertical_slash" in line for line in shown(plan, full=True)) == 32
+
+
+def test_names_are_not_taken_for_markup() -> None:
+    plan = small_plan(model=model_info(id="[red]x[/red] [/]"))
+    assert any("[red]x[/red] [/]" in line for line in shown(plan))
+
+
+def test_the_summary_is_json_with_every_layer() -> None:
+    found = json.loads(json.dumps(summary(full_plan()), allow_nan=False))
+    assert found["model"] == {"id": "example/mixed-8l", "revision": "0123abc", "layers": 9}
+    sparse = found["prefill"][1]
+    assert [row["layer"] for row in sparse["layers"]] == list(range(9))
+    assert sparse["layers"][0]["heads"]["0-1"] == "a_shape sink 128, window 1024"
+    assert sum(sparse["heads"].values()) == 8 * 4 + 8
+    assert found["prefill"][2] == {"up_to": None, "dense": False, "extrapolated": True, "same_as": 131072}
+    assert found["decode"]["lengths"][1]["segments"][0]["filter"] == 1
+
+
+def test_absent_phases_are_dense() -> None:
+    lines = shown(small_plan(prefill=None, decode=None))
+    assert "Prefill: dense at every length" in lines
+    assert "Decode: dense at every length" in lines
+    assert summary(small_plan(prefill=None))["prefill"] is None

@@ -1,0 +1,109 @@
+"""When a plan is of another model, and what the user is told."""
+
+from __future__ import annotations
+
+import pytest
+from plans_samples import digest_of, full_plan, model_info, small_plan
+
+from sparsekv.plans.errors import PlanMismatchError
+from sparsekv.plans.fingerprint import architecture_fingerprint, check_model, differences, weights_fingerprint
+from sparsekv.plans.model import AttentionGroup, Fingerprint
+
+OTHER = Fingerprint(architecture=digest_of("f"), weights=digest_of("b"))
+OTHER_WEIGHTS = Fingerprint(architecture=digest_of("a"), weights=digest_of("e"))
+UNKNOWN_WEIGHTS = Fingerprint(architecture=digest_of("a"))
+
+
+def test_the_architecture_digest_depends_on_facts_not_on_order() -> None:
+    one = architecture_fingerprint({"a": 1, "b": [1, 2], "c": {"d": 1.5, "e": None}})
+    assert one == architecture_fingerprint({"c": {"e": None, "d": 1.5}, "b": [1, 2], "a": 1})
+    assert one != architecture_fingerprint({"a": 2, "b": [1, 2], "c": {"d": 1.5, "e": None}})
+    assert one.startswith("sha256:")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        architecture_fingerprint({"a": float("nan")})
+
+
+def test_the_weights_digest_depends_on_names_and_bytes_not_on_order() -> None:
+    one = weights_fingerprint([("a", b"12"), ("b", b"3")])
+    assert one == weights_fingerprint(iter([("b", b"3"), ("a", b"12")]))
+    others = [[("a", b"1"), ("b", b"23")], [("a", b"12"), ("c", b"3")], [("a", b"12")], [("a1", b"2"), ("b", b"3")], []]
+    assert len({one, *map(weights_fingerprint, others)}) == 6
+    with pytest.raises(ValueError, match="'a' again"):
+        weights_fingerprint([("a", b"1"), ("a", b"1")])
+
+
+def test_the_very_model_gives_no_warning() -> None:
+    assert check_model(small_plan(), model_info()) == []
+
+
+def test_another_model_is_refused_with_what_differs() -> None:
+    found = model_info(layers=32, heads=32, kv_heads=8, model_type="qwen3", id="other/model", fingerprint=OTHER)
+    with pytest.raises(PlanMismatchError) as caught:
+        check_model(small_plan(), found)
+    message = str(caught.value)
+    assert caught.value.exit_code == 3
+    for line in (
+        "expected example/model, the model of this plan, found other/model",
+        "model type: plan llama, model qwen3",
+        "layers: plan 12, model 32",
+        "  heads: plan 4, model 32\n",
+        "kv heads: plan 2, model 8",
+        "--allow-mismatch",
+    ):
+        assert line in message
+
+
+def test_differences_of_some_layers_name_them() -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    groups = (
+        AttentionGroup(layers=(0, 2, 3), kind="full", **shape),
+        AttentionGroup(layers=(1, 4, 5, 6, 7, 8, 9, 10, 11), kind="sliding", window=512, **shape),
+    )
+    found = differences(model_info(), model_info(attention=groups, fingerprint=OTHER))
+    assert found == ("kind: plan full, model sliding (layers 1,4-11)", "window: plan none, model 512 (layers 1,4-11)")
+
+
+def test_a_digest_that_differs_alone_is_still_said() -> None:
+    assert "in something that the plan does not name" in differences(model_info(), model_info(fingerprint=OTHER))[0]
+
+
+def test_rope_and_context_are_named_when_the_digest_differs() -> None:
+    found = model_info(rope={"rope_type": "default", "rope_theta": 5e5}, context_length=8192, fingerprint=OTHER)
+    lines = differences(model_info(), found)
+    assert lines[0] == "context length: plan 131072, model 8192"
+    assert "500000.0" in lines[1]
+
+
+def test_a_longer_context_alone_is_the_same_architecture() -> None:
+    assert differences(model_info(), model_info(context_length=1 << 20)) == ()
+
+
+def test_shapes_edited_by_hand_are_found_although_the_digests_agree() -> None:
+    assert differences(model_info(), model_info(heads=8)) == ("heads: plan 4, model 8",)
+    assert differences(model_info(), model_info(layers=13)) == ("layers: plan 12, model 13",)
+
+
+def test_allowing_a_mismatch_turns_it_into_warnings() -> None:
+    warnings = check_model(small_plan(), model_info(layers=16, fingerprint=OTHER), allow_mismatch=True)
+    assert warnings == ["this plan is for another architecture (layers: plan 12, model 16)"]
+
+
+def test_a_mismatch_that_cannot_run_is_not_allowed() -> None:
+    with pytest.raises(PlanMismatchError, match="cannot run this plan at all: expected layers 0 to 5"):
+        check_model(small_plan(), model_info(layers=6, fingerprint=OTHER), allow_mismatch=True)
+
+
+def test_other_weights_only_warn() -> None:
+    warnings = check_model(small_plan(), model_info(id="my/tune", fingerprint=OTHER_WEIGHTS))
+    assert len(warnings) == 1
+    assert "my/tune has other weights than the example/model" in warnings[0]
+
+
+def test_weights_that_nobody_knows_are_said_so() -> None:
+    plan = small_plan(model=model_info(fingerprint=UNKNOWN_WEIGHTS))
+    assert "does not say which weights" in check_model(plan, model_info())[0]
+    assert check_model(small_plan(), model_info(fingerprint=UNKNOWN_WEIGHTS)) == []
+
+
+def test_a_model_of_mixed_layers_fits_itself() -> None:
+    assert check_model(full_plan(), full_plan().model) == []

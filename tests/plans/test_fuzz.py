@@ -1,0 +1,178 @@
+"""Anything may come in as a plan file: what comes out is a plan or a PlanError, soon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plans_samples import full_plan, large_plan
+from plans_strategies import damaged_data, damaged_texts, json_objects, plans, texts
+
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.describe import describe
+from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.layers import parse_ids
+from sparsekv.plans.overview import summary
+from sparsekv.plans.reader import parse_plan
+from sparsekv.plans.schema import Plan, to_data
+from sparsekv.plans.signature import sign
+from sparsekv.plans.writer import dump_plan
+from sparsekv.plans.yaml_text import to_yaml
+from sparsekv.plans.yaml_tree import read_tree
+
+TEXT = dump_plan(full_plan())
+DATA = to_data(sign(full_plan()))
+SOON = 5.0  # seconds; any of these takes milliseconds, the bound only catches what explodes
+
+
+def examples(count: int) -> settings:
+    """The same `count` examples every time, so that a test that passed does not fail tomorrow."""
+    return settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def plan_or_error(text: str | bytes, signed: bool = False) -> Plan | PlanError:
+    started = time.monotonic()
+    found: Plan | PlanError
+    try:
+        found = parse_plan(text, "a.yaml", signed=signed)
+    except PlanError as error:
+        found = error
+    assert time.monotonic() - started < SOON
+    if isinstance(found, PlanError):
+        assert str(found).startswith("a.yaml")
+        assert len(str(found)) < 3000
+    return found
+
+
+@examples(300)
+@given(st.binary(max_size=300))
+def test_bytes_break_nothing(data: bytes) -> None:
+    assert isinstance(plan_or_error(data), PlanError)
+
+
+@examples(300)
+@given(st.text(max_size=300) | texts)
+def test_text_breaks_nothing(text: str) -> None:
+    assert isinstance(plan_or_error(text), PlanError)
+
+
+@examples(400)
+@given(damaged_texts(TEXT))
+def test_damaged_files_break_nothing(text: str) -> None:
+    found = plan_or_error(text)
+    if isinstance(found, Plan):
+        assert parse_plan(dump_plan(found)) == sign(found)
+
+
+@examples(150)
+@given(damaged_texts(TEXT))
+def test_a_damaged_file_never_passes_for_another_plan(text: str) -> None:
+    found = plan_or_error(text, signed=True)
+    assert isinstance(found, PlanError) or found == sign(full_plan())
+
+
+@examples(600)
+@given(damaged_data(DATA))
+def test_damaged_values_break_nothing(data: Any) -> None:
+    found = plan_or_error(json.dumps(data))
+    if isinstance(found, Plan):
+        assert parse_plan(dump_plan(found)) == sign(found)
+
+
+@examples(150)
+@given(plans)
+def test_any_plan_reads_back(plan: Plan) -> None:
+    text = dump_plan(plan)
+    assert parse_plan(text) == sign(plan)
+    assert dump_plan(parse_plan(text)) == text
+
+
+@examples(60)
+@given(plans)
+def test_any_plan_can_be_shown(plan: Plan) -> None:
+    assert describe(plan)
+    assert json.dumps(summary(plan), allow_nan=False)
+
+
+@examples(300)
+@given(json_objects.filter(bool))
+def test_written_data_reads_alike_everywhere(data: dict[str, Any]) -> None:
+    text = to_yaml(data)
+    assert yaml.safe_load(text) == data
+    assert read_tree(text, "a").data == data
+
+
+@pytest.mark.parametrize("start", range(11))
+def test_truncated_files_are_refused(start: int) -> None:
+    data = TEXT.encode()
+    for stop in range(start, len(data) - 1, 11):
+        assert isinstance(plan_or_error(data[:stop], signed=True), PlanError)
+
+
+def _levels(times: int) -> str:
+    return "\n".join(" " * depth + "a:" for depth in range(times))
+
+
+HUGE: dict[str, Callable[[], str]] = {
+    "open brackets": lambda: "[" * 8_000_000,
+    "open braces": lambda: "{" * 8_000_000,
+    "open lists": lambda: "- " * 4_000_000,
+    "open keys": lambda: "? " * 4_000_000,
+    "deep mappings": lambda: _levels(2_000),
+    "one word": lambda: "a" * 8_000_000,
+    "quotes": lambda: '"' * 8_000_000,
+    "blank lines in text": lambda: "x: '" + "\n" * 8_000_000,
+    "a comment": lambda: "#" * 8_000_000,
+    "blank lines": lambda: "\n" * 8_000_000,
+    "a long number": lambda: "kind: sparsekv.plan\nschema_version: " + "1" * 8_000_000,
+    "a long list": lambda: "kind: sparsekv.plan\nextensions: [" + "1," * 4_000_000,
+    "many keys": lambda: "\n".join(f"k{n}:" for n in range(900_000)),
+    "anchors": lambda: "&a " * 2_000_000,
+    "tags": lambda: "!" * 8_000_000,
+    "directives": lambda: "%" * 8_000_000,
+    "layers beyond the model": lambda: TEXT.replace('"0-4,6"', '"0-1023"').replace('"5"', '"0-1023"'),
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_huge_files_are_refused_soon(case: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(PlanError):
+        parse_plan(HUGE[case](), "a.yaml")
+    assert time.monotonic() - started < 30
+
+
+def test_many_groups_of_many_heads_stay_small() -> None:
+    head = TEXT[: TEXT.index("        - {layer: 0")]
+    groups = "".join(f'        - {{layer: 0, heads: "0-{n % 1024}", pattern: dense}}\n' for n in range(20_000))
+    assert "expected each head once" in str(plan_or_error(head + groups + TEXT[TEXT.index("decode:") :]))
+
+
+@examples(300)
+@given(st.text(max_size=40) | st.text("0123456789-, ", max_size=30))
+def test_sets_of_ids_are_read_or_refused(text: str) -> None:
+    try:
+        found = parse_ids(text)
+    except ValueError:
+        return
+    assert list(found) == sorted(set(found))
+
+
+@examples(200)
+@given(st.text(max_size=60))
+def test_model_names_are_resolved_or_refused(name: str) -> None:
+    with contextlib.suppress(UsageError):
+        assert resolve_model(name).path_or_id
+
+
+def test_a_large_plan_reads_back(tmp_path: Path) -> None:
+    plan = large_plan(8, 32, 2)
+    assert parse_plan(dump_plan(plan)) == sign(plan)

@@ -1,0 +1,85 @@
+"""The signature over a plan's content, and what sealing an edited one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plans_samples import full_plan, small_plan
+
+from sparsekv.plans.errors import PlanError
+from sparsekv.plans.integrity import seal
+from sparsekv.plans.reader import load_plan, parse_plan
+from sparsekv.plans.signature import digest, sign
+from sparsekv.plans.writer import write_plan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    place = tmp_path / "plan.yaml"
+    write_plan(full_plan(), place)
+    return place
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after, 1))
+
+
+def test_sealing_an_edited_plan_drops_what_was_measured_before(path: Path) -> None:
+    edit(path, "{tokens: 600}", "{tokens: 601}")
+    with pytest.raises(PlanError, match="sparsekv seal"):
+        load_plan(path)
+    sealed = seal(path)
+    plan = load_plan(path)
+    assert plan == sealed.plan
+    assert (plan.status, plan.quality, plan.cost) == ("unverified", None, None)
+    assert sealed.changed
+    assert sealed.notes[0] == "signed as unverified"
+    assert sealed.notes[1].startswith("dropped quality and cost: measured on other content")
+
+
+def test_everything_else_stays_as_edited(path: Path) -> None:
+    edit(path, "{tokens: 600}", "{tokens: 601}")
+    before = parse_plan(path.read_text(), signed=False)
+    dropped = {"status", "quality", "cost", "integrity"}
+    assert seal(path).plan.model_dump(exclude=dropped) == before.model_dump(exclude=dropped)
+
+
+def test_a_plan_without_measurements_has_nothing_to_drop(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(small_plan(), path)
+    edit(path, "{tokens: 1024}", "{tokens: 1025}")
+    assert seal(path).notes == ("signed as unverified",)
+
+
+def test_sealing_a_sound_plan_changes_nothing(path: Path) -> None:
+    before = path.read_bytes()
+    sealed = seal(path)
+    assert path.read_bytes() == before
+    assert not sealed.changed
+    assert sealed.plan.status == "verified"
+
+
+def test_an_edit_that_makes_no_sense_is_not_sealed(path: Path) -> None:
+    edit(path, "{tokens: 600}", "{tokens: -1}")
+    before = path.read_bytes()
+    with pytest.raises(PlanError, match=r"slash\.tokens"):
+        seal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_status_raised_by_hand_does_not_survive(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(full_plan().model_copy(update={"status": "imported"}), path)
+    edit(path, "status: imported", "status: verified")
+    assert seal(path).plan.status == "unverified"
+
+
+def test_the_digest_sees_every_value_but_itself() -> None:
+    assert digest({"a": 1, "integrity": "x"}) == digest({"integrity": "y", "a": 1})
+    assert len({digest({"a": value}) for value in (1, 1.0, "1", True, None, [1])}) == 6
+
+
+def test_signing_twice_changes_nothing() -> None:
+    assert sign(sign(full_plan())) == sign(full_plan())

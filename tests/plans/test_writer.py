@@ -1,0 +1,194 @@
+"""Files written whole or not at all, and alike every time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+from plans_samples import full_plan, large_plan, small_plan
+
+from sparsekv.plans import files, writer
+from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.reader import load_plan, parse_plan
+from sparsekv.plans.schema import HeadGroup, Plan, PrefillBucket, PrefillPlan, VerticalSlash, fraction, tokens
+from sparsekv.plans.signature import sign
+from sparsekv.plans.writer import dump_plan, write_plan
+
+OLD = "the file that was there\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    place = tmp_path / "plan.yaml"
+    place.write_text(OLD)
+    return place
+
+
+def test_a_written_plan_reads_back(tmp_path: Path) -> None:
+    write_plan(full_plan(), tmp_path / "plan.yaml")
+    assert load_plan(tmp_path / "plan.yaml") == sign(full_plan())
+    assert os.listdir(tmp_path) == ["plan.yaml"]
+
+
+def test_equal_plans_give_equal_bytes_however_they_were_made() -> None:
+    plan = full_plan()
+    shuffled = plan.model_dump(mode="json")
+    shuffled = {key: shuffled[key] for key in reversed(shuffled)}
+    shuffled["extensions"] = {"b": 1, "a": {"d": 1, "c": 2}}
+    ordered = plan.model_dump(mode="json") | {"extensions": {"a": {"c": 2, "d": 1}, "b": 1}}
+    assert dump_plan(Plan.model_validate(shuffled)) == dump_plan(Plan.model_validate(ordered))
+
+
+def test_bytes_do_not_depend_on_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = dump_plan(full_plan())
+    monkeypatch.delattr(yaml, "CSafeDumper")
+    assert dump_plan(full_plan()) == fast
+
+
+def test_bytes_do_not_depend_on_the_hash_seed() -> None:
+    code = "from plans_samples import *; from sparsekv.plans.writer import *; print(dump_plan(full_plan()), end='')"
+    support = str(Path(__file__).parents[1] / "support")
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": support}
+        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert found.stdout == dump_plan(full_plan())
+
+
+@pytest.mark.parametrize("share", [1e-05, 2.5e-07, 1e-300, 0.1, 1.0, 1 / 3])
+def test_floats_are_floats_for_every_yaml_reader(share: float) -> None:
+    pattern = VerticalSlash(vertical=fraction(share), slash=tokens(1), max_tiles=fraction(share))
+    bucket = PrefillBucket(up_to=None, heads=(HeadGroup(layer=0, heads=(0,), pattern=pattern),))
+    plan = small_plan(prefill=PrefillPlan(tile=small_plan().prefill.tile, lengths=(bucket,)))  # type: ignore[union-attr]
+    text = dump_plan(plan)
+    found = yaml.safe_load(text)["prefill"]["lengths"][0]["heads"][0]["vertical"]["fraction"]
+    assert type(found) is float
+    assert found == pytest.approx(share, rel=1e-5)
+    assert parse_plan(text) == sign(plan)
+
+
+ODD_TEXT = [
+    *("no", "yes", "on", "null", "~", "", " ", "1", "1.0", "1e5", "0x1", "1:30", "2001-01-01", "=", "<<", ".inf", "-"),
+    *("---", "a: b", "a #b", "#", "'", '"', "\\", "{", "[", "&a", "*a", "!t", "%", "@", "`", "a\nb", "\n", "\t", "\r"),
+    *("\x85", "\u2028", "\x00", "\x7f", "\ufeff", "é", "\U0001f600", "a" * 5000, "b " * 300, "sha256:00"),
+]
+
+
+@pytest.mark.parametrize("value", ODD_TEXT, ids=lambda value: ascii(value)[:20])
+def test_text_stays_text(value: str) -> None:
+    plan = small_plan(extensions={"value": value, "key": {value: 1}, "line": [value, {"x": value}]})
+    text = dump_plan(plan)
+    assert parse_plan(text) == sign(plan)
+    assert yaml.safe_load(text)["extensions"] == plan.extensions
+
+
+def test_one_line_a_head_group() -> None:
+    lines = dump_plan(large_plan(4, 4, 1)).splitlines()
+    assert sum("pattern: vertical_slash" in line for line in lines) == 16
+    assert all(line.lstrip().startswith("- {layer:") and line.endswith("}") for line in lines if "pattern" in line)
+
+
+def test_a_plan_too_large_to_read_is_not_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAX_BYTES", 1000)
+    with pytest.raises(PlanError, match="at most 1,000 bytes"):
+        write_plan(small_plan(), path)
+    assert path.read_text() == OLD
+
+
+class TestReplacing:
+    @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o755])
+    def test_the_mode_of_the_old_file_stays(self, path: Path, mode: int) -> None:
+        path.chmod(mode)
+        write_plan(small_plan(), path)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+
+    def test_a_new_file_has_the_usual_mode(self, tmp_path: Path) -> None:
+        (tmp_path / "other").touch()
+        write_plan(small_plan(), tmp_path / "plan.yaml")
+        assert (tmp_path / "plan.yaml").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+    def test_a_link_stays_a_link(self, path: Path) -> None:
+        link = path.with_name("link.yaml")
+        link.symlink_to(path.name)
+        write_plan(small_plan(), link)
+        assert link.is_symlink()
+        assert load_plan(path) == sign(small_plan())
+
+    def test_a_relative_path_without_folder(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(path.parent)
+        write_plan(small_plan(), "plan.yaml")
+        assert load_plan(path) == sign(small_plan())
+
+
+class TestFailures:
+    """Every step can fail, by an error or by Ctrl-C; the old file stays and nothing else is left."""
+
+    @pytest.mark.parametrize("step", ["open", "fchmod", "fsync", "replace"])
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+    def test_the_old_file_survives(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> NoReturn:
+            raise error
+
+        monkeypatch.setattr(files.os, step, fail)
+        with pytest.raises((UsageError, KeyboardInterrupt)) as caught:
+            write_plan(small_plan(), path)
+        monkeypatch.undo()
+        assert path.read_text() == OLD
+        assert os.listdir(path.parent) == [path.name]
+        if isinstance(caught.value, UsageError):
+            assert f"{path}: cannot be written: No space left on device" in str(caught.value)
+            assert "the file there before is unchanged" in str(caught.value)
+
+    def test_a_full_disk_for_real(self, path: Path) -> None:
+        code = (
+            "import resource, signal, sys; from plans_samples import *; from sparsekv.plans.writer import write_plan\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+            f"write_plan(small_plan(), {str(path)!r})"
+        )
+        support = str(Path(__file__).parents[1] / "support")
+        env = os.environ | {"PYTHONPATH": support, "PYTHONDONTWRITEBYTECODE": "1"}
+        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert "cannot be written: File too large; the file there before is unchanged" in found.stderr
+        assert path.read_text() == OLD
+        assert os.listdir(path.parent) == [path.name]
+
+    def test_a_folder_that_cannot_be_synced_is_no_failure(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sync = os.fsync
+
+        def only_files(descriptor: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            sync(descriptor)
+
+        monkeypatch.setattr(files.os, "fsync", only_files)
+        write_plan(small_plan(), path)
+        assert load_plan(path) == sign(small_plan())
+
+    def test_a_folder_as_target(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="it is a folder"):
+            write_plan(small_plan(), tmp_path)
+
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="No such file or directory; nothing was left there"):
+            write_plan(small_plan(), tmp_path / "missing" / "plan.yaml")
+        assert os.listdir(tmp_path) == []
+
+    def test_a_device_as_target(self) -> None:
+        with pytest.raises(UsageError, match="not a regular file"):
+            write_plan(small_plan(), "/dev/null")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+    def test_a_folder_without_permission(self, path: Path) -> None:
+        path.parent.chmod(0o500)
+        with pytest.raises(UsageError, match="Permission denied; the file there before is unchanged"):
+            write_plan(small_plan(), path)
+        path.parent.chmod(0o700)

@@ -1,0 +1,203 @@
+"""Hypothesis strategies: any plan, JSON data, and damage done to text and to data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import strategies as st
+from plans_samples import digest_of
+
+from sparsekv.plans.schema import (
+    Adaptive,
+    AShape,
+    AttentionGroup,
+    BlockSparse,
+    Budget,
+    DecodeBucket,
+    DecodePlan,
+    Dense,
+    Fingerprint,
+    HeadGroup,
+    Measurement,
+    ModelInfo,
+    Offload,
+    Pattern,
+    Plan,
+    PrefillBucket,
+    PrefillPlan,
+    Provenance,
+    Quality,
+    Score,
+    Segment,
+    TileShape,
+    VerticalSlash,
+)
+
+LAYERS, HEADS, KV_HEADS = 6, 4, 2
+
+shares = st.floats(1e-6, 1.0)
+counts = st.integers(0, 1 << 21)
+budgets = st.builds(Budget, tokens=counts) | st.builds(Budget, fraction=shares)
+# Text that a file can hold: everything but halves of surrogate pairs.
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+names = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=20)
+scalars = st.none() | st.booleans() | st.integers(-(1 << 63) + 1, (1 << 63) - 1) | texts
+json_values = st.recursive(
+    scalars | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+json_objects = st.dictionaries(texts, json_values, max_size=4)
+_ODD = [float("nan"), float("inf"), -float("inf"), -1, 0, 1, 2, 10**18, 1e300, "", "0", "0-3", "0-99999", "1m", [], {}]
+odd_values = json_values | st.sampled_from(_ODD)
+
+patterns: st.SearchStrategy[Pattern] = st.one_of(
+    st.builds(Dense),
+    st.builds(AShape, sink=budgets, window=budgets),
+    st.builds(VerticalSlash, vertical=budgets, slash=budgets, last_q=st.integers(1, 1024), max_tiles=budgets),
+    st.builds(BlockSparse, keep=budgets),
+    st.builds(Adaptive, score=st.sampled_from(["antidiagonal", "pooled"]), mass=shares, max_tiles=budgets),
+)
+
+
+@st.composite
+def bounds(draw: st.DrawFn) -> list[int | None]:
+    """Upper bounds of one to four buckets, the last open."""
+    return [*sorted(draw(st.sets(st.integers(1, 1 << 20), max_size=3))), None]
+
+
+@st.composite
+def head_groups(draw: st.DrawFn) -> tuple[HeadGroup, ...]:
+    """A pattern for some heads of some layers."""
+    places = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    chosen = draw(st.lists(st.sampled_from(places), min_size=1, max_size=12, unique=True))
+    return tuple(HeadGroup(layer=layer, heads=(head,), pattern=draw(patterns)) for layer, head in chosen)
+
+
+@st.composite
+def prefill_plans(draw: st.DrawFn) -> PrefillPlan:
+    """Buckets that are dense, sparse, or as an earlier one."""
+    buckets: list[PrefillBucket] = []
+    for bound in draw(bounds()):
+        own = [bucket.up_to for bucket in buckets if bucket.same_as is None]
+        kind = draw(st.sampled_from(["dense", "heads", "same_as"] if own else ["dense", "heads"]))
+        given: dict[str, Any] = {"extrapolated": draw(st.booleans())}
+        given |= {"dense": True} if kind == "dense" else {}
+        given |= {"heads": draw(head_groups())} if kind == "heads" else {}
+        given |= {"same_as": draw(st.sampled_from(own))} if kind == "same_as" else {}
+        buckets.append(PrefillBucket(up_to=bound, **given))
+    sides = st.sampled_from([64, 128])
+    return PrefillPlan(tile=TileShape(query=draw(sides), key=draw(sides)), lengths=tuple(buckets))
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[Segment, ...]:
+    """Filter layers and what they choose for, ascending."""
+    marks = sorted(draw(st.sets(st.integers(0, LAYERS - 1), min_size=2, max_size=4)))
+    pairs = list(zip(marks[::2], marks[1::2], strict=False))
+    maps = st.sampled_from(["max", "per_kv_head", None])
+    return tuple(
+        Segment(
+            filter=first,
+            layers=tuple(range(first + 1, last + 1)),
+            budget=draw(budgets),
+            selector=draw(st.sampled_from(["last", "uniform", "exponential"])),
+            window=draw(st.integers(1, 64)),
+            scope=draw(st.sampled_from(["global", "local"])),
+            heads=draw(maps) or {layer: (1,) * KV_HEADS for layer in range(first + 1, last + 1)},
+        )
+        for first, last in pairs
+    )
+
+
+@st.composite
+def decode_plans(draw: st.DrawFn) -> DecodePlan:
+    """Buckets that are dense or hold segments; some of the sparse layers may be offloaded."""
+    buckets = []
+    for bound in draw(bounds()):
+        chosen = draw(st.just(()) | segments())
+        buckets.append(DecodeBucket(up_to=bound, segments=chosen) if chosen else DecodeBucket(up_to=bound, dense=True))
+    sparse = sorted({layer for bucket in buckets for layer in bucket.sparse_layers})
+    offload = Offload(layers=tuple(sparse), hot=draw(budgets)) if sparse and draw(st.booleans()) else None
+    return DecodePlan(lengths=tuple(buckets), offload=offload)
+
+
+positive = st.floats(0, 1e6)
+scores = st.builds(
+    Score,
+    dense=positive,
+    sparse=positive,
+    samples=st.integers(1, 1000),
+    interval=st.tuples(st.floats(-10, 0), st.floats(0, 10)),
+)
+measurements = st.builds(
+    Measurement,
+    lengths=st.tuples(st.integers(1, 1 << 20)),
+    density=shares,
+    kl=st.none() | positive,
+    tasks=st.dictionaries(names, scores, max_size=3),
+)
+_GROUP = AttentionGroup(layers=tuple(range(LAYERS)), kind="full", heads=HEADS, kv_heads=KV_HEADS, head_dim=8)
+models = st.builds(
+    ModelInfo,
+    id=names,
+    revision=st.none() | names,
+    model_type=names,
+    context_length=st.integers(1, 1 << 21),
+    rope=json_objects,
+    attention=st.just((_GROUP,)),
+    fingerprint=st.just(Fingerprint(architecture=digest_of("1"))),
+)
+plans = st.builds(
+    Plan,
+    status=st.sampled_from(["imported", "unverified"]),
+    model=models,
+    prefill=st.none() | prefill_plans(),
+    decode=st.none() | decode_plans(),
+    quality=st.none() | st.builds(Quality, prefill=measurements, both=st.none() | measurements),
+    provenance=st.builds(Provenance, versions=st.dictionaries(names, names, max_size=3), settings=json_objects),
+    extensions=json_objects,
+)
+
+TOKENS = [
+    *("{", "}", "[", "]", ": ", ",", "- ", "? ", "&a ", "*a", "!!str ", "<<: ", "# ", "'", '"', "|", ">", "%"),
+    *("---\n", "...\n", "\t", "\n", "  ", "\r", "\x00", "\x85", "\ufeff"),
+    *(".nan", ".inf", "-1", "1e999", "null", "true", "no", "0x1"),
+]
+
+
+@st.composite
+def damaged_texts(draw: st.DrawFn, text: str) -> str:
+    """`text` after a few edits: characters or lines dropped, moved or doubled, odd tokens put in."""
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        stop = min(len(text), start + draw(st.integers(0, 40)))
+        piece = draw(st.sampled_from(["", text[start:stop] * 2, *TOKENS]) | texts)
+        text = text[:start] + piece + text[stop:]
+    return text
+
+
+@st.composite
+def damaged_data(draw: st.DrawFn, data: Any) -> Any:
+    """`data` with one to three values anywhere replaced, removed, or given a neighbour."""
+    data = copy.deepcopy(data)
+    for _ in range(draw(st.integers(1, 3))):
+        place = data
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(place[key], dict | list) and draw(st.integers(0, 4)):
+                place = place[key]
+                continue
+            action = draw(st.sampled_from(["replace", "remove", "double"]))
+            if action == "remove":
+                del place[key]
+            elif action == "double" and isinstance(place, list):
+                place.append(copy.deepcopy(place[key]))
+            else:
+                place[key] = draw(odd_values)
+            break
+    return data
