@@ -1,0 +1,1 @@
+"""From a model to a plan: profile, cost, allocate, filter layers, verify."""

@@ -1,0 +1,197 @@
+"""The whole way from a model to a plan: profile, cost, allocate, filter layers, verify.
+
+A plan that misses its gate is tightened and tried again: the next density of the profiled ladder for prefill; for
+decode first a smaller loss (fewer layers attend to chosen tokens), then a larger budget.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from sparsekv.planner.allocate import allocate
+from sparsekv.planner.cost import measure_cost
+from sparsekv.planner.cost_data import DeviceCost, HeadShape
+from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.place import versions
+from sparsekv.planner.plan_result import PlanResult
+from sparsekv.planner.predict import predict
+from sparsekv.planner.profile import discard_partial, profile
+from sparsekv.planner.profile_data import Profile
+from sparsekv.planner.profile_file import check_model, digest_of, write_cost, write_profile
+from sparsekv.planner.progress import Progress
+from sparsekv.planner.tasks import Split, prepare
+from sparsekv.planner.tighten import for_profile, tightened
+from sparsekv.planner.verify import Verification, verify
+from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.records import Provenance, Target
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.describe import describe_model
+from sparsekv.runtime.load import LoadedModel, load_model
+
+MOST_ATTEMPTS = 6
+
+
+def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+    """Plans a model: `sparsekv.plan_model`.
+
+    Args:
+        model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        tokenizer: of a Hugging Face model.
+        **options: fields of `PlanOptions`.
+
+    Returns:
+        The plan, verified on held-out prompts; write it with `sparsekv.plans.writer.write_plan`.
+
+    Raises:
+        GateError: no plan met the gate.
+        SparseKVError: of the other kinds, for what cannot be planned.
+    """
+    asked = PlanOptions(**options)
+    return compile_plan(_loaded(model, tokenizer, asked), asked).plan
+
+
+def compile_plan(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    *,
+    profile_in: Profile | None = None,
+    cost_in: DeviceCost | None = None,
+    profile_out: Path | None = None,
+    cost_out: Path | None = None,
+    progress: Progress | None = None,
+) -> PlanResult:
+    """Profiles, measures, chooses and verifies.
+
+    Args:
+        loaded: the model.
+        options: what to plan.
+        profile_in: an earlier profile, instead of profiling.
+        cost_in: an earlier device cost, instead of measuring.
+        profile_out: where to write the profile; an interrupted run goes on from what lies beside it.
+        cost_out: where to write the device cost.
+        progress: where to report.
+
+    Raises:
+        GateError: no plan met the gate; nothing claims otherwise.
+        PlanMismatchError: the profile is of another model.
+        UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
+    """
+    started = time.monotonic()
+    settled, measured = _profiled(loaded, options, profile_in, profile_out, progress)
+    cost = cost_in or _measured_cost(loaded, settled, measured, progress)
+    if cost_out is not None:
+        write_cost(cost, cost_out)
+    plan, verification, attempts = _until_verified(loaded, settled, measured, cost, progress)
+    return PlanResult(plan, time.monotonic() - started, attempts, verification.reasons if verification else ())
+
+
+def compile_once(loaded: LoadedModel, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
+    """One plan from what was measured, unverified; `options` are settled for the profile.
+
+    Raises:
+        UsageError, GateError: the profile does not reach the targets.
+    """
+    prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
+    decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
+    return Plan(
+        status="unverified",
+        model=loaded.info,
+        targets=(Target(device=cost.device, backend=cost.backend, dtype=cost.dtype),),
+        prefill=prefill,
+        decode=decode,
+        cost=predict(measured, cost, prefill, decode),
+        provenance=_provenance(options, measured, cost),
+    )
+
+
+def _profiled(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    profile_in: Profile | None,
+    profile_out: Path | None,
+    progress: Progress | None,
+) -> tuple[PlanOptions, Profile]:
+    asked, measured = options, profile_in
+    if profile_in is not None:
+        check_model(profile_in, loaded.info)
+        asked, measured = for_profile(options, profile_in)
+    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
+    if measured is None:
+        measured = profile(loaded, settled, progress, profile_out)
+    if profile_out is not None:
+        write_profile(profile_in or measured, profile_out)
+        discard_partial(profile_out)
+    return settled, measured
+
+
+def _measured_cost(
+    loaded: LoadedModel, options: PlanOptions, measured: Profile, progress: Progress | None
+) -> DeviceCost:
+    group = next((group for group in loaded.info.attention if group.kind == "full"), loaded.info.attention[0])
+    return measure_cost(
+        HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim),
+        options.lengths,
+        device=loaded.model.device,
+        dtype=loaded.model.dtype,
+        tile=measured.tile,
+        backend=options.backend,
+        progress=progress,
+    )
+
+
+def _until_verified(
+    loaded: LoadedModel, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None
+) -> tuple[Plan, Verification | None, int]:
+    plan = compile_once(loaded, options, measured, cost)
+    if not options.verify_samples:
+        return plan, None, 0
+    kit = prepare(loaded.tokenizer, Split.EVALUATION)
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        found = verify(loaded, plan, options, progress, kit)
+        if found.passed:
+            status = "verified" if found.conclusive else "unverified"
+            return plan.model_copy(update={"status": status, "quality": found.quality}), found, attempt
+        stricter = tightened(options, measured, found.missed)
+        if stricter is None:
+            break
+        options, plan = stricter, compile_once(loaded, stricter, measured, cost)
+    raise GateError(
+        f"expected a plan that keeps the accuracy of dense, found none in {attempt} attempts; the last one missed it "
+        f"in {'; '.join(found.reasons)}. Raise --target-density or --decode-budget, loosen --max-accuracy-drop, "
+        "or verify on more samples"
+    )
+
+
+def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Provenance:
+    settings: dict[str, Any] = {
+        "target_density": list(options.target_density),
+        "target_speedup": options.target_speedup,
+        "crossover": options.crossover,
+        "decode_budget": options.decode_budget.model_dump(exclude_none=True),
+        "decode_loss": options.decode_loss,
+        "filter_rule": options.filter_rule,
+        "max_accuracy_drop": options.gate.max_accuracy_drop,
+        "max_kl": options.gate.max_kl,
+    }
+    return Provenance(
+        versions=versions(),
+        preset=measured.preset,
+        seed=options.seed,
+        calibration=measured.calibration,
+        profile=digest_of(measured),
+        device_cost=digest_of(cost),
+        settings={name: value for name, value in settings.items() if value is not None},
+    )
+
+
+def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, str):
+        return load_model(model, device=options.device, dtype=options.dtype)
+    if tokenizer is None:
+        raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")
+    return LoadedModel(model, tokenizer, describe_model(model))

@@ -1,0 +1,108 @@
+"""What attention costs on one device: fitted lines, and predictions from them. Pure numbers, no device needed.
+
+All times are microseconds of one layer with the head shape that was measured. A line is a non-negative combination of
+features, fitted to a few timed launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from sparsekv.plans.parts import Count, Length, NonNegative, Part, Text
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.records import BackendName, DtypeName
+
+KIND = "sparsekv.cost"
+SCHEMA_VERSION = 1
+PatternName = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
+
+
+class HeadShape(Part):
+    """The attention of one layer."""
+
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+
+
+class Line(Part):
+    """A sum of features, each with a price of zero or more."""
+
+    prices: tuple[NonNegative, ...]
+
+    def at(self, *features: float) -> float:
+        """The value for these features."""
+        return sum(price * feature for price, feature in zip(self.prices, features, strict=True))
+
+
+class Timing(Part):
+    """One launch that was timed, for people who want to see what a line was fitted to."""
+
+    what: Text
+    length: Length
+    features: tuple[NonNegative, ...]
+    us: NonNegative
+
+
+class DeviceCost(Part):
+    """Prices of one device.
+
+    Attributes:
+        prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
+        prefill_sparse: of (1, computed tiles over all heads, single columns in tiles).
+        index: per pattern, of (1, heads x tokens, heads x tokens squared): building the index of those heads.
+        decode_dense: of (1, tokens attended), one step.
+        decode_sparse: the same, over chosen tokens.
+        decode_choose: of (1, tokens scored): choosing tokens in a filter layer.
+    """
+
+    kind: Literal["sparsekv.cost"] = "sparsekv.cost"
+    schema_version: Literal[1] = 1
+    device: Text
+    dtype: DtypeName
+    backend: BackendName
+    shape: HeadShape
+    tile: TileShape
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    prefill_dense: Line
+    prefill_sparse: Line
+    index: dict[PatternName, Line]
+    decode_dense: Line
+    decode_sparse: Line
+    decode_choose: Line
+    timings: tuple[Timing, ...] = ()
+
+    def prefill_dense_us(self, causal_tiles: float) -> float:
+        """A dense layer; `causal_tiles` over all heads."""
+        return self.prefill_dense.at(1.0, causal_tiles)
+
+    def prefill_sparse_us(self, tiles: float, columns: float, heads: Mapping[PatternName, int], length: int) -> float:
+        """A sparse layer, index building included.
+
+        Args:
+            tiles: whole tiles computed, over all heads.
+            columns: single columns computed, in tiles, over all heads.
+            heads: how many heads follow each data-dependent or static pattern.
+            length: tokens of the prompt.
+        """
+        index = sum(self.index_us(name, count, length) for name, count in heads.items() if count)
+        return index + self.prefill_sparse.at(1.0, tiles, columns)
+
+    def index_us(self, name: PatternName, heads: int, length: int) -> float:
+        """Building the index of `heads` heads of a pattern."""
+        return self.index[name].at(1.0, float(heads * length), float(heads) * length * length)
+
+    def decode_dense_us(self, tokens: int) -> float:
+        """One step of a layer that attends to everything."""
+        return self.decode_dense.at(1.0, float(tokens))
+
+    def decode_sparse_us(self, tokens: int) -> float:
+        """One step of a layer that attends to chosen tokens."""
+        return self.decode_sparse.at(1.0, float(tokens))
+
+    def decode_choose_us(self, tokens: int) -> float:
+        """Choosing tokens out of `tokens`, on top of a dense step."""
+        return self.decode_choose.at(1.0, float(tokens))

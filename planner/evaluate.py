@@ -1,0 +1,136 @@
+"""A model with and without a plan on the same held-out samples.
+
+Dense is run once a batch and shared by everything that is compared with it. What is compared are `Mode`s: a plan and
+the phases of it that are switched on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sparsekv.planner.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
+from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.prompts import held_out
+from sparsekv.planner.results import EvalResult, Outcome, Spent, TaskResult
+from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.load import LoadedModel
+
+PhaseName = Literal["prefill", "decode", "both"]
+DENSE = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """A plan at work: prefill alone, decode alone, or both."""
+
+    plan: Plan
+    phase: PhaseName = "both"
+    backend: str = "auto"
+
+
+def evaluate(
+    loaded: LoadedModel,
+    plan: Plan | None,
+    tasks: Sequence[str],
+    length: int,
+    samples: int,
+    *,
+    phase: PhaseName = "both",
+    backend: str = "auto",
+    batch: int = 1,
+    seed: int = 0,
+    prefill_chunk: int | None = None,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Evaluates one plan against dense; without a plan, dense is on both sides.
+
+    See `evaluate_modes` for the arguments and errors.
+    """
+    modes: dict[str, Mode] = {phase: Mode(plan, phase, backend)} if plan else {}
+    results = evaluate_modes(
+        loaded, modes, tasks, length, samples, batch=batch, seed=seed, prefill_chunk=prefill_chunk, progress=progress
+    )
+    return results[phase if plan else DENSE]
+
+
+def evaluate_modes(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    tasks: Sequence[str],
+    length: int,
+    samples: int,
+    *,
+    batch: int = 1,
+    seed: int = 0,
+    prefill_chunk: int | None = None,
+    kit: Kit | None = None,
+    progress: Progress | None = None,
+) -> dict[str, EvalResult]:
+    """Evaluates some modes, and dense once, on samples that neither training nor calibration used.
+
+    Args:
+        loaded: the model, with nothing applied to it.
+        modes: what to compare with dense, by name; may be empty.
+        tasks: names of tasks.
+        length: most tokens of prompt and answer together.
+        samples: of each task.
+        batch: most samples run at once; only samples of equal shape share a batch.
+        seed: of the sample set.
+        prefill_chunk: most tokens of a prompt given to the model at once; None is all.
+        kit: the evaluation split's, `prepare(tokenizer, Split.EVALUATION)`, for those who call this often.
+        progress: where to report.
+
+    Returns:
+        A result a mode, and one named "dense" with dense on both sides.
+
+    Raises:
+        UsageError: an unknown task.
+        PromptError: a task does not fit the length.
+        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
+    """
+    found: dict[str, dict[str, list[Outcome]]] = {name: {task: [] for task in tasks} for name in (DENSE, *modes)}
+    spent = {name: Spent() for name in found}
+    source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    drawn = (sample for task in tasks for sample in held_out(source, task, length, samples, seed))
+    with (progress or NoProgress()).stage("evaluate", total=samples * len(tasks) * len(found)) as step:
+        for some in batches(drawn, batch, loaded.model.device):
+            dense = forced_logits(loaded, some, stepwise=False, chunk=prefill_chunk)
+            _note(found[DENSE], some, _outcomes(loaded, some, dense, dense))
+            step.advance(len(some.samples), f"{length} tokens, dense")
+            for name, mode in modes.items():
+                sparse, cost = _run(loaded, mode, some, prefill_chunk)
+                _note(found[name], some, _outcomes(loaded, some, dense, sparse))
+                spent[name] += cost
+                step.advance(len(some.samples), f"{length} tokens, {name}")
+    return {
+        name: EvalResult(
+            (length,), {task: TaskResult(tuple(found[DENSE][task]), tuple(own[task])) for task in tasks}, spent[name]
+        )
+        for name, own in found.items()
+    }
+
+
+def _run(loaded: LoadedModel, mode: Mode, batch: Batch, chunk: int | None) -> tuple[torch.Tensor, Spent]:
+    prefill, decode = mode.phase != "decode", mode.phase != "prefill"
+    with apply(loaded.model, mode.plan, prefill=prefill, decode=decode, backend=mode.backend) as handle:
+        logits = forced_logits(loaded, batch, stepwise=decode, chunk=chunk)
+        stats = handle.stats()
+    tiles = stats.prefill_tiles_computed, float(stats.prefill_tiles_causal)
+    return logits, Spent(*tiles, float(stats.decode_tokens_attended), float(stats.decode_tokens_cached))
+
+
+def _outcomes(loaded: LoadedModel, batch: Batch, dense: torch.Tensor, sparse: torch.Tensor) -> list[Outcome]:
+    kl = [0.0] * len(batch.samples) if dense is sparse else divergence(dense, sparse)
+    rows = zip(answered(loaded, batch, sparse), log_likelihood(batch, sparse), kl, strict=True)
+    return [Outcome(*row) for row in rows]
+
+
+def _note(found: dict[str, list[Outcome]], batch: Batch, outcomes: Sequence[Outcome]) -> None:
+    for sample, outcome in zip(batch.samples, outcomes, strict=True):
+        found[sample.task].append(outcome)

@@ -1,0 +1,185 @@
+"""Choosing filter layers: which layers decode densely and choose tokens for the layers after them (OmniKV).
+
+Three rules. `dp` solves for the cheapest assignment whose lost attention mass, weighted by how much each layer moves
+the residual, stays within `decode_loss`; how many filter layers there are comes out of it. `omnikv` is the paper's
+reading of inter-layer similarity (section 3.1 and its released analysis): the first layers dense, filters at the
+layers whose choice serves the next stretch of layers best, one wait layer, `last` selector. `fixed` takes the layers
+it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsekv.planner.cost_data import DeviceCost
+from sparsekv.planner.crossover import dense_below
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.predict import step_us
+from sparsekv.planner.profile_data import Profile, Reuse
+from sparsekv.planner.segments import FilterSegment, SegmentProblem, solve
+from sparsekv.plans.budget import Budget, tokens
+from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload, Segment
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+
+HOT_TOKENS = 4096
+_FIRST_DENSE = 2
+_LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
+_WAIT = 1
+
+Floats = npt.NDArray[np.float64]
+
+
+def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
+    """The decode phase of a plan, one bucket a profiled length.
+
+    Lengths at which no assignment is cheaper than dense by `cost` go dense, unless `options.crossover` is off.
+
+    Raises:
+        UsageError: the profile has no decode statistics, or a fixed layer does not exist.
+    """
+    measured = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse is not None]
+    if not measured:
+        raise UsageError("expected a profile with decode statistics, found none; profile with the decode phase")
+    buckets = [_bucket(profile.model, length, reuse, cost, options) for length, reuse in measured]
+    first = _shortest(buckets[0], cost, measured[0][0], profile.model) if options.crossover else ()
+    lengths = (*first, *buckets[:-1], buckets[-1].model_copy(update={"up_to": None}))
+    return DecodePlan(lengths=lengths, offload=_offload(lengths) if options.offload else None)
+
+
+def _bucket(model: ModelInfo, length: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions) -> DecodeBucket:
+    place = _budget_place(reuse.budgets, options.decode_budget, length)
+    kept = _square(reuse, place)
+    chosen = _segments(model, length, reuse, kept, cost, options)
+    segments = tuple(_segment(segment, reuse, options.decode_budget) for segment in chosen)
+    bucket = DecodeBucket(up_to=length, dense=not segments, segments=segments)
+    if options.crossover and segments and step_us(bucket, cost, length, model.layers) >= _dense_us(cost, length, model):
+        return DecodeBucket(up_to=length, dense=True)
+    return bucket
+
+
+def _segments(
+    model: ModelInfo, length: int, reuse: Reuse, kept: Floats, cost: DeviceCost, options: PlanOptions
+) -> tuple[FilterSegment, ...]:
+    full = [layer for layer in range(model.layers) if model.group_of(layer).kind == "full"]
+    if options.filter_rule == "fixed":
+        return _after(_known(options.filter_layers, full), full, wait=0)
+    if options.filter_rule == "omnikv":
+        return _after(similar_layers(kept[0]), full, wait=_WAIT)
+    return solve(_problem(length, reuse, kept, set(full), cost, options)).segments
+
+
+def _problem(
+    length: int, reuse: Reuse, kept: Floats, full: set[int], cost: DeviceCost, options: PlanOptions
+) -> SegmentProblem:
+    layers = len(reuse.importance)
+    importance = np.asarray(reuse.importance)
+    loss = (1.0 - np.minimum(kept, 1.0)) * (importance / max(importance.sum(), 1e-20))[None, :, None]
+    for layer in set(range(layers)) - full:
+        loss[:, layer, :] = loss[:, :, layer] = np.inf
+    chosen = options.decode_budget.resolve(length)
+    # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
+    dense_us = cost.decode_dense_us(length) if options.crossover else float(length)
+    sparse_us = cost.decode_sparse_us(chosen) if options.crossover else float(chosen)
+    choose_us = cost.decode_choose_us(length) if options.crossover else 1.0
+    return SegmentProblem(
+        dense_ns=np.full(layers, round(dense_us * 1e3)),
+        sparse_ns=np.full(layers, round(sparse_us * 1e3)),
+        choose_ns=np.full(layers, round(choose_us * 1e3)),
+        loss=loss,
+        most_loss=options.decode_loss,
+    )
+
+
+def similar_layers(kept_JI: Floats) -> tuple[int, ...]:
+    """Filter layers by OmniKV's similarity.
+
+    Args:
+        kept_JI: share of layer j's attention mass that the choice of layer i holds.
+
+    Returns:
+        For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
+        apart, the first two layers excepted.
+    """
+    layers = len(kept_JI)
+    count = max(1, round(layers / _LAYERS_A_FILTER))
+    stretch = max(1, layers // (count + 1))
+    served = {
+        i: float(np.mean(kept_JI[i + 1 : i + 1 + stretch, i])) for i in range(min(_FIRST_DENSE, layers - 2), layers - 1)
+    }
+    chosen: list[int] = []
+    for layer in sorted(served, key=lambda i: (-served[i], i)):
+        if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
+            chosen.append(layer)
+    return tuple(sorted(chosen))
+
+
+def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
+    ends = [*filters[1:], max(full) + 1]
+    spans = (
+        FilterSegment(first, 0, tuple(layer for layer in full if first + wait < layer < end))
+        for first, end in zip(filters, ends, strict=True)
+    )
+    return tuple(span for span in spans if span.layers)
+
+
+def _known(filters: Sequence[int], full: Sequence[int]) -> tuple[int, ...]:
+    unknown = sorted(set(filters) - set(full[:-1]))
+    if unknown:
+        raise UsageError(
+            f"expected filter layers with full attention below the last layer, {full[-1]}, found {unknown}; "
+            "choose others"
+        )
+    return tuple(sorted(set(filters)))
+
+
+def _segment(found: FilterSegment, reuse: Reuse, budget: Budget) -> Segment:
+    choice = reuse.selectors[found.selector]
+    return Segment(
+        filter=found.filter, layers=found.layers, budget=budget, selector=choice.selector, window=choice.window
+    )
+
+
+def _square(reuse: Reuse, budget: int) -> Floats:
+    """[selector, layer j, layer i] with zeros above the diagonal, for one budget."""
+    layers = len(reuse.importance)
+    kept = np.zeros((len(reuse.selectors), layers, layers))
+    for selector, tables in enumerate(reuse.kept):
+        for j, row in enumerate(tables[budget]):
+            kept[selector, j, : j + 1] = row
+    return kept
+
+
+def _budget_place(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
+    """The largest measured budget within the wanted one: what is lost is then not underestimated."""
+    sizes = [(budget.resolve(length), place) for place, budget in enumerate(measured)]
+    fitting = [size for size in sizes if size[0] <= wanted.resolve(length)]
+    if not fitting:
+        raise UsageError(
+            f"expected a decode budget of at least {min(sizes)[0]} tokens at {length}, the least that was profiled, "
+            f"found {wanted.resolve(length)}; raise it, or profile again with it"
+        )
+    return max(fitting)[1]
+
+
+def _dense_us(cost: DeviceCost, length: int, model: ModelInfo) -> float:
+    return model.layers * cost.decode_dense_us(length)
+
+
+def _shortest(bucket: DecodeBucket, cost: DeviceCost, length: int, model: ModelInfo) -> tuple[DecodeBucket, ...]:
+    if bucket.dense:
+        return ()
+    below = dense_below(
+        lambda shorter: step_us(bucket, cost, shorter, model.layers) < _dense_us(cost, shorter, model), length
+    )
+    return (DecodeBucket(up_to=below, dense=True),) if below else ()
+
+
+def _offload(buckets: Sequence[DecodeBucket]) -> Offload | None:
+    # A layer that is dense at some length would read everything back from the host there.
+    always = [bucket.sparse_layers for bucket in buckets if not bucket.dense]
+    layers = frozenset.intersection(*always) if always else frozenset()
+    return Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if layers else None

@@ -1,0 +1,208 @@
+"""What `plan` is asked to do. Every field has a default; `settled` fills the ones that depend on model and device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from sparsekv.plans.budget import Budget, fraction
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.lengths import format_length
+from sparsekv.plans.patterns import TileShape
+
+Phase = Literal["prefill", "decode"]
+Family = Literal["a_shape", "vertical_slash", "block_sparse"]
+FilterRule = Literal["dp", "omnikv", "fixed"]
+Preset = Literal["minference"]
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
+RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
+TASKS = (*RETRIEVAL_TASKS, "perplexity")
+
+# Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
+_DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
+_LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
+_LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a plan must keep on held-out prompts.
+
+    Attributes:
+        max_accuracy_drop: most points (of 100) a task may lose against dense.
+        max_kl: most mean divergence of next-token distributions from dense, in nats; None is no bound.
+        solved: tasks that dense answers less often than this share are not held against a plan.
+    """
+
+    max_accuracy_drop: float = 1.0
+    max_kl: float | None = None
+    solved: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How to plan.
+
+    Attributes:
+        lengths: context lengths to profile, one bucket each; empty for defaults by device and context.
+        target_density: share of the causal tiles to compute, over all heads and layers: one for all lengths, or one
+            a length; empty for defaults by length.
+        target_speedup: instead of a density: how much faster than dense the attention of a prefill must become.
+        phases: which phases get a plan; the others run dense.
+        crossover: whether lengths at which dense is measured to be faster go dense.
+        preset: "minference" for the search of MInference 1.0 as published.
+        families: pattern families of the search.
+        tile: tile shape; None for 128 x 128, or 64 x 64 under the preset.
+        backend: prefill backend, or "auto".
+        levels: the ladder of densities that is profiled, as multiples of the target, so that one profile serves
+            several targets and a plan that misses its gate can be tightened; empty by device.
+        row_stride: candidates are scored on every that many-th query tile, and on those of the question and answer;
+            None: every tile on CUDA, every fourth on the CPU.
+        prompts: the caller's own calibration texts, instead of task samples.
+        tasks: tasks for calibration and verification.
+        samples: calibration samples a length; None: one a task on CUDA, three on the CPU.
+        gate: what verification asks for.
+        verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
+        verify_lengths: lengths to verify at; empty for every planned length.
+        decode_budget: tokens that the layers of a segment attend to, besides generated ones.
+        decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance.
+        filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
+        filter_layers: the layers of the "fixed" rule.
+        offload: whether the layers of segments keep their rows in host memory.
+        batch: most prompts evaluated at once; None by device.
+        prefill_chunk: most tokens of a prompt given to the model at once in verification; None is all.
+        seed: of calibration and verification samples.
+        device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
+    """
+
+    lengths: tuple[int, ...] = ()
+    target_density: tuple[float, ...] = ()
+    target_speedup: float | None = None
+    phases: tuple[Phase, ...] = PHASES
+    crossover: bool = True
+    preset: Preset | None = None
+    families: tuple[Family, ...] = FAMILIES
+    tile: TileShape | None = None
+    backend: str = "auto"
+    levels: tuple[float, ...] = ()
+    row_stride: int | None = None
+    prompts: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = TASKS
+    samples: int | None = None
+    gate: Gate = field(default_factory=Gate)
+    verify_samples: int | None = None
+    verify_lengths: tuple[int, ...] = ()
+    decode_budget: Budget = field(default_factory=lambda: fraction(0.1))
+    decode_loss: float = 0.02
+    filter_rule: FilterRule = "dp"
+    filter_layers: tuple[int, ...] = ()
+    offload: bool = False
+    batch: int | None = None
+    prefill_chunk: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def tile_shape(self) -> TileShape:
+        """The tile shape, 64 x 64 under the preset unless another one is asked for."""
+        return self.tile or (TileShape(query=64, key=64) if self.preset == "minference" else TileShape())
+
+    def settled(self, context_length: int, device_type: str) -> PlanOptions:
+        """These options with every default filled in.
+
+        Raises:
+            UsageError: a length is beyond the model's context, or lengths and densities do not pair up.
+        """
+        on_gpu = device_type == "cuda"
+        lengths = tuple(sorted(set(self.lengths))) or _default_lengths(context_length, device_type)
+        if lengths[-1] > context_length:
+            raise UsageError(
+                f"expected lengths within the model's context of {format_length(context_length)} tokens, "
+                f"found {format_length(lengths[-1])}; leave it out, or plan a model with a longer context"
+            )
+        preset = self.preset == "minference"
+        return replace(
+            self,
+            lengths=lengths,
+            target_density=() if preset else self._densities(lengths),
+            tile=self.tile_shape,
+            levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
+            row_stride=self.row_stride or (1 if on_gpu else 4),
+            tasks=("kv_retrieval",) if preset and self.tasks == TASKS else self.tasks,
+            samples=self.samples or (1 if preset else len(self.tasks) if on_gpu else min(3, len(self.tasks))),
+            verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
+            verify_lengths=self.verify_lengths or lengths,
+            batch=self.batch or (8 if on_gpu else 1),
+        )
+
+    def _densities(self, lengths: tuple[int, ...]) -> tuple[float, ...]:
+        given = self.target_density
+        if not given:
+            return tuple(density_for(length) for length in lengths)
+        if len(given) == 1:
+            return given * len(lengths)
+        if len(given) != len(lengths):
+            raise UsageError(
+                f"expected one target density, or one for each of the {len(lengths)} lengths, found {len(given)}"
+            )
+        order = sorted(range(len(given)), key=lambda place: self.lengths[place])
+        return tuple(given[place] for place in order)
+
+
+def density_for(length: int) -> float:
+    """The default target density at a length: interpolated in log length, flat outside the known range."""
+    (low, top), *rest = _DENSITIES
+    if length <= low:
+        return top
+    for high, bottom in rest:
+        if length <= high:
+            share = math.log(length / low) / math.log(high / low)
+            return round(top * math.pow(bottom / top, share), 4)
+        low, top = high, bottom
+    return top
+
+
+def _default_lengths(context_length: int, device_type: str) -> tuple[int, ...]:
+    fitting = tuple(length for length in _LENGTHS.get(device_type, _LENGTHS["cpu"]) if length <= context_length)
+    return fitting or (context_length,)
+
+
+def _check(options: PlanOptions) -> None:
+    def expect(holds: bool, what: str, found: object) -> None:
+        if not holds:
+            raise UsageError(f"expected {what}, found {found!r}")
+
+    expect(all(length > 0 for length in options.lengths), "positive lengths", options.lengths)
+    expect(_shares(options.target_density), "target densities in (0, 1]", options.target_density)
+    speedup = options.target_speedup
+    expect(speedup is None or speedup > 1.0, "a target speedup above 1", speedup)
+    expect(speedup is None or not options.target_density, "a target density or a target speedup", "both")
+    expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {PHASES}", options.phases)
+    expect(
+        bool(options.families) and set(options.families) <= set(FAMILIES), f"families of {FAMILIES}", options.families
+    )
+    expect(all(level > 0 for level in options.levels), "positive levels", options.levels)
+    expect(options.row_stride is None or options.row_stride >= 1, "a row stride of 1 or more", options.row_stride)
+    expect(options.samples is None or options.samples >= 1, "at least one calibration sample", options.samples)
+    expect((options.verify_samples or 0) >= 0, "zero or more verification samples", options.verify_samples)
+    expect(
+        set(options.verify_lengths) <= set(options.lengths) or not options.lengths,
+        "verification lengths among the planned lengths",
+        options.verify_lengths,
+    )
+    expect(options.gate.max_accuracy_drop >= 0, "an accuracy drop of zero or more points", options.gate)
+    expect(options.decode_loss >= 0, "a decode loss of zero or more", options.decode_loss)
+    fixed = options.filter_rule == "fixed"
+    expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
+
+
+def _shares(values: Sequence[float]) -> bool:
+    return all(0.0 < value <= 1.0 for value in values)

@@ -1,0 +1,126 @@
+"""What profiling found out about a model: the input of every compile, kept in a file of its own.
+
+Every number is rounded to six significant digits when it enters, so that what is in memory is what the file says.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sparsekv.planner.options import Family
+from sparsekv.plans.budget import Budget
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.parts import Count, Digest, FieldError, Index, Length, Natural, NonNegative, Part, Positive, Text
+from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.plans.records import BackendName, DtypeName
+
+KIND = "sparsekv.profile"
+SCHEMA_VERSION = 1
+
+Row = tuple[NonNegative, ...]
+Table = tuple[Row, ...]
+
+
+class SelectorChoice(Part):
+    """A way to weigh the rows before a decode step in the choice of tokens."""
+
+    selector: Literal["last", "uniform", "exponential"]
+    window: Count
+
+
+class Candidate(Part):
+    """One ray of the search space, brought to one density."""
+
+    family: Family
+    ray: Text
+    density: Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class LayerScores(Part):
+    """One layer: a row a candidate, an entry a head, means over the calibration prompts.
+
+    `patterns` are places in the pattern list of the length. `tiles` and `columns` are shares of the causal tiles.
+    """
+
+    layer: Index
+    patterns: tuple[tuple[Natural, ...], ...]
+    error: Table
+    tail_error: Table
+    mass: Table
+    tiles: Table
+    columns: Table
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> LayerScores:
+        shape = [len(row) for row in self.patterns]
+        for name in ("error", "tail_error", "mass", "tiles", "columns"):
+            found = [len(row) for row in getattr(self, name)]
+            if found != shape:
+                raise FieldError(f"expected {len(shape)} rows of {shape[:1]} heads, found {found}", name)
+        return self
+
+
+class Reuse(Part):
+    """How well the tokens that layer i chooses serve layer j, at one length.
+
+    `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass that the choice of layer i holds, with selector s
+    and budget b; worst row of a prompt, mean over prompts. `importance[j]`: how much attention of layer j moves the
+    residual, || attention output || / || residual ||.
+    """
+
+    budgets: tuple[Budget, ...]
+    selectors: tuple[SelectorChoice, ...]
+    importance: Row
+    kept: tuple[tuple[Table, ...], ...]
+
+    @model_validator(mode="after")
+    def _triangular(self) -> Reuse:
+        layers = range(len(self.importance))
+        fits = [len(self.kept) == len(self.selectors)]
+        fits += [len(tables) == len(self.budgets) for tables in self.kept]
+        fits += [[len(row) for row in table] == [j + 1 for j in layers] for tables in self.kept for table in tables]
+        if not all(fits):
+            raise FieldError("expected a lower triangle of layers for each selector and budget", "kept")
+        return self
+
+
+class LengthProfile(Part):
+    """Everything measured at one context length."""
+
+    length: Length
+    prompt_tokens: tuple[Positive, ...]
+    candidates: tuple[Candidate, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    layers: tuple[LayerScores, ...] = ()
+    reuse: Reuse | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LengthProfile:
+        for number, scores in enumerate(self.layers):
+            if len(scores.patterns) != len(self.candidates):
+                message = f"expected {len(self.candidates)} candidates, found {len(scores.patterns)}"
+                raise FieldError(message, "layers", number)
+            if any(place >= len(self.patterns) for row in scores.patterns for place in row):
+                raise FieldError(f"expected places below {len(self.patterns)}", "layers", number)
+        return self
+
+
+class Profile(Part):
+    """What one profiling run found, and what it was run with."""
+
+    kind: Literal["sparsekv.profile"] = "sparsekv.profile"
+    schema_version: Literal[1] = 1
+    model: ModelInfo
+    device: Text
+    dtype: DtypeName
+    backend: BackendName
+    tile: TileShape
+    preset: Literal["minference"] | None = None
+    seed: Natural
+    samples: Positive
+    tasks: tuple[Text, ...] = ()
+    calibration: Digest
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    lengths: tuple[LengthProfile, ...]

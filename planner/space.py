@@ -1,0 +1,235 @@
+"""The search space: families of patterns, each a ray along which one size is moved until the cost is right.
+
+MInference 1.0, section 3.2, algorithm 1: every candidate is a family with a ratio of its parts; its size changes until
+it costs what the target costs in the kernel that will run. The paper's own numbers are in `_published`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sparsekv.kernels.density import density
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.options import Family, PlanOptions
+from sparsekv.planner.profile_data import Candidate, SelectorChoice
+from sparsekv.plans.budget import Budget, fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+
+LAST_Q = 64
+PUBLISHED_STEP = 50
+# The observation window of OmniKV's released configuration.
+_WINDOW = 16
+_DECODE_SHARES = (0.025, 0.05, 0.1, 0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The sizes that the largest part of a pattern may take, ascending.
+
+    With a step they run through `start`, so that a search that need not move lands on the published value. Without
+    one they grow by a sixteenth of an octave: as fine at 50 diagonals as at 5000.
+    """
+
+    start: int
+    step: int | None
+
+    def count(self, most: int) -> int:
+        """How many sizes there are up to the first that reaches `most`."""
+        if self.step is None:
+            return min(len(_OCTAVES), bisect_left(_OCTAVES, most) + 1)
+        return max(0, most - self.start % self.step) // self.step + 2
+
+    def value(self, size: int) -> int:
+        """The size of that number, from 0 on."""
+        return _OCTAVES[size] if self.step is None else self.start % self.step + size * self.step
+
+
+_OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
+
+
+class Ray(Protocol):
+    """A family of patterns ordered by size; a larger size never computes less."""
+
+    @property
+    def family(self) -> Family:
+        """Which family."""
+
+    @property
+    def name(self) -> str:
+        """What reports and profiles call it."""
+
+    def sizes(self, length: int) -> int:
+        """How many sizes make a difference at this length: 0 to sizes - 1."""
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """The pattern of that size, with at most `max_tiles` tokens of tiles in a row where the family can bound it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AShapeRay:
+    """A fixed sink and a growing window."""
+
+    sink: int
+    window: int
+    step: int | None = None
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "a_shape"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return f"a_shape({self.sink}, {self.window})"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return Grid(self.window, self.step).count(length)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`. The window says it all; `max_tiles` has nothing to bound."""
+        return AShape(sink=tokens(self.sink), window=tokens(Grid(self.window, self.step).value(size)))
+
+
+@dataclass(frozen=True, slots=True)
+class VerticalSlashRay:
+    """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
+
+    vertical: int
+    slash: int
+    step: int | None = None
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "vertical_slash"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return f"vertical_slash({self.vertical}, {self.slash})"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return Grid(max(self.vertical, self.slash), self.step).count(length)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`."""
+        most = max(self.vertical, self.slash)
+        scale = Grid(most, self.step).value(size) / most
+        return VerticalSlash(
+            vertical=tokens(round(self.vertical * scale)),
+            slash=tokens(round(self.slash * scale)),
+            last_q=LAST_Q,
+            max_tiles=tokens(max_tiles),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseRay:
+    """Top tiles of each row, one tile more a step."""
+
+    key_tile: int
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "block_sparse"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return "block_sparse"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return -(-length // self.key_tile)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`. `keep` is the bound itself."""
+        return BlockSparse(keep=tokens((size + 1) * self.key_tile))
+
+
+def search_space(options: PlanOptions) -> tuple[Ray, ...]:
+    """The rays to search, of the families asked for: our own, or those of MInference 1.0."""
+    rays = _own(options.tile_shape) if options.preset is None else _published(options.tile_shape)
+    return tuple(ray for ray in rays if ray.family in options.families)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """One ray to bring to one density, and what the profile calls it."""
+
+    ray: Ray
+    density: float
+
+    @property
+    def candidate(self) -> Candidate:
+        """The profile's entry."""
+        return Candidate(family=self.ray.family, ray=self.ray.name, density=self.density)
+
+
+def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
+    """Every candidate of a length: each ray at each density of the ladder, ascending."""
+    rays = search_space(options)
+    return tuple(Aim(ray, share) for ray in rays for share in _densities(options, length))
+
+
+def decode_budgets(options: PlanOptions) -> tuple[Budget, ...]:
+    """Budgets that token choices are scored at."""
+    shares = tuple(fraction(share) for share in _DECODE_SHARES)
+    return shares if options.decode_budget in shares else (*shares, options.decode_budget)
+
+
+def decode_selectors() -> tuple[SelectorChoice, ...]:
+    """OmniKV's three ways to weigh the last queries."""
+    return (
+        SelectorChoice(selector="last", window=1),
+        SelectorChoice(selector="uniform", window=_WINDOW),
+        SelectorChoice(selector="exponential", window=_WINDOW),
+    )
+
+
+def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
+    if options.preset is not None:
+        return (_published_density(length, options.tile_shape),)
+    target = options.target_density[options.lengths.index(length)]
+    return tuple(sorted({min(1.0, round(target * level, 4)) for level in options.levels}))
+
+
+def _published_density(length: int, tile: TileShape) -> float:
+    """What every candidate of MInference's search is brought to: the cost of 1024 sink and 4096 local tokens."""
+    pattern, chunk = AShape(sink=tokens(1024), window=tokens(4096)), Chunk.uniform(1, 0, length)
+    nothing_11LD = torch.empty(1, 1, length, 1)  # a static pattern reads neither queries nor keys
+    index = build_index((pattern,), nothing_11LD, nothing_11LD, chunk, tile, scale=1.0)
+    return float(density(index, chunk))
+
+
+def _own(tile: TileShape) -> tuple[Ray, ...]:
+    """Ratios spread evenly from nearly all diagonals to nearly all columns, and two sinks."""
+    return (
+        AShapeRay(tile.key, 4096),
+        AShapeRay(1024, 4096),
+        VerticalSlashRay(30, 2048),
+        VerticalSlashRay(200, 1600),
+        VerticalSlashRay(1000, 1000),
+        VerticalSlashRay(3000, 200),
+        BlockSparseRay(tile.key),
+    )
+
+
+def _published(tile: TileShape) -> tuple[Ray, ...]:
+    return (
+        AShapeRay(1024, 4096, PUBLISHED_STEP),
+        VerticalSlashRay(30, 2048, PUBLISHED_STEP),
+        VerticalSlashRay(100, 1800, PUBLISHED_STEP),
+        VerticalSlashRay(500, 1500, PUBLISHED_STEP),
+        VerticalSlashRay(3000, 200, PUBLISHED_STEP),
+        BlockSparseRay(tile.key),
+    )

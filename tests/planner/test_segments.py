@@ -1,0 +1,107 @@
+"""The exact assignment of filter layers against brute force."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsekv.planner.segments import Assignment, FilterSegment, SegmentProblem, solve
+
+
+def brute_force(problem: SegmentProblem) -> tuple[int, float]:
+    """Cost and loss of the best of all assignments: each layer dense, sparse, or a filter with some selector."""
+    best = (np.iinfo(np.int64).max, np.inf)
+    actions = ["dense", "sparse", *range(len(problem.loss))]
+    for plan in product(actions, repeat=problem.layers):
+        cost, loss, filter_ = 0, 0.0, None
+        for layer, action in enumerate(plan):
+            if action == "sparse":
+                cost += int(problem.sparse_ns[layer])
+                loss += np.inf if filter_ is None else float(problem.loss[filter_[1], layer, filter_[0]])
+            else:
+                cost += int(problem.dense_ns[layer])
+                if action != "dense":
+                    cost += int(problem.choose_ns[layer])
+                    filter_ = (layer, action)
+        if loss <= problem.most_loss:
+            best = min(best, (cost, loss))
+    return best
+
+
+def value_of(problem: SegmentProblem, found: Assignment) -> tuple[int, float]:
+    """Cost and loss of an assignment, from its segments alone."""
+    cost, loss = int(problem.dense_ns.sum()), 0.0
+    for segment in found.segments:
+        cost += int(problem.choose_ns[segment.filter])
+        for layer in segment.layers:
+            cost += int(problem.sparse_ns[layer] - problem.dense_ns[layer])
+            loss += float(problem.loss[segment.selector, layer, segment.filter])
+    return cost, loss
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> SegmentProblem:
+    layers, selectors = draw(st.integers(2, 6)), draw(st.integers(1, 2))
+    prices = st.integers(0, 50)
+    losses = st.one_of(st.floats(0, 1), st.just(np.inf))
+    loss = np.full((selectors, layers, layers), np.inf)
+    for s, j, i in product(range(selectors), range(layers), range(layers)):
+        if i < j:
+            loss[s, j, i] = draw(losses)
+    arrays = [np.array(draw(st.lists(prices, min_size=layers, max_size=layers)), np.int64) for _ in range(3)]
+    return SegmentProblem(*arrays, loss, draw(st.floats(0, 2)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_no_assignment_is_cheaper_than_the_one_found(problem: SegmentProblem) -> None:
+    found = solve(problem)
+    cost, loss = brute_force(problem)
+    assert found.cost_ns == cost
+    assert found.loss == pytest.approx(loss)
+    assert found.loss <= problem.most_loss
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_the_segments_cost_and_lose_what_the_solution_says(problem: SegmentProblem) -> None:
+    found = solve(problem)
+    cost, loss = value_of(problem, found)
+    # A filter that no layer uses is dropped from the segments; it is only ever taken where choosing is free.
+    assert cost == found.cost_ns
+    assert loss == pytest.approx(found.loss)
+
+
+def uniform(layers: int, loss: np.ndarray, most_loss: float, choose: int = 10) -> SegmentProblem:
+    full = np.full(layers, 100), np.full(layers, 20), np.full(layers, choose)
+    return SegmentProblem(*full, loss[None], most_loss)
+
+
+def test_one_filter_serves_all_layers_when_nothing_is_lost() -> None:
+    found = solve(uniform(8, np.zeros((8, 8)), 0.0))
+    assert found.segments == (FilterSegment(0, 0, (1, 2, 3, 4, 5, 6, 7)),)
+
+
+def test_a_second_filter_appears_where_the_first_one_stops_serving() -> None:
+    loss = np.ones((8, 8))
+    loss[1:4, 0] = 0.0
+    loss[5:8, 4] = 0.0
+    found = solve(uniform(8, loss, 0.5))
+    assert found.segments == (FilterSegment(0, 0, (1, 2, 3)), FilterSegment(4, 0, (5, 6, 7)))
+
+
+def test_everything_is_dense_when_every_choice_loses_too_much() -> None:
+    found = solve(uniform(6, np.ones((6, 6)), 0.5))
+    assert found.segments == ()
+    assert found.cost_ns == 600
+
+
+def test_an_80_layer_model_is_solved_in_time() -> None:
+    rng = np.random.default_rng(0)
+    loss = rng.random((3, 80, 80)) * 0.01
+    full = np.full(80, 100_000), np.full(80, 20_000), np.full(80, 30_000)
+    found = solve(SegmentProblem(*full, loss, 0.1))
+    assert found.segments
+    assert found.loss <= 0.1
