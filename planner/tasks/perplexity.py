@@ -1,0 +1,31 @@
+"""Plain held-out text: the model continues it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.types import Document, Kit, Query, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """An excerpt of the filler text.
+
+    The one query has an empty question; its answer is the end of the excerpt, for a teacher-forced score. Its text is
+    empty: a generated continuation is not compared. Without queries, all of the excerpt is context.
+
+    Attributes:
+        most_scored: most tokens of the answer; it is at most a quarter of the excerpt.
+    """
+
+    name: str = "perplexity"
+    most_scored: int = 256
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`."""
+        ids, _ = kit.filler.excerpt(request.length, draws.rng)
+        scored = min(self.most_scored, len(ids) // 4) if request.queries else 0
+        split = len(ids) - scored
+        query = Query(np.zeros(0, np.int32), ids[split:], "")
+        return Document(ids[:split], np.ones(split, np.bool_), (query,) if scored else ())

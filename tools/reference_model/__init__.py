@@ -1,0 +1,1 @@
+"""How the reference model `tiny-retriever` is made."""
