@@ -1,14 +1,16 @@
-"""Random attention problems with their answer by brute force: masks are drawn first, indices are packed from them.
+"""Random attention problems with their answer by brute force: what is seen is drawn first, indices are packed from it.
 
 Nothing here uses an index builder or an attention function of the project. Keys and values past a row's length, and
-queries of padding rows, are NaN: a kernel that lets them through shows it.
+queries of padding rows, are NaN: a kernel that lets them through shows it. `benchmarks/check_kernels.py` uses the same
+problems, with rows sampled where a whole mask would not fit.
 
-Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, T query tiles, N key tiles, C columns.
+Shapes: B batch, H query heads, G KV heads, S query rows, R sampled rows, K keys in memory, T query tiles, N key tiles,
+C columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -42,17 +44,33 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What each query tile computes, before it is packed into an index."""
+
+    tiles_BHTN: torch.Tensor  # bool
+    columns_BHC: torch.Tensor  # ascending, padded with NO_COLUMN
+    live_BHTC: torch.Tensor  # bool
+
+    def to(self, device: torch.device) -> Seen:
+        return Seen(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+@dataclass(frozen=True)
 class Problem:
-    """A case drawn: its tensors, its index and the mask that the index stands for."""
+    """A case drawn: its tensors, its index and what the index stands for."""
 
     q_BHSD: torch.Tensor
     k_BGKD: torch.Tensor
     v_BGKD: torch.Tensor
     index: TileIndex
-    mask_BHSK: torch.Tensor
+    seen: Seen
     chunk: Chunk
     window: int | None
     scale: float
+
+    @property
+    def every_row(self) -> torch.Tensor:
+        return torch.arange(self.q_BHSD.shape[2], device=self.q_BHSD.device)
 
 
 def draw(case: Case, device: str = "cpu") -> Problem:
@@ -61,72 +79,36 @@ def draw(case: Case, device: str = "cpu") -> Problem:
     chunk = Chunk(case.past, case.lengths)
     S = max(n - p for p, n in zip(case.past, case.lengths, strict=True)) + case.spare_rows
     K = chunk.longest + case.spare_keys
-    B = len(case.past)
-    q_BHSD = _tokens(case, B, case.heads, S, generator)
-    k_BGKD = _tokens(case, B, case.kv_heads, K, generator)
-    v_BGKD = _tokens(case, B, case.kv_heads, K, generator)
+    q_BHSD = _tokens(case, case.heads, S, generator)
+    k_BGKD = _tokens(case, case.kv_heads, K, generator)
+    v_BGKD = _tokens(case, case.kv_heads, K, generator)
     for b, (past, length) in enumerate(zip(case.past, case.lengths, strict=True)):
         q_BHSD[b, :, length - past :] = float("nan")
         k_BGKD[b, :, length:] = float("nan")
         v_BGKD[b, :, length:] = float("nan")
-    index, mask_BHSK = _draw_index(case, chunk, S, K, generator)
-    at = torch.device(device)
-    return Problem(
-        q_BHSD.to(at),
-        k_BGKD.to(at),
-        v_BGKD.to(at),
-        TileIndex(
-            index.tile,
-            index.tiles_BHTW.to(at),
-            index.counts_BHT.to(at),
-            index.columns_BHC.to(at),
-            index.live_BHTN.to(at),
-            index.dense_H.to(at),
-        ),
-        mask_BHSK.to(at),
-        chunk,
-        case.window,
-        case.dim**-0.5,
-    )
+    dense_H = torch.tensor([h in case.dense_heads for h in range(case.heads)])
+    seen = _draw_seen(case, chunk, S, dense_H, generator).to(torch.device(device))
+    q_BHSD, k_BGKD, v_BGKD, dense_H = (x.to(device) for x in (q_BHSD, k_BGKD, v_BGKD, dense_H))
+    index = pack(case.tile, seen, dense_H)
+    return Problem(q_BHSD, k_BGKD, v_BGKD, index, seen, chunk, case.window, case.dim**-0.5)
 
 
-def _tokens(case: Case, batch: int, heads: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    drawn = torch.randn((batch, tokens, heads, case.dim), generator=generator).to(case.dtype).transpose(1, 2)
+def _tokens(case: Case, heads: int, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    drawn = torch.randn((len(case.past), tokens, heads, case.dim), generator=generator).to(case.dtype).transpose(1, 2)
     return drawn if case.token_major else drawn.contiguous()
 
 
-def causal_mask(chunk: Chunk, queries: int, keys: int, window: int | None = None) -> torch.Tensor:
-    """[B, S, K]: what a dense layer sees; padding rows see nothing."""
-    i_BS1 = torch.tensor(chunk.past)[:, None, None] + torch.arange(queries)[:, None]
-    j_K = torch.arange(keys)
-    mask_BSK = (j_K <= i_BS1) & (i_BS1 < torch.tensor(chunk.lengths)[:, None, None])
-    return mask_BSK if window is None else mask_BSK & (i_BS1 - j_K < window)
-
-
-def _draw_index(
-    case: Case, chunk: Chunk, queries: int, keys: int, generator: torch.Generator
-) -> tuple[TileIndex, torch.Tensor]:
+def _draw_seen(case: Case, chunk: Chunk, queries: int, dense_H: torch.Tensor, generator: torch.Generator) -> Seen:
     tile, B, H = case.tile, len(case.past), case.heads
     T, N = chunk.query_tiles(tile, queries), chunk.key_tiles(tile)
-    dense_H = torch.tensor([h in case.dense_heads for h in range(H)])
     last_BT = _last_rows(chunk, tile, T)
-    causal_BTN = torch.arange(N) * tile.key <= last_BT[:, :, None]
-    chosen_BHTN = (torch.rand((B, H, T, N), generator=generator) < case.share) | dense_H[None, :, None, None]
-    chosen_BHTN &= causal_BTN[:, None]
+    tiles_BHTN = (torch.rand((B, H, T, N), generator=generator) < case.share) | dense_H[None, :, None, None]
+    tiles_BHTN &= (torch.arange(N) * tile.key <= last_BT[:, :, None])[:, None]
     columns_BHC = _draw_columns(case, chunk, generator)
-    inside_BHTC = chosen_BHTN.gather(3, (columns_BHC.clamp(min=0) // tile.key)[:, :, None].expand(B, H, T, -1))
+    inside_BHTC = tiles_BHTN.gather(3, (columns_BHC.clamp(min=0) // tile.key)[:, :, None].expand(B, H, T, -1))
     live_BHTC = (torch.rand(inside_BHTC.shape, generator=generator) < 0.7) & ~inside_BHTC
     live_BHTC &= (columns_BHC >= 0)[:, :, None] & (columns_BHC[:, :, None] <= last_BT[:, None, :, None])
-
-    computed_BHTK = chosen_BHTN.repeat_interleave(tile.key, 3)
-    computed_BHTK = torch.nn.functional.pad(computed_BHTK, (0, max(0, keys - computed_BHTK.shape[3])))[..., :keys]
-    singles_BHTK = torch.zeros_like(computed_BHTK)
-    for b, h in torch.cartesian_prod(torch.arange(B), torch.arange(H)).tolist():
-        held = columns_BHC[b, h] >= 0
-        singles_BHTK[b, h][:, columns_BHC[b, h][held]] = live_BHTC[b, h][:, held]
-    mask_BHSK = (computed_BHTK | singles_BHTK).repeat_interleave(tile.query, 2)[:, :, :queries]
-    mask_BHSK = mask_BHSK & causal_mask(chunk, queries, keys, case.window)[:, None]
-    return pack(tile, chosen_BHTN, columns_BHC, live_BHTC, dense_H), mask_BHSK
+    return Seen(tiles_BHTN, columns_BHC, live_BHTC)
 
 
 def _last_rows(chunk: Chunk, tile: TileShape, tiles: int) -> torch.Tensor:
@@ -141,65 +123,93 @@ def _draw_columns(case: Case, chunk: Chunk, generator: torch.Generator) -> torch
     """Ascending distinct columns of each head; the last head has fewer, its row is padded."""
     B, H = len(case.past), case.heads
     columns_BHC = torch.full((B, H, case.columns), NO_COLUMN)
-    for b, length in enumerate(case.lengths):
+    for b, length in enumerate(chunk.lengths):
         for h in range(H):
             wanted = min(case.columns // 2 if h == H - 1 and H > 1 else case.columns, length)
             columns_BHC[b, h, :wanted] = torch.randperm(length, generator=generator)[:wanted].sort().values
     return columns_BHC
 
 
-def pack(
-    tile: TileShape,
-    chosen_BHTN: torch.Tensor,
-    columns_BHC: torch.Tensor,
-    live_BHTC: torch.Tensor,
-    dense_H: torch.Tensor,
-) -> TileIndex:
-    """The index that stands for marked tiles and live columns. Lists of dense heads are filled with rubbish."""
-    counts_BHT = chosen_BHTN.sum(3)
-    listed_H = ~dense_H
-    width = int(counts_BHT[:, listed_H].max()) if listed_H.any() and counts_BHT.numel() else 0
-    order_BHTN = torch.argsort(~chosen_BHTN * 1, dim=3, stable=True)[..., :width]
-    unused = torch.arange(width) >= counts_BHT[..., None]
+def pack(tile: TileShape, seen: Seen, dense_H: torch.Tensor) -> TileIndex:
+    """The index that stands for what is seen. Lists of dense heads are filled with rubbish: nobody may read them."""
+    device = dense_H.device
+    counts_BHT = seen.tiles_BHTN.sum(3)
+    width = int(counts_BHT[:, ~dense_H].max()) if (~dense_H).any() and counts_BHT.numel() else 0
+    order_BHTN = torch.argsort((~seen.tiles_BHTN).to(torch.int8), dim=3, stable=True)[..., :width]
+    unused = torch.arange(width, device=device) >= counts_BHT[..., None]
     tiles_BHTW = order_BHTN.masked_fill(unused, NO_TILE)
     tiles_BHTW[:, dense_H] = 1 << 20
-    C = columns_BHC.shape[2]
-    bits = torch.nn.functional.pad(live_BHTC, (0, -C % 32)).unflatten(3, (-1, 32)).long()
-    words = (bits << torch.arange(32)).sum(4)
+    bits = torch.nn.functional.pad(seen.live_BHTC, (0, -seen.live_BHTC.shape[3] % 32)).unflatten(3, (-1, 32)).long()
+    words = (bits << torch.arange(32, device=device)).sum(4)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words)
-    return TileIndex(tile, tiles_BHTW.int(), counts_BHT.int(), columns_BHC.int(), words.int(), dense_H)
+    return TileIndex(tile, tiles_BHTW.int(), counts_BHT.int(), seen.columns_BHC.int(), words.int(), dense_H)
 
 
-def expected(problem: Problem) -> AttentionOutput:
-    """The answer, dense in float32 with the mask; rows that see nothing are 0 and -inf."""
+def mask_of_rows(problem: Problem, row_R: torch.Tensor) -> torch.Tensor:
+    """Bool [B, H, R, K]: which keys these query rows see, by the definition in tiles.py; padding rows see nothing."""
+    tile, seen, device = problem.index.tile, problem.seen, row_R.device
+    keys = problem.k_BGKD.shape[2]
+    tiles_BHRN = seen.tiles_BHTN[:, :, row_R // tile.query]
+    in_tile_BHRK = tiles_BHRN.repeat_interleave(tile.key, 3)[..., :keys]
+    in_tile_BHRK = torch.nn.functional.pad(in_tile_BHRK, (0, keys - in_tile_BHRK.shape[3]))
+    live_BHRC = seen.live_BHTC[:, :, row_R // tile.query]
+    slot_BHRC = seen.columns_BHC[:, :, None].where(live_BHRC, keys)  # the last slot takes what is not live
+    single_BHRK = torch.zeros((*in_tile_BHRK.shape[:3], keys + 1), dtype=torch.bool, device=device)
+    single_BHRK = single_BHRK.scatter_(3, slot_BHRC, True)[..., :keys]
+    i_BR1 = torch.tensor(problem.chunk.past, device=device)[:, None, None] + row_R[:, None]
+    j_K = torch.arange(keys, device=device)
+    causal_BRK = (j_K <= i_BR1) & (i_BR1 < torch.tensor(problem.chunk.lengths, device=device)[:, None, None])
+    if problem.window is not None:
+        causal_BRK &= i_BR1 - j_K < problem.window
+    return (in_tile_BHRK | single_BHRK) & causal_BRK[:, None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far an output is from the answer; `faults` is empty when it is right."""
+
+    error: float  # ||out - answer|| / ||answer||
+    lse_error: float  # the largest difference
+    faults: tuple[str, ...]
+
+
+def compare(found: AttentionOutput, problem: Problem, row_R: torch.Tensor | None = None) -> Comparison:
+    """The rows `row_R` (all by default) against dense float32 attention under their mask.
+
+    Every element must have been written, and rows that see nothing must be 0 and -inf.
+    """
+    row_R = problem.every_row if row_R is None else row_R
+    mask_BHRK = mask_of_rows(problem, row_R)
     group = problem.q_BHSD.shape[1] // problem.k_BGKD.shape[1]
-    k_BHKD = problem.k_BGKD.float().nan_to_num(0.0).repeat_interleave(group, 1)
-    v_BHKD = problem.v_BGKD.float().nan_to_num(0.0).repeat_interleave(group, 1)
-    scores_BHSK = problem.q_BHSD.float() @ k_BHKD.transpose(2, 3) * problem.scale
-    scores_BHSK = scores_BHSK.masked_fill(~problem.mask_BHSK, float("-inf"))
-    lse_BHS = scores_BHSK.logsumexp(3)
-    out_BHSD = torch.softmax(scores_BHSK, 3).nan_to_num(0.0) @ v_BHKD
-    return AttentionOutput(out_BHSD, lse_BHS)
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Largest accepted ||out - expected|| / ||expected||."""
-    return 2e-5 if dtype == torch.float32 else 5e-3
+    k_BHKD, v_BHKD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (problem.k_BGKD, problem.v_BGKD))
+    scores_BHRK = problem.q_BHSD[:, :, row_R].float() @ k_BHKD.mT * problem.scale
+    scores_BHRK = scores_BHRK.masked_fill(~mask_BHRK, float("-inf"))
+    answer_BHRD = torch.softmax(scores_BHRK, 3).nan_to_num(0.0) @ v_BHKD
+    out_BHRD = found.out_BHSD[:, :, row_R].float()
+    seen_BHR = mask_BHRK.any(3)
+    exact = problem.q_BHSD.dtype == torch.float32
+    faults = []
+    error = float((out_BHRD - answer_BHRD).norm() / answer_BHRD.norm().clamp(min=1e-9))
+    if found.out_BHSD.dtype != problem.q_BHSD.dtype or found.out_BHSD.shape != problem.q_BHSD.shape:
+        faults.append(f"output is {found.out_BHSD.dtype} {tuple(found.out_BHSD.shape)}")
+    if not torch.isfinite(found.out_BHSD).all():
+        faults.append("an element was not written, or memory past the length was read")
+    if not (out_BHRD[~seen_BHR] == 0).all():
+        faults.append("rows that see nothing are not 0")
+    if not error < (2e-5 if exact else 5e-3):
+        faults.append(f"relative error {error:.2e}")
+    lse_error = 0.0
+    if found.lse_BHS is not None:
+        lse_BHR = found.lse_BHS[:, :, row_R]
+        if found.lse_BHS.dtype != torch.float32 or not (lse_BHR[~seen_BHR] == float("-inf")).all():
+            faults.append("log-sum-exp of rows that see nothing is not -inf, or not float32")
+        apart = (lse_BHR - scores_BHRK.logsumexp(3))[seen_BHR].abs()
+        lse_error = float(apart.max()) if apart.numel() else 0.0
+        if not lse_error < (1e-4 if exact else 2e-2):
+            faults.append(f"log-sum-exp off by {lse_error:.2e}")
+    return Comparison(error, lse_error, tuple(faults))
 
 
 def assert_close(found: AttentionOutput, problem: Problem) -> None:
-    """Every element written, padding exact, the rest within the dtype's tolerance."""
-    answer = expected(problem)
-    seen_BHS = problem.mask_BHSK.any(3)
-    out = found.out_BHSD.float()
-    assert found.out_BHSD.dtype == problem.q_BHSD.dtype
-    assert out.shape == answer.out_BHSD.shape
-    assert torch.isfinite(out).all(), "an element was not written, or memory past the length was read"
-    assert (out[~seen_BHS] == 0).all(), "rows that see nothing must be 0"
-    error = (out - answer.out_BHSD).norm() / answer.out_BHSD.norm().clamp(min=1e-9)
-    assert error < tolerance(problem.q_BHSD.dtype), f"relative error {error:.2e}"
-    if found.lse_BHS is not None:
-        assert found.lse_BHS.dtype == torch.float32
-        assert (found.lse_BHS[~seen_BHS] == float("-inf")).all()
-        worst = (found.lse_BHS - answer.lse_BHS)[seen_BHS].abs().max() if seen_BHS.any() else torch.tensor(0.0)
-        assert worst < (1e-4 if problem.q_BHSD.dtype == torch.float32 else 2e-2), f"log-sum-exp off by {worst:.2e}"
+    """Fails with what is wrong."""
+    assert not compare(found, problem).faults

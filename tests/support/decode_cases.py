@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from attention_cases import Comparison
 
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.tiles import NO_TOKEN, AttentionOutput
@@ -112,16 +113,28 @@ def _tokens(case: DecodeCase, generator: torch.Generator) -> torch.Tensor:
     return drawn.transpose(1, 2) if case.token_major else drawn.transpose(1, 2).contiguous()
 
 
-def assert_close(found: AttentionOutput, problem: DecodeProblem) -> None:
-    """Output and log-sum-exp of every head; nothing chosen gives 0 and -inf."""
+def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:
+    """Output and log-sum-exp of every head against float32 attention; nothing chosen gives 0 and -inf."""
     group = problem.q_BHQD.shape[1] // problem.k_BGSD.shape[1]
     mask_BHQS = problem.mask_BGS.repeat_interleave(group, 1)[:, :, None]
     k_BHSD, v_BHSD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (problem.k_BGSD, problem.v_BGSD))
     scores_BHQS = (problem.q_BHQD.float() @ k_BHSD.mT * problem.scale).masked_fill(~mask_BHQS, float("-inf"))
     answer = torch.softmax(scores_BHQS, -1).nan_to_num(0.0) @ v_BHSD
-    lse_BHQ = scores_BHQS.logsumexp(-1)
     limit = 2e-5 if problem.q_BHQD.dtype == torch.float32 else 5e-3
-    assert found.out_BHSD.dtype == problem.q_BHQD.dtype
-    assert (found.out_BHSD.float() - answer).norm() <= limit * answer.norm()
+    error = float((found.out_BHSD.float() - answer).norm() / answer.norm().clamp(min=1e-9))
+    faults = []
+    if found.out_BHSD.dtype != problem.q_BHQD.dtype or not error < limit:
+        faults.append(f"relative error {error:.2e}, {found.out_BHSD.dtype}")
+    lse_error = 0.0
     if found.lse_BHS is not None:
-        torch.testing.assert_close(found.lse_BHS, lse_BHQ, atol=limit, rtol=limit)
+        seen_BHQ = mask_BHQS.any(-1)
+        apart = (found.lse_BHS - scores_BHQS.logsumexp(-1))[seen_BHQ].abs()
+        lse_error = float(apart.max()) if apart.numel() else 0.0
+        if not lse_error < limit or not (found.lse_BHS[~seen_BHQ] == float("-inf")).all():
+            faults.append(f"log-sum-exp off by {lse_error:.2e}, or not -inf where nothing is chosen")
+    return Comparison(error, lse_error, tuple(faults))
+
+
+def assert_close(found: AttentionOutput, problem: DecodeProblem) -> None:
+    """Fails with what is wrong."""
+    assert not compare(found, problem).faults

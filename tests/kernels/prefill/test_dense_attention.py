@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, Problem, assert_close, causal_mask, draw
+from attention_cases import Case, Problem, assert_close, draw
 
 from sparsekv.kernels.prefill import dense
 from sparsekv.kernels.prefill.dense import dense_attention
@@ -40,10 +40,7 @@ GPU_CASES = [
 
 
 def draw_dense(case: Case, device: str = "cpu") -> Problem:
-    problem = draw(replace(case, share=0.0), device)
-    S, K = problem.q_BHSD.shape[2], problem.k_BGKD.shape[2]
-    mask_BHSK = causal_mask(problem.chunk, S, K, case.window)[:, None].expand(-1, case.heads, -1, -1)
-    return replace(problem, mask_BHSK=mask_BHSK.to(device))
+    return draw(replace(case, dense_heads=tuple(range(case.heads))), device)
 
 
 def check(problem: Problem) -> None:

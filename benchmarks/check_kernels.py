@@ -1,0 +1,227 @@
+"""Checks every attention kernel on this machine against the float32 oracle, then times it beside the dense kernels.
+
+    python benchmarks/check_kernels.py                  # on a GPU: correctness, then the timing tables
+    python benchmarks/check_kernels.py --json out.json  # the same, and every number in a file
+    python benchmarks/check_kernels.py --sweep          # also times other block sizes
+    compute-sanitizer python benchmarks/check_kernels.py --quick    # small shapes, every kernel variant once
+    python benchmarks/check_kernels.py --device cpu --tiny          # tries this script itself, in the interpreter
+
+Needs the installed package and this repository's tests/support (the problems and their oracle). Exit status 1 when a
+kernel is wrong. What the times mean is said in kernel_timing.py.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+if "cpu" in sys.argv or "--device=cpu" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+import attention_cases
+import decode_cases
+from attention_cases import Case, Problem
+from decode_cases import DecodeCase
+from kernel_timing import SMALL_TILE, TILE, Shape, Timing, print_timings, time_decode, time_launches, time_prefill
+
+from sparsekv.kernels.dispatch import decode_attention, prefill_attention
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import AttentionOutput
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with the oracle."""
+
+    kernel: str
+    case: str
+    error: float
+    lse_error: float
+    faults: tuple[str, ...]
+
+
+# --- what is checked ------------------------------------------------------------------------------------------------
+
+# Every variant that compiles to other code: tile, head size, columns, window, log-sum-exp, dense heads, dtype.
+VARIANTS = [
+    Case("128 tiles", lengths=(600,), heads=4, tile=TILE, dim=128, dtype=BFLOAT),
+    Case("128 tiles, columns", lengths=(600,), heads=4, tile=TILE, dim=128, dtype=BFLOAT, columns=150),
+    Case("64 tiles, columns", lengths=(400,), heads=4, tile=SMALL_TILE, dim=128, dtype=BFLOAT, columns=150),
+    Case("128 tiles, size 64, columns", lengths=(600,), heads=4, tile=TILE, dtype=BFLOAT, columns=150),
+    Case("64 tiles, size 64, fp16", lengths=(400,), dtype=HALF, columns=70),
+    Case("window", lengths=(600,), tile=TILE, dim=128, dtype=BFLOAT, columns=100, window=200, share=0.8),
+    Case("past, ragged, dense head", past=(77, 0), lengths=(600, 333), heads=4, tile=TILE, dim=128, dtype=BFLOAT,
+         columns=100, dense_heads=(2,), spare_rows=5, spare_keys=40, token_major=True),
+    Case("columns only", lengths=(600,), tile=TILE, dim=128, dtype=BFLOAT, columns=300, share=0.0),
+    Case("size 96", lengths=(400,), tile=TILE, dim=96, dtype=BFLOAT, columns=100),
+    Case("size 256", lengths=(400,), tile=TILE, dim=256, dtype=BFLOAT, columns=100),
+    Case("float32", lengths=(300,), tile=TILE, dtype=torch.float32, columns=50),
+]  # fmt: skip
+LARGE = [
+    Case("32K", lengths=(32768,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT, share=0.1),
+    Case("32K, columns, dense head", lengths=(32768,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT,
+         share=0.05, columns=1000, dense_heads=(3,)),
+    Case("32K, 64 tiles, columns", lengths=(32768,), heads=8, kv_heads=2, dim=128, dtype=BFLOAT, share=0.05,
+         columns=3000),
+    Case("32K, size 64, window", lengths=(32768,), heads=4, kv_heads=2, tile=TILE, dtype=BFLOAT, share=0.3,
+         columns=500, window=4096),
+    Case("chunk of 8K at 90K", past=(90001,), lengths=(98193,), heads=8, kv_heads=2, tile=TILE, dim=128,
+         dtype=BFLOAT, share=0.05, columns=1000),
+    Case("ragged batch of 16K", past=(0, 5000, 3), lengths=(16000, 16384, 900), heads=8, kv_heads=2, tile=TILE,
+         dim=128, dtype=HALF, share=0.1, columns=500, spare_keys=777, token_major=True),
+]  # fmt: skip
+TINY = [
+    Case("columns", lengths=(150,), heads=4, tile=TILE, dim=128, columns=50),
+    Case("past, ragged, dense head", past=(77, 0), lengths=(160, 90), tile=TILE, columns=30, dense_heads=(1,)),
+]
+
+
+def check_prefill(case: Case, device: str) -> list[Check]:
+    """The sparse kernel on this problem, and the dense one on the same tensors; long prompts on a sample of rows."""
+    problem = attention_cases.draw(case, device)
+    rows = sampled_rows(problem)
+    found = sparse(problem, want_lse=True)
+    checks = [_check("triton prefill", case, attention_cases.compare(found, problem, rows))]
+    dense = attention_cases.draw(replace(case, dense_heads=tuple(range(case.heads)), columns=0), device)
+    output = dense_attention(
+        dense.q_BHSD, dense.k_BGKD, dense.v_BGKD, dense.chunk, scale=dense.scale, window=dense.window
+    )
+    return [*checks, _check("torch dense", case, attention_cases.compare(output, dense, rows))]
+
+
+def sparse(problem: Problem, want_lse: bool = False) -> AttentionOutput:
+    """The Triton kernel through the public call."""
+    return prefill_attention(
+        problem.q_BHSD,
+        problem.k_BGKD,
+        problem.v_BGKD,
+        problem.index,
+        problem.chunk,
+        scale=problem.scale,
+        window=problem.window,
+        want_lse=want_lse,
+        backend="triton",
+    )
+
+
+def sampled_rows(problem: Problem, most: int = 64) -> torch.Tensor:
+    """All rows of a short prompt; else the first and last, those around tile edges, and some at random."""
+    rows = problem.q_BHSD.shape[2]
+    if rows <= 1024:
+        return problem.every_row
+    edges = [0, 1, 63, 64, 127, 128, rows // 2, rows - 129, rows - 128, rows - 2, rows - 1]
+    drawn = torch.randint(rows, (most - len(edges),), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.tensor(sorted({*edges, *drawn}), device=problem.q_BHSD.device)
+
+
+def check_decode(case: DecodeCase, device: str) -> Check:
+    """The decode kernels on this problem."""
+    problem = decode_cases.draw(case, device)
+    found = decode_attention(
+        problem.q_BHQD,
+        problem.k_BGSD,
+        problem.v_BGSD,
+        problem.rows,
+        scale=problem.scale,
+        want_lse=True,
+        backend="triton",
+    )
+    return _check("triton decode", case, decode_cases.compare(found, problem))
+
+
+def _check(kernel: str, case: Case | DecodeCase, found: attention_cases.Comparison) -> Check:
+    return Check(kernel, f"{case.name} ({str(case.dtype)[6:]})", found.error, found.lse_error, found.faults)
+
+
+# --- the script -----------------------------------------------------------------------------------------------------
+
+
+def print_check(check: Check) -> None:
+    """One line."""
+    verdict = "ok" if not check.faults else "WRONG: " + "; ".join(check.faults)
+    print(f"{check.kernel:16} {check.case:42} {check.error:9.1e} {check.lse_error:9.1e}  {verdict}", flush=True)
+
+
+def check_everything(options: argparse.Namespace, device: str) -> list[Check]:
+    """Every case that the options ask for, printed as it is known."""
+    print(f"\n{'kernel':16} {'case':42} {'error':>9} {'lse':>9}")
+    checks = []
+    for case in TINY if options.tiny else VARIANTS if options.quick else VARIANTS + LARGE:
+        checks += check_prefill(case, device)
+        for check in checks[-2:]:
+            print_check(check)
+    decode = decode_cases.CASES if options.tiny or options.quick else decode_cases.GPU_CASES
+    for decode_case in decode[:2] if options.tiny else decode:
+        checks.append(check_decode(decode_case, device))
+        print_check(checks[-1])
+    return checks
+
+
+def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[Timing]]:
+    """The timing tables that the options ask for."""
+    if options.quick:
+        return {}
+    if options.tiny:
+        shape = Shape(256, 2, 1, 64, torch.float32)
+        tables = {"prefill": time_prefill(shape, device, [(0.5, 8), (1.0, 0)])}
+        tables["decode"] = time_decode(shape, device, [32])
+        return tables | ({"launches": time_launches(shape, device)} if options.sweep else {})
+    mixes = [(0.02, 0), (0.05, 0), (0.05, 1000), (0.05, 3000), (0.1, 0), (0.2, 0), (0.4, 0), (1.0, 0)]
+    tables = {
+        f"prefill, {tokens} tokens, 32/8 heads, size 128": time_prefill(Shape(tokens), device, mixes)
+        for tokens in (8192, 32768, 131072)
+    }
+    small = Shape(32768, 4, 2, 64)
+    tables["prefill, 4/2 heads, size 64"] = time_prefill(small, device, [(0.1, 0), (0.1, 500), (0.3, 0)])
+    tables["decode, 32/8 heads, size 128"] = [
+        timing for tokens in (32768, 131072) for timing in time_decode(Shape(tokens), device, [512, 2048, 8192])
+    ]
+    if options.sweep:
+        tables["block sizes, size 128"] = time_launches(Shape(32768), device)
+        tables["block sizes, size 64"] = time_launches(Shape(32768, dim=64), device)
+    return tables
+
+
+def main() -> int:
+    """Checks, then times."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small shapes, every kernel variant once, no timing")
+    parser.add_argument("--tiny", action="store_true", help="next to nothing: tries this script")
+    parser.add_argument("--sweep", action="store_true", help="also time other block sizes")
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    options = parser.parse_args()
+    device = options.device
+    if device == "cpu" and not options.tiny:
+        parser.error("the interpreter is far too slow for this: add --tiny")
+    at = torch.cuda.get_device_name() if device != "cpu" else "interpreter"
+    print(f"{at}, torch {torch.__version__}, Python {platform.python_version()}")
+
+    checks = check_everything(options, device)
+    tables = time_everything(options, device)
+    for title, timings in tables.items():
+        print_timings(title, timings)
+
+    wrong = [check for check in checks if check.faults]
+    print(f"\n{len(checks) - len(wrong)} of {len(checks)} checks right")
+    if options.json:
+        record = {
+            "device": at,
+            "torch": torch.__version__,
+            "checks": [asdict(check) for check in checks],
+            "timings": {title: [asdict(timing) for timing in timings] for title, timings in tables.items()},
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
