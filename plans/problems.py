@@ -128,6 +128,11 @@ def _joined(details: Sequence[ErrorDetails]) -> str:
     return f"expected {' or '.join(wanted)}, found {found}"
 
 
+def printable(text: str) -> str:
+    """`text` as it is, or escaped where it would do more to a terminal than print."""
+    return text if text.isprintable() else ascii(text)
+
+
 def _name(path: Path) -> str:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{printable(step)}" for step in path)
     return f"{text[1:]:.200}: " if text else ""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from sparsekv.plans.errors import PlanError
 from sparsekv.plans.files import decode, read_text
 from sparsekv.plans.migrations import migrate
-from sparsekv.plans.problems import plan_error
+from sparsekv.plans.problems import plan_error, printable
 from sparsekv.plans.schema import KIND, SCHEMA_VERSION, Plan
 from sparsekv.plans.signature import check as check_signature
 from sparsekv.plans.yaml_tree import Tree, read_tree
@@ -51,12 +51,13 @@ def _document(tree: Tree) -> dict[str, Any]:
 def _what(data: dict[str, Any]) -> str:
     kind = data.get("kind")
     if isinstance(kind, str) and kind.startswith("sparsekv."):
-        return f"a {kind.removeprefix('sparsekv.')[:40]} file of sparsekv (kind: {kind[:60]}); name the plan instead"
+        name = printable(kind.removeprefix("sparsekv.")[:40])
+        return f"a {name} file of sparsekv (kind: sparsekv.{name}); name the plan instead"
     if kind is not None:
         return f"kind {kind!r:.60}, which is not a file of sparsekv"
     if "model_type" in data or "architectures" in data:
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
-    return f"none; its first fields are {', '.join(list(data)[:3])[:80] or 'missing'}"
+    return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
 
 
 def _validated(document: dict[str, Any], tree: Tree) -> Plan:

@@ -57,7 +57,7 @@ def read_tree(text: str, source: str) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         _refuse(source, mark.line if mark else 0, f"expected YAML, found a fault: {error.problem or error.context}")
-    except (yaml.YAMLError, UnicodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: odd escapes, without libyaml
         raise PlanError(f"{source}: expected YAML in UTF-8, found {str(error).splitlines()[0]}") from None
 
 

@@ -251,6 +251,13 @@ def test_plans_are_read_alike_without_libyaml(monkeypatch: pytest.MonkeyPatch) -
     assert "levels of nesting" in refusal("[" * 100_000)
 
 
+@pytest.mark.parametrize(
+    "text", ['"\\e[31m": 1\n', 'kind: "sparsekv.\\e[31m"\n', TEXT.replace("last_q:", '"\\e[31m":', 1)]
+)
+def test_messages_cannot_drive_a_terminal(text: str) -> None:
+    assert "\x1b" not in refusal(text)
+
+
 def test_errors_show_no_chain_of_library_errors() -> None:
     with pytest.raises(PlanError) as caught:
         parse_plan(TEXT.replace("last_q: 64", "last_q: x"), "a.yaml")
