@@ -48,9 +48,14 @@ def decode(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Puts `text` at `path` through a temporary file beside it; a file there before keeps its mode.
+    """Puts `text` at `path`; see `write_bytes`."""
+    write_bytes(path, text.encode())
 
-    Whatever happens on the way, Ctrl-C included, `path` holds either what it held before or all of `text`, and no
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Puts `data` at `path` through a temporary file beside it; a file there before keeps its mode.
+
+    Whatever happens on the way, Ctrl-C included, `path` holds either what it held before or all of `data`, and no
     temporary file stays.
 
     Raises:
@@ -58,7 +63,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """
     target = Path(os.path.realpath(path))
     try:
-        _write(target, text.encode())
+        _write(target, data)
     except OSError as error:
         unchanged = "the file there before is unchanged" if target.exists() else "nothing was left there"
         raise UsageError(f"{path}: cannot be written: {_reason(error)}; {unchanged}") from None
