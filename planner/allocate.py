@@ -147,7 +147,7 @@ class _Length:
         length = self._entry.length
         causal = causal_tiles(length, self._tile)
         _, tile_us, column_us = self._cost.prefill_sparse.prices
-        index_C = np.array([self._cost.index_us(candidate.family, 1, length) for candidate in self._entry.candidates])
+        index_C = np.array([self._cost.index_head_us(candidate.family, length) for candidate in self._entry.candidates])
         tiles_LCH = self._tables.tiles_LCH * causal
         sparse_LCH = tiles_LCH * tile_us + self._tables.columns_LCH * causal * column_us + index_C[None, :, None]
         return np.asarray(sparse_LCH >= causal * tile_us)

@@ -95,6 +95,10 @@ class DeviceCost(Part):
         """Building the index of `heads` heads of a pattern."""
         return self.index[name].at(1.0, float(heads * length), float(heads) * length * length)
 
+    def index_head_us(self, name: PatternName, length: int) -> float:
+        """What one head more adds to building the index of a pattern that other heads follow too."""
+        return self.index_us(name, 2, length) - self.index_us(name, 1, length)
+
     def decode_dense_us(self, tokens: int) -> float:
         """One step of a layer that attends to everything."""
         return self.decode_dense.at(1.0, float(tokens))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.budget import Budget, fraction
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.lengths import format_length
@@ -182,6 +183,8 @@ def _check(options: PlanOptions) -> None:
 
     expect(all(length > 0 for length in options.lengths), "positive lengths", options.lengths)
     expect(_shares(options.target_density), "target densities in (0, 1]", options.target_density)
+    unknown = sorted(set(options.tasks) - set(KNOWN_TASKS))
+    expect(bool(options.tasks) and not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown or options.tasks)
     speedup = options.target_speedup
     expect(speedup is None or speedup > 1.0, "a target speedup above 1", speedup)
     expect(speedup is None or not options.target_density, "a target density or a target speedup", "both")

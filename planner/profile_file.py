@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from sparsekv.planner.cost_data import DeviceCost
 from sparsekv.planner.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
+from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.signature import canonical_json
 
@@ -85,31 +84,10 @@ def digest_of(record: BaseModel) -> str:
     return _digest(record.model_dump(mode="json"))
 
 
-def write_atomically(content: bytes, path: Path) -> None:
-    """Writes all of `content` or nothing.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
-
-
 def _write(record: BaseModel, path: Path) -> None:
     data = record.model_dump(mode="json")
     content = canonical_json(data | {_SIGNATURE: _digest(data)}) + b"\n"
-    write_atomically(gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content, path)
+    write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
 
 
 def _digest(data: dict[str, Any]) -> str:

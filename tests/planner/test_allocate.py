@@ -1,0 +1,151 @@
+"""One candidate a head: the least error at the target cost, within the target density, never slower than dense."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_models import made_up_cost
+from planner_profiles import made_up_length, made_up_profile
+
+from sparsekv.planner.allocate import TAIL_WEIGHT, allocate
+from sparsekv.planner.cost_data import Line
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.predict import predict
+from sparsekv.planner.profile_data import Profile
+from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.patterns import Dense
+
+ALWAYS = PlanOptions(target_density=(0.3,), crossover=False)
+
+
+def profile_with(seed: int = 0, length: int = 8192, **options) -> Profile:
+    return made_up_profile(made_up_length(length, np.random.default_rng(seed), **options))
+
+
+def density_of(profile: Profile, options: PlanOptions, **cost) -> float:
+    plan = allocate(profile, made_up_cost(**cost), options)
+    return predict(profile, made_up_cost(**cost), plan, None).lengths[-1].prefill.density
+
+
+def test_each_head_takes_the_least_error_at_the_target() -> None:
+    profile = profile_with()
+    entry = profile.lengths[0]
+    bucket = allocate(profile, made_up_cost(), ALWAYS).bucket(8192)
+    at_target = [place for place, candidate in enumerate(entry.candidates) if candidate.density == 0.3]
+    for scores in entry.layers:
+        for head, pattern in enumerate(bucket.patterns(scores.layer, 4)):
+            error = {
+                place: (1 - TAIL_WEIGHT) * scores.error[place][head] + TAIL_WEIGHT * scores.tail_error[place][head]
+                for place in at_target
+            }
+            assert pattern == entry.patterns[min(error, key=error.get)]
+
+
+def test_an_error_in_the_tail_alone_counts() -> None:
+    profile = profile_with()
+    scores = profile.lengths[0].layers[0]
+    tail = [list(row) for row in scores.tail_error]
+    before = allocate(profile, made_up_cost(), ALWAYS).bucket(8192).patterns(0, 4)[0]
+    chosen = profile.lengths[0].patterns.index(before)
+    tail[chosen][0] = 50.0
+    worse = scores.model_copy(update={"tail_error": tuple(map(tuple, tail))})
+    entry = profile.lengths[0].model_copy(update={"layers": (worse, *profile.lengths[0].layers[1:])})
+    after = allocate(made_up_profile(entry), made_up_cost(), ALWAYS).bucket(8192).patterns(0, 4)[0]
+    assert after != before
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.19, 0.6), st.floats(0.0, 0.09))
+def test_the_predicted_density_is_within_the_target(seed: int, target: float, drift: float) -> None:
+    profile = profile_with(seed, drift=drift, levels=(0.15, 0.25, 0.35, 0.5))
+    options = PlanOptions(target_density=(target,), crossover=False)
+    assert density_of(profile, options) <= target * 1.0002
+
+
+def test_another_target_takes_another_level_of_the_ladder() -> None:
+    profile = profile_with()
+    low, high = (density_of(profile, PlanOptions(target_density=(t,), crossover=False)) for t in (0.2, 0.4))
+    assert low == pytest.approx(0.2)
+    assert high == pytest.approx(0.4)
+
+
+def test_a_target_below_the_ladder_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"at least 0\.2 at 8192"):
+        allocate(profile_with(), made_up_cost(), PlanOptions(target_density=(0.1,), crossover=False))
+
+
+def test_a_target_that_mandatory_tiles_exceed_is_refused() -> None:
+    profile = profile_with()
+    scores = [s.model_copy(update={"tiles": ((0.58,) * 4,) * len(s.tiles)}) for s in profile.lengths[0].layers]
+    entry = profile.lengths[0].model_copy(update={"layers": tuple(scores)})
+    with pytest.raises(UsageError, match="tiles every pattern computes"):
+        allocate(made_up_profile(entry), made_up_cost(), ALWAYS)
+
+
+def test_a_ray_that_cannot_come_down_to_the_target_is_not_chosen() -> None:
+    profile = profile_with()
+    scores = profile.lengths[0].layers[0]
+    tiles, error = ([list(row) for row in table] for table in (scores.tiles, scores.error))
+    for place, candidate in enumerate(profile.lengths[0].candidates):
+        if candidate.ray == "a":
+            tiles[place], error[place] = [0.9] * 4, [0.0] * 4
+    better = scores.model_copy(update={"tiles": tuple(map(tuple, tiles)), "error": tuple(map(tuple, error))})
+    entry = profile.lengths[0].model_copy(update={"layers": (better, *profile.lengths[0].layers[1:])})
+    bucket = allocate(made_up_profile(entry), made_up_cost(), ALWAYS).bucket(8192)
+    assert all(pattern.pattern != "a_shape" for pattern in bucket.patterns(0, 4))
+
+
+def test_the_last_bucket_is_open_and_says_that_it_is_extrapolated() -> None:
+    rng = np.random.default_rng(0)
+    profile = made_up_profile(made_up_length(4096, rng), made_up_length(8192, rng))
+    plan = allocate(profile, made_up_cost(), PlanOptions(target_density=(0.3, 0.3), crossover=False))
+    assert [bucket.up_to for bucket in plan.lengths] == [4096, 8192, None]
+    assert plan.lengths[-1].extrapolated
+    assert plan.bucket(100_000) == plan.bucket(8192)
+
+
+def test_a_length_at_which_dense_is_faster_goes_dense() -> None:
+    slow = {"prefill_sparse": Line(prices=(0.0, 10.0, 10.0))}
+    options = PlanOptions(target_density=(0.3,))
+    assert allocate(profile_with(), made_up_cost(**slow), options).bucket(8192).dense
+    always = allocate(profile_with(), made_up_cost(**slow), ALWAYS).bucket(8192)
+    assert not always.dense
+
+
+def test_lengths_too_short_to_pay_go_dense_below_the_first_bucket() -> None:
+    # An index of each kind costs 1000 us whatever the length: dense takes 8320 us at 4096, and 2112 at 2048.
+    index = {name: Line(prices=(1000.0, 0.0, 0.0)) for name in ("a_shape", "vertical_slash", "block_sparse")}
+    plan = allocate(profile_with(), made_up_cost(index=index), PlanOptions(target_density=(0.3,)))
+    assert plan.lengths[0].dense
+    assert plan.lengths[0].up_to == 2048
+    assert not plan.bucket(8192).dense
+
+
+def test_a_pattern_whose_index_costs_more_than_it_saves_is_not_used() -> None:
+    free, dear = Line(prices=(0.0, 0.0, 0.0)), Line(prices=(0.0, 10.0, 0.0))
+    index = {"a_shape": free, "vertical_slash": dear, "block_sparse": dear}
+    bucket = allocate(profile_with(), made_up_cost(index=index), PlanOptions(target_density=(0.3,))).bucket(8192)
+    assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {"a_shape"}
+
+
+def test_heads_that_only_dense_serves_cheaply_are_dense() -> None:
+    dear = Line(prices=(0.0, 10.0, 0.0))
+    index = {name: dear for name in ("a_shape", "vertical_slash", "block_sparse")}
+    bucket = allocate(profile_with(), made_up_cost(index=index), PlanOptions(target_density=(0.3,))).bucket(8192)
+    assert bucket.dense or all(isinstance(pattern, Dense) for pattern in bucket.patterns(0, 4))
+
+
+def test_a_target_speedup_takes_the_densest_level_that_reaches_it() -> None:
+    options = PlanOptions(target_speedup=3.0)
+    assert density_of(profile_with(), options) == pytest.approx(0.3)
+
+
+def test_a_speedup_out_of_reach_is_an_error_that_says_what_can_be_reached() -> None:
+    with pytest.raises(GateError, match=r"20 times as fast as dense at 8192 tokens, found 5\.00"):
+        allocate(profile_with(), made_up_cost(), PlanOptions(target_speedup=20.0))
+
+
+def test_a_profile_of_decode_alone_is_refused() -> None:
+    entry = profile_with().lengths[0].model_copy(update={"layers": (), "candidates": (), "patterns": ()})
+    with pytest.raises(UsageError, match="no"):
+        allocate(made_up_profile(entry), made_up_cost(), ALWAYS)

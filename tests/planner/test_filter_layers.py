@@ -1,0 +1,152 @@
+"""From similarities and costs to segments: the three rules, budgets, crossover, offload."""
+
+import numpy as np
+import pytest
+from planner_models import made_up_cost
+from planner_profiles import made_up_model, made_up_profile, made_up_reuse
+
+from sparsekv.planner.cost_data import Line
+from sparsekv.planner.filter_layers import choose_filter_layers, similar_layers
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile_data import LengthProfile, Profile
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.decode import DecodePlan
+from sparsekv.plans.errors import UsageError
+
+ALWAYS = PlanOptions(crossover=False)
+
+
+def profile_of(*kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Profile:
+    """A profile at 8192, 16384, ... with these similarities [layer j, filter i]."""
+    lengths = [
+        LengthProfile(length=8192 << place, prompt_tokens=(8192 << place,), reuse=made_up_reuse(table, importance))
+        for place, table in enumerate(kept)
+    ]
+    return made_up_profile(*lengths, model=made_up_model(layers=len(kept[0])))
+
+
+def segments(plan: DecodePlan, length: int = 8192) -> list[tuple[int, tuple[int, ...]]]:
+    return [(segment.filter, segment.layers) for segment in plan.bucket(length).segments]
+
+
+def good(layers: int, *pairs: tuple[int, range]) -> np.ndarray:
+    """Similarity 0 but 1 for these filters over these layers."""
+    kept = np.zeros((layers, layers))
+    for filter_, span in pairs:
+        kept[list(span), filter_] = 1.0
+    return kept
+
+
+def test_the_number_of_filter_layers_comes_out_of_the_similarities() -> None:
+    one = choose_filter_layers(profile_of(np.ones((8, 8))), made_up_cost(), ALWAYS)
+    assert segments(one) == [(0, tuple(range(1, 8)))]
+    two = good(8, (0, range(1, 4)), (4, range(5, 8)))
+    assert segments(choose_filter_layers(profile_of(two), made_up_cost(), ALWAYS)) == [(0, (1, 2, 3)), (4, (5, 6, 7))]
+
+
+def test_layers_that_no_choice_serves_stay_dense() -> None:
+    kept = good(8, (2, range(4, 7)))
+    assert segments(choose_filter_layers(profile_of(kept), made_up_cost(), ALWAYS)) == [(2, (4, 5, 6))]
+
+
+def test_nothing_is_sparse_when_every_choice_loses_too_much() -> None:
+    plan = choose_filter_layers(profile_of(np.zeros((6, 6))), made_up_cost(), ALWAYS)
+    assert plan.bucket(8192).dense
+
+
+def test_an_unimportant_layer_may_lose_what_an_important_one_may_not() -> None:
+    kept = np.full((3, 3), 0.9)
+    options = PlanOptions(crossover=False, decode_loss=0.01)
+    plan = choose_filter_layers(profile_of(kept, importance=(1.0, 0.05, 1.0)), made_up_cost(), options)
+    assert segments(plan) == [(0, (1,))]
+
+
+def test_a_higher_loss_makes_no_fewer_layers_sparse() -> None:
+    rng = np.random.default_rng(0)
+    profile = profile_of(rng.uniform(0.7, 1.0, (12, 12)))
+    sparse = [
+        sum(len(layers) for _, layers in segments(choose_filter_layers(profile, made_up_cost(), options)))
+        for options in (PlanOptions(crossover=False, decode_loss=loss) for loss in (0.01, 0.03, 0.1, 1.0))
+    ]
+    assert sparse == sorted(sparse)
+    assert sparse[-1] == 11
+
+
+def test_fixed_layers_are_taken_as_they_are() -> None:
+    options = PlanOptions(crossover=False, filter_rule="fixed", filter_layers=(5, 2))
+    assert segments(choose_filter_layers(profile_of(np.zeros((8, 8))), made_up_cost(), options)) == [
+        (2, (3, 4)),
+        (5, (6, 7)),
+    ]
+
+
+def test_a_fixed_layer_that_does_not_exist_is_refused() -> None:
+    options = PlanOptions(filter_rule="fixed", filter_layers=(2, 7))
+    with pytest.raises(UsageError, match=r"below the last layer, 7, found \[7\]"):
+        choose_filter_layers(profile_of(np.ones((8, 8))), made_up_cost(), options)
+
+
+def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
+    kept = np.full((32, 32), 0.5)
+    for filter_ in (2, 8, 18):
+        kept[:, filter_] = 0.9
+    assert similar_layers(kept) == (2, 8, 18)
+    options = PlanOptions(crossover=False, filter_rule="omnikv")
+    plan = choose_filter_layers(profile_of(kept), made_up_cost(), options)
+    assert segments(plan) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
+    assert {segment.selector for segment in plan.bucket(8192).segments} == {"last"}
+
+
+def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
+    kept = np.full((12, 12), 0.5)
+    kept[:, 0] = 1.0
+    assert similar_layers(kept)[0] >= 2
+
+
+def test_dense_where_it_is_faster_unless_crossover_is_off() -> None:
+    slow = made_up_cost(decode_sparse=Line(prices=(1000.0, 1.0)))
+    profile = profile_of(np.ones((6, 6)))
+    assert choose_filter_layers(profile, slow, PlanOptions()).bucket(8192).dense
+    assert not choose_filter_layers(profile, slow, ALWAYS).bucket(8192).dense
+
+
+def test_short_contexts_go_dense_below_the_first_bucket() -> None:
+    # Choosing costs 2 us a step: it pays where a dense layer takes 8 us, not where it takes less than one.
+    cost = made_up_cost(decode_choose=Line(prices=(5.0, 0.0)))
+    plan = choose_filter_layers(profile_of(np.ones((3, 3))), cost, PlanOptions())
+    assert plan.lengths[0].dense
+    assert plan.lengths[0].up_to in (1024, 2048)
+    assert plan.lengths[-1].up_to is None
+
+
+def test_each_profiled_length_has_its_bucket_and_the_last_is_open() -> None:
+    plan = choose_filter_layers(profile_of(np.ones((4, 4)), np.ones((4, 4))), made_up_cost(), ALWAYS)
+    assert [bucket.up_to for bucket in plan.lengths] == [8192, None]
+
+
+def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> None:
+    kept = np.ones((4, 4))  # the smallest budget of the made-up profile keeps half of everything
+    between = PlanOptions(crossover=False, decode_budget=fraction(0.08))
+    assert choose_filter_layers(profile_of(kept), made_up_cost(), between).bucket(8192).dense
+    larger = PlanOptions(crossover=False, decode_budget=tokens(1000))
+    plan = choose_filter_layers(profile_of(kept), made_up_cost(), larger)
+    assert plan.bucket(8192).segments[0].budget == tokens(1000)
+
+
+def test_a_budget_below_all_that_was_profiled_is_refused() -> None:
+    options = PlanOptions(decode_budget=tokens(16))
+    with pytest.raises(UsageError, match="at least 410 tokens at 8192"):
+        choose_filter_layers(profile_of(np.ones((4, 4))), made_up_cost(), options)
+
+
+def test_offload_takes_the_layers_that_are_sparse_at_every_length() -> None:
+    first, second = good(6, (0, range(1, 6))), good(6, (2, range(3, 6)))
+    options = PlanOptions(crossover=False, offload=True)
+    plan = choose_filter_layers(profile_of(first, second), made_up_cost(), options)
+    assert plan.offload.layers == (3, 4, 5)
+
+
+def test_a_profile_of_prefill_alone_is_refused() -> None:
+    profile = made_up_profile(LengthProfile(length=8192, prompt_tokens=(8192,)))
+    with pytest.raises(UsageError, match="decode statistics"):
+        choose_filter_layers(profile, made_up_cost(), ALWAYS)

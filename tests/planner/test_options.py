@@ -1,0 +1,71 @@
+"""What may be asked of `plan`, and the defaults that depend on model and device."""
+
+import pytest
+
+from sparsekv.planner.options import PlanOptions, density_for
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"target_density": (0.0,)}, "densities"),
+        ({"target_density": (1.5,)}, "densities"),
+        ({"target_density": (float("nan"),)}, "densities"),
+        ({"target_speedup": 1.0}, "speedup"),
+        ({"target_speedup": 2.0, "target_density": (0.3,)}, "density or a target speedup"),
+        ({"phases": ()}, "phases"),
+        ({"families": ("spiral",)}, "families"),
+        ({"tasks": ("chess",)}, "tasks"),
+        ({"filter_rule": "fixed"}, "filter layers"),
+        ({"filter_layers": (2,)}, "filter layers"),
+        ({"samples": 0}, "calibration"),
+        ({"verify_samples": -1}, "verification"),
+        ({"lengths": (1024,), "verify_lengths": (2048,)}, "verification lengths"),
+        ({"levels": (0.0,)}, "levels"),
+        ({"decode_loss": -0.1}, "loss"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PlanOptions(**asked)
+
+
+def test_densities_fall_with_length_through_the_given_points() -> None:
+    lengths = [512 << n for n in range(14)]
+    densities = [density_for(length) for length in lengths]
+    assert densities == sorted(densities, reverse=True)
+    assert density_for(4096) <= 0.45
+    assert density_for(16384) <= 0.30
+    assert density_for(32768) <= 0.22
+
+
+def test_lengths_beyond_the_context_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"context of 4k tokens, found 8k"):
+        PlanOptions(lengths=(1024, 8192)).settled(4096, "cpu")
+
+
+def test_default_lengths_fit_the_context() -> None:
+    assert PlanOptions().settled(1000, "cpu").lengths == (1000,)
+    assert max(PlanOptions().settled(40_000, "cuda").lengths) <= 40_000
+
+
+def test_densities_pair_with_lengths_in_the_order_given() -> None:
+    settled = PlanOptions(lengths=(8192, 4096), target_density=(0.2, 0.4)).settled(8192, "cpu")
+    assert settled.lengths == (4096, 8192)
+    assert settled.target_density == (0.4, 0.2)
+    with pytest.raises(UsageError, match="one for each of the 2 lengths, found 3"):
+        PlanOptions(lengths=(8192, 4096), target_density=(0.2, 0.4, 0.1)).settled(8192, "cpu")
+
+
+def test_the_published_preset_takes_one_key_value_sample_and_64_tiles() -> None:
+    settled = PlanOptions(preset="minference", lengths=(32768,)).settled(32768, "cuda")
+    assert settled.tasks == ("kv_retrieval",)
+    assert settled.samples == 1
+    assert settled.tile == TileShape(query=64, key=64)
+
+
+def test_settling_twice_changes_nothing() -> None:
+    once = PlanOptions(lengths=(2048,)).settled(4096, "cuda")
+    assert once.settled(4096, "cuda") == once

@@ -1,0 +1,130 @@
+"""The gate: what counts as missed, which lengths did worst, and how a plan is tightened."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planner_models import quick_options
+from planner_profiles import made_up_length, made_up_profile, made_up_reuse
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+
+from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.results import EvalResult, Outcome, Spent, TaskResult
+from sparsekv.planner.tighten import for_profile, tightened
+from sparsekv.planner.verify import misses_of, planned_phases, verify
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import AShape, BlockSparse
+from sparsekv.runtime.load import LoadedModel
+
+GATE = Gate(max_accuracy_drop=1.0)
+
+
+def outcomes(right: int, of: int, kl: float = 0.0) -> tuple[Outcome, ...]:
+    return tuple(Outcome(place < right, 1.0, kl) for place in range(of))
+
+
+def result(dense: int, sparse: int, of: int = 100, kl: float = 0.0) -> EvalResult:
+    return EvalResult((4096,), {"t": TaskResult(outcomes(dense, of), outcomes(sparse, of, kl))}, Spent())
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "missed"),
+    [(90, 90, False), (90, 89, False), (90, 88, True), (90, 95, False), (49, 10, False), (50, 10, True)],
+)
+def test_a_task_that_dense_solves_may_lose_a_point(dense: int, sparse: int, missed: bool) -> None:
+    assert bool(misses_of(result(dense, sparse), GATE)) == missed
+
+
+def test_a_drop_of_zero_points_is_allowed_to_be_asked_for() -> None:
+    strict = Gate(max_accuracy_drop=0.0)
+    assert misses_of(result(90, 90), strict) == []
+    assert misses_of(result(90, 89), strict) != []
+
+
+def test_divergence_counts_only_when_it_is_asked_about() -> None:
+    assert misses_of(result(90, 90, kl=0.5), GATE) == []
+    (line,) = misses_of(result(90, 90, kl=0.5), Gate(max_kl=0.1))
+    assert "0.5 nats, more than 0.1" in line
+
+
+def test_perplexity_is_measured_and_not_gated() -> None:
+    dense = tuple(Outcome(None, 1.0) for _ in range(10))
+    sparse = tuple(Outcome(None, 3.0) for _ in range(10))
+    assert misses_of(EvalResult((4096,), {"perplexity": TaskResult(dense, sparse)}, Spent()), GATE) == []
+
+
+def test_a_full_plan_passes_for_each_phase_and_a_strict_gate_stops_a_sparse_one(loaded: LoadedModel) -> None:
+    options = quick_options(lengths=(512,), gate=Gate(max_kl=1e-3)).settled(4096, "cpu")
+    model = loaded.model
+    full = plan_for(model, every_head(model, BlockSparse(keep=EVERYTHING)), decode_plan(segment(0, (1, 2), EVERYTHING)))
+    kept = verify(loaded, full, options)
+    assert kept.passed
+    assert kept.conclusive
+    assert kept.quality.prefill.lengths == (512,)
+    assert kept.quality.both.tasks["kv_retrieval"].samples == 1
+    narrow = AShape(sink=tokens(64), window=tokens(64))
+    lossy = verify(loaded, plan_for(model, every_head(model, narrow), decode_plan(segment(0, (1, 2), 4))), options)
+    assert not lossy.passed
+    assert set(lossy.missed) == {"prefill", "decode", "both"}
+    assert lossy.missed["prefill"] == (512,)
+    assert any(line.startswith("decode: ") for line in lossy.reasons)
+
+
+def test_a_gate_with_nothing_to_hold_against_a_plan_says_so(loaded: LoadedModel) -> None:
+    options = quick_options(lengths=(512,)).settled(4096, "cpu")
+    found = verify(loaded, plan_for(loaded.model, every_head(loaded.model, BlockSparse(keep=EVERYTHING))), options)
+    assert found.passed
+    assert not found.conclusive
+    assert "dense solves no task 50% of the time" in found.reasons[0]
+
+
+def test_a_phase_that_is_not_planned_is_not_measured(loaded: LoadedModel) -> None:
+    only = plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), 16)))
+    assert planned_phases(only) == ("decode",)
+    quality = verify(loaded, only, quick_options(lengths=(512,)).settled(4096, "cpu")).quality
+    assert quality.prefill is None
+    assert quality.both is None
+    assert quality.decode.density < 1.0
+
+
+PROFILE = made_up_profile(
+    made_up_length(4096, np.random.default_rng(0)).model_copy(update={"reuse": made_up_reuse(np.eye(3))}),
+    made_up_length(8192, np.random.default_rng(1)).model_copy(update={"reuse": made_up_reuse(np.eye(3))}),
+)
+BASE = replace(PlanOptions(), lengths=(4096, 8192), target_density=(0.2, 0.2))
+
+
+def test_only_the_lengths_that_missed_get_denser() -> None:
+    stricter = tightened(BASE, PROFILE, {"prefill": (8192,), "both": (8192,)})
+    assert stricter.target_density == (0.2, 0.3)
+    assert stricter.decode_loss == BASE.decode_loss
+
+
+def test_decode_loses_less_first_and_spends_more_at_last() -> None:
+    seen, options = [], BASE
+    while (stricter := tightened(options, PROFILE, {"decode": (8192,)})) is not None:
+        seen.append((stricter.decode_loss, stricter.decode_budget))
+        options = stricter
+    assert seen == [(0.01, fraction(0.1)), (0.005, fraction(0.1)), (0.005, fraction(0.2))]
+
+
+def test_both_are_tightened_when_only_together_they_missed() -> None:
+    stricter = tightened(BASE, PROFILE, {"both": (4096,)})
+    assert stricter.target_density == (0.3, 0.2)
+    assert stricter.decode_loss < BASE.decode_loss
+
+
+def test_the_ladder_ends() -> None:
+    top = replace(BASE, target_density=(0.4, 0.4))
+    assert tightened(top, PROFILE, {"prefill": (4096, 8192)}) is None
+
+
+def test_a_profile_brings_its_own_lengths_tile_and_preset() -> None:
+    options, profile = for_profile(PlanOptions(), PROFILE)
+    assert options.lengths == (4096, 8192)
+    assert options.tile == PROFILE.tile
+    options, profile = for_profile(PlanOptions(lengths=(8192,)), PROFILE)
+    assert [entry.length for entry in profile.lengths] == [8192]
+    with pytest.raises(UsageError, match=r"\(4k, 8k\), found 16k"):
+        for_profile(PlanOptions(lengths=(16384,)), PROFILE)

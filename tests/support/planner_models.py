@@ -1,0 +1,96 @@
+"""Tiny models as the planner takes them, and queries and keys with attention planted in them.
+
+Shapes: H heads, S tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
+from sparsekv.planner.options import PlanOptions
+from sparsekv.plans.patterns import TileShape
+from sparsekv.runtime.describe import describe_model
+from sparsekv.runtime.load import LoadedModel
+
+TILE = TileShape(query=64, key=64)
+SHARP = 30.0  # of unit keys: the planted position takes nearly all of the softmax
+
+
+def loaded_tiny(seed: int = 0, **options: Any) -> LoadedModel:
+    """A random Llama of three layers, four heads, two KV heads."""
+    model = tiny_model("llama", seed=seed, **options)
+    return LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/tiny"))
+
+
+def quick_options(**changes: Any) -> PlanOptions:
+    """Options that plan a tiny model in a second or two, sparse at every length."""
+    base = PlanOptions(
+        lengths=(1024,),
+        target_density=(0.7,),
+        crossover=False,
+        tile=TILE,
+        levels=(0.8, 1.0),
+        samples=1,
+        tasks=("kv_retrieval",),
+        verify_samples=1,
+        row_stride=2,
+    )
+    return replace(base, **changes)
+
+
+def made_up_cost(**changes: Any) -> DeviceCost:
+    """A device on which a tile costs a microsecond, and dense decode a nanosecond a token."""
+    free = Line(prices=(0.0, 0.0, 0.0))
+    base = DeviceCost(
+        device="made up",
+        dtype="float32",
+        backend="cpu",
+        shape=HeadShape(heads=4, kv_heads=2, head_dim=32),
+        tile=TILE,
+        prefill_dense=Line(prices=(0.0, 1.0)),
+        prefill_sparse=Line(prices=(0.0, 1.0, 1.0)),
+        index={"a_shape": free, "vertical_slash": free, "block_sparse": free},
+        decode_dense=Line(prices=(0.0, 0.001)),
+        decode_sparse=Line(prices=(0.0, 0.001)),
+        decode_choose=Line(prices=(0.0, 0.0001)),
+    )
+    return base.model_copy(update=changes)
+
+
+def unit_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """[count, size] of length 1, nearly orthogonal."""
+    rows = torch.randn(count, size, generator=generator)
+    return rows / rows.norm(dim=-1, keepdim=True)
+
+
+def local_head(length: int, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row attends to one of the 150 tokens before it; the last 64 rows to the first token (a_shape)."""
+    k_SD = unit_rows(length, size, generator)
+    back_S = torch.randint(1, 150, (length,), generator=generator)
+    target_S = (torch.arange(length) - back_S).clamp(min=0)
+    target_S[-64:] = 0
+    return SHARP * k_SD[target_S], k_SD
+
+
+def striped_head(length: int, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every row attends to thirty columns and to the token 700 before it (vertical_slash)."""
+    k_SD = unit_rows(length, size, generator)
+    shared_D = unit_rows(1, size, generator)[0]
+    columns = torch.randperm(length, generator=generator)[:30]
+    k_SD[columns] = shared_D
+    back_S = (torch.arange(length) - 700).clamp(min=0)
+    return SHARP * (k_SD[back_S] + shared_D), k_SD
+
+
+def blocky_head(
+    length: int, size: int, generator: torch.Generator, tile: int = 64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a tile attend to one whole key tile before it, another one for each (block_sparse)."""
+    codes = unit_rows(length // tile, size, generator)
+    targets = torch.tensor([int(torch.randint(0, t + 1, (1,), generator=generator)) for t in range(length // tile)])
+    return SHARP * codes[targets].repeat_interleave(tile, 0), codes.repeat_interleave(tile, 0)

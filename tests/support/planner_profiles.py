@@ -1,0 +1,108 @@
+"""Made-up profiles: any errors and costs, without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsekv.planner.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse, SelectorChoice
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+
+DIGEST = "sha256:" + "0" * 64
+RAYS = (("a_shape", "a"), ("vertical_slash", "v1"), ("vertical_slash", "v2"), ("block_sparse", "b"))
+SELECTORS = (SelectorChoice(selector="last", window=1), SelectorChoice(selector="uniform", window=16))
+BUDGETS = (fraction(0.05), fraction(0.1), fraction(0.2))
+
+
+def made_up_model(layers: int = 3, heads: int = 4, context: int = 65536) -> ModelInfo:
+    group = AttentionGroup(layers=tuple(range(layers)), kind="full", heads=heads, kv_heads=2, head_dim=32)
+    prints = Fingerprint(architecture=DIGEST, weights=DIGEST)
+    return ModelInfo(id="made/up", model_type="llama", context_length=context, attention=(group,), fingerprint=prints)
+
+
+def pattern_of(ray: int, level: int) -> Pattern:
+    """Another one for each ray and level."""
+    size = tokens(1000 * ray + 100 * level + 64)
+    if ray == 0:
+        return AShape(sink=tokens(64), window=size)
+    if ray == 3:
+        return BlockSparse(keep=size)
+    return VerticalSlash(vertical=size, slash=tokens(level + 1), max_tiles=tokens(4096))
+
+
+def made_up_length(
+    length: int,
+    rng: np.random.Generator,
+    *,
+    layers: int = 3,
+    heads: int = 4,
+    levels: tuple[float, ...] = (0.2, 0.3, 0.4),
+    drift: float = 0.0,
+) -> LengthProfile:
+    """Random errors that fall with density; `drift` is how far densities may lie from their level."""
+    keys = [(ray, level) for ray in range(len(RAYS)) for level in range(len(levels))]
+
+    def table(low: float, high: float) -> np.ndarray:
+        return rng.uniform(low, high, (len(keys), heads))
+
+    def one(layer: int) -> LayerScores:
+        nominal = np.array([[levels[level]] * heads for _, level in keys])
+        density = nominal * (1.0 + table(-drift, drift))
+        fall = np.array([[1.0 / (1 + level)] for _, level in keys])
+        share = np.array([[0.1 if ray in (1, 2) else 0.0] for ray, _ in keys])
+        return LayerScores(
+            layer=layer,
+            patterns=tuple((place,) * heads for place in range(len(keys))),
+            error=rows(table(0.01, 1.0) * fall),
+            tail_error=rows(table(0.01, 1.0) * fall),
+            mass=rows(table(0.5, 1.0)),
+            tiles=rows(density * (1 - share)),
+            columns=rows(density * share),
+        )
+
+    return LengthProfile(
+        length=length,
+        prompt_tokens=(length,),
+        candidates=tuple(
+            Candidate(family=RAYS[ray][0], ray=RAYS[ray][1], density=levels[level]) for ray, level in keys
+        ),
+        patterns=tuple(pattern_of(ray, level) for ray, level in keys),
+        layers=tuple(one(layer) for layer in range(layers)),
+    )
+
+
+def made_up_reuse(kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Reuse:
+    """The same table [layer j, filter i] for every selector and budget but the first budget, which keeps half."""
+    layers = len(kept)
+
+    def triangle(scale: float) -> tuple:
+        return tuple(tuple(float(kept[j, i]) * scale for i in range(j + 1)) for j in range(layers))
+
+    tables = (triangle(0.5), triangle(1.0), triangle(1.0))
+    return Reuse(
+        budgets=BUDGETS,
+        selectors=SELECTORS,
+        importance=importance or (1.0,) * layers,
+        kept=(tables,) * len(SELECTORS),
+    )
+
+
+def made_up_profile(*lengths: LengthProfile, model: ModelInfo | None = None) -> Profile:
+    return Profile(
+        model=model or made_up_model(),
+        device="made up",
+        dtype="float32",
+        backend="cpu",
+        tile=TileShape(query=64, key=64),
+        seed=0,
+        samples=1,
+        tasks=("kv_retrieval",),
+        calibration=DIGEST,
+        versions={"sparsekv": "0"},
+        lengths=lengths,
+    )
+
+
+def rows(table: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in table.tolist())
