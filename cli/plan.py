@@ -26,7 +26,7 @@ from sparsekv.cli.values import budget_from, layers_from, lengths_from, names_fr
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.compile import PlanResult
+    from sparsekv.planner.plan_result import PlanResult
 
 
 def plan(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.compile import PlanResult
     from sparsekv.planner.options import PlanOptions
+    from sparsekv.planner.plan_result import PlanResult
     from sparsekv.runtime.load import LoadedModel
 
 

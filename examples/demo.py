@@ -1,0 +1,56 @@
+"""Plans the reference model, then asks it for a number hidden in a long document, without and with the plan.
+
+Run by `make demo`; needs no GPU and no network. What it writes stays in .demo/.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
+from sparsekv.plans.aliases import resolve_model
+
+MODEL = "tiny-retriever"
+TOKENS = 8192
+FOLDER = Path(".demo")
+
+
+def main() -> None:
+    """Writes a document, plans for its length, and compares the answers."""
+    FOLDER.mkdir(exist_ok=True)
+    document, plan = FOLDER / "document.txt", FOLDER / "plan.yaml"
+    question, answer = write_document(document)
+    show(f"{document}: source text of {TOKENS:,} tokens with one sentence hidden in it. It ends:\n  {question}")
+    # Without --no-crossover the plan would go dense below the length where sparse is faster on this machine.
+    sparsekv("plan", MODEL, "-o", str(plan), "--lengths", str(TOKENS), "--no-crossover")
+    sparsekv("show", str(plan))
+    sparsekv("run", "--plan", str(plan), "--prompt-file", str(document), "--compare")
+    show(f"The hidden answer is {answer}.")
+
+
+def write_document(path: Path) -> tuple[str, str]:
+    """Puts a document with its question at `path`, and returns the question and the answer."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(MODEL).path_or_id)
+    sample = make_sample(TASKS["niah_single"], prepare(tokenizer, Split.EVALUATION), TOKENS, seed=0, index=0)
+    text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+    path.write_text(text)
+    return text.splitlines()[-1], sample.answer.strip()
+
+
+def sparsekv(*arguments: str) -> None:
+    """Runs a command as a user would type it."""
+    show(f"$ sparsekv {' '.join(arguments)}")
+    subprocess.run([sys.executable, "-m", "sparsekv", *arguments], check=True)
+
+
+def show(text: str) -> None:
+    """Prints between commands, in order with what they print."""
+    print(f"\n{text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
