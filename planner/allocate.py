@@ -47,7 +47,7 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
     if not entries:
         raise UsageError("expected a profile with prefill candidates, found none; profile with the prefill phase")
     targets = options.target_density or tuple(ladder(entry)[-1] for entry in entries)
-    work = [_Length(profile, entry, cost, options.crossover) for entry in entries]
+    work = [_Length(profile, entry, cost, options) for entry in entries]
     if options.target_speedup is not None:
         choices = [length.at_speedup(options.target_speedup) for length in work]
     else:
@@ -66,8 +66,10 @@ def ladder(entry: LengthProfile) -> tuple[float, ...]:
 class _Length:
     """The allocation of one length."""
 
-    def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, crossover: bool) -> None:
-        self._entry, self._cost, self._crossover = entry, cost, crossover
+    def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: PlanOptions) -> None:
+        self._entry, self._cost, self._crossover = entry, cost, options.crossover
+        self._families = set(options.families)
+        self._own_family = np.array([candidate.family in self._families for candidate in entry.candidates])
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
         self._tables = ScoreTables.of(entry)
@@ -117,7 +119,7 @@ class _Length:
         """[L, C, H]: of each ray the highest density within the target; without those that dense outruns."""
         allowed: dict[str, int] = {}
         for place, candidate in enumerate(self._entry.candidates):
-            if candidate.density <= target * (1.0 + _ROUNDING):
+            if candidate.family in self._families and candidate.density <= target * (1.0 + _ROUNDING):
                 best = allowed.get(candidate.ray)
                 if best is None or self._entry.candidates[best].density < candidate.density:
                     allowed[candidate.ray] = place
@@ -176,7 +178,7 @@ class _Length:
         """One move a head: to its least-error candidate within the target. (error a tile, tiles, layer, head, to)."""
         moves = []
         for row, head in np.argwhere((choice >= 0) & (density_LH > target)).tolist():
-            within_C = self._tables.density_LCH[row, :, head] <= target
+            within_C = self._own_family & (self._tables.density_LCH[row, :, head] <= target)
             if within_C.any():
                 error_C = np.where(within_C, self._error_LCH[row, :, head], np.inf)
                 candidate = int(error_C.argmin())

@@ -1,16 +1,18 @@
 """A model with and without a plan on the same held-out samples.
 
-Dense is run once a batch and shared by everything that is compared with it. What is compared are `Mode`s: a plan and
-the phases of it that are switched on.
+Dense is run once a batch and shared by everything that is compared with it. What is compared are `Mode`s: mostly a plan
+and the phases of it that are switched on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from sparsekv.planner.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
 from sparsekv.planner.progress import NoProgress, Progress
@@ -20,18 +22,42 @@ from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.apply import apply
 from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.stats import RunStats
 
 PhaseName = Literal["prefill", "decode", "both"]
 DENSE = "dense"
 
 
+class Mode(Protocol):
+    """Something to compare with dense."""
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether answers are fed token by token, as decode does."""
+
+    def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
+        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
+
+
 @dataclass(frozen=True, slots=True)
-class Mode:
+class PlanMode:
     """A plan at work: prefill alone, decode alone, or both."""
 
     plan: Plan
     phase: PhaseName = "both"
     backend: str = "auto"
+
+    @property
+    def stepwise(self) -> bool:
+        """See `Mode`."""
+        return self.phase != "prefill"
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `Mode`."""
+        prefill, decode = self.phase != "decode", self.phase != "prefill"
+        with apply(model, self.plan, prefill=prefill, decode=decode, backend=self.backend) as handle:
+            yield lambda: _spent(handle.stats())
 
 
 def evaluate(
@@ -52,7 +78,7 @@ def evaluate(
 
     See `evaluate_modes` for the arguments and errors.
     """
-    modes: dict[str, Mode] = {phase: Mode(plan, phase, backend)} if plan else {}
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, backend)} if plan else {}
     results = evaluate_modes(
         loaded, modes, tasks, length, samples, batch=batch, seed=seed, prefill_chunk=prefill_chunk, progress=progress
     )
@@ -117,12 +143,17 @@ def evaluate_modes(
 
 
 def _run(loaded: LoadedModel, mode: Mode, batch: Batch, chunk: int | None) -> tuple[torch.Tensor, Spent]:
-    prefill, decode = mode.phase != "decode", mode.phase != "prefill"
-    with apply(loaded.model, mode.plan, prefill=prefill, decode=decode, backend=mode.backend) as handle:
-        logits = forced_logits(loaded, batch, stepwise=decode, chunk=chunk)
-        stats = handle.stats()
-    tiles = stats.prefill_tiles_computed, float(stats.prefill_tiles_causal)
-    return logits, Spent(*tiles, float(stats.decode_tokens_attended), float(stats.decode_tokens_cached))
+    with mode.running(loaded.model) as spent:
+        return forced_logits(loaded, batch, stepwise=mode.stepwise, chunk=chunk), spent()
+
+
+def _spent(stats: RunStats) -> Spent:
+    return Spent(
+        stats.prefill_tiles_computed,
+        float(stats.prefill_tiles_causal),
+        float(stats.decode_tokens_attended),
+        float(stats.decode_tokens_cached),
+    )
 
 
 def _outcomes(loaded: LoadedModel, batch: Batch, dense: torch.Tensor, sparse: torch.Tensor) -> list[Outcome]:

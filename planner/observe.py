@@ -89,7 +89,8 @@ class _Observer:
     def _record(self, call: AttentionCall, decode: DecodeLayer) -> LayerRecord:
         scores = self._scores(call, decode.projection_WZ) if call.window is None and self._aims else {}
         if self._reuse is not None:
-            scores["importance"] = self._reuse.moved(decode) / max(self._residuals[call.layer], 1e-20)
+            moved = self._reuse.moved(decode)
+            scores["importance"] = moved / max(moved + self._residuals[call.layer], 1e-20)
             scores["kept"] = tuple(_table(table) for table in self._reuse.kept(decode, range(call.layer + 1)))
         return LayerRecord(length=self._one.length, sample=self._one.sample, layer=call.layer, **scores)
 

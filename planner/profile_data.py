@@ -67,7 +67,7 @@ class Reuse(Part):
 
     `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass that the choice of layer i holds, with selector s
     and budget b; worst row of a prompt, mean over prompts. `importance[j]`: how much attention of layer j moves the
-    residual, || attention output || / || residual ||.
+    residual, || attention output || / (|| attention output || + || residual ||).
     """
 
     budgets: tuple[Budget, ...]

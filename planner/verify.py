@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparsekv.planner.evaluate import Mode, PhaseName, evaluate_modes
+from sparsekv.planner.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.results import EvalResult, TaskResult, merged
@@ -62,7 +62,7 @@ def verify(
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
-    modes: dict[str, Mode] = {phase: Mode(plan, phase, options.backend) for phase in planned_phases(plan)}
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend) for phase in planned_phases(plan)}
     by_length = {
         length: evaluate_modes(
             loaded,

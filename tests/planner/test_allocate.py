@@ -69,6 +69,13 @@ def test_another_target_takes_another_level_of_the_ladder() -> None:
     assert high == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("family", ["a_shape", "vertical_slash", "block_sparse"])
+def test_one_family_alone_is_allocated_from_a_profile_of_all(family: str) -> None:
+    options = PlanOptions(target_density=(0.3,), crossover=False, families=(family,))
+    bucket = allocate(profile_with(drift=0.05), made_up_cost(), options).bucket(8192)
+    assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} == {family}
+
+
 def test_a_target_below_the_ladder_is_refused() -> None:
     with pytest.raises(UsageError, match=r"at least 0\.2 at 8192"):
         allocate(profile_with(), made_up_cost(), PlanOptions(target_density=(0.1,), crossover=False))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.evaluate import Mode, evaluate, evaluate_modes
+from sparsekv.planner.evaluate import PlanMode, evaluate, evaluate_modes
 from sparsekv.planner.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
 from sparsekv.planner.prompts import held_out
 from sparsekv.planner.results import EvalResult, Outcome, Spent, TaskResult, merged
@@ -41,7 +41,7 @@ def sample(answer: str, prompt_ids: list[int], answer_ids: list[int]) -> Sample:
 
 
 def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: Kit) -> None:
-    modes = {phase: Mode(full_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
+    modes = {phase: PlanMode(full_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
     found = evaluate_modes(loaded, modes, ("kv_retrieval", "perplexity"), LENGTH, 2, kit=kit)
     for phase in modes:
         assert found[phase].kl == pytest.approx(0.0, abs=1e-6)
@@ -57,7 +57,7 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
 def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
     found = evaluate_modes(
         loaded,
-        {p: Mode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")},
+        {p: PlanMode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")},
         ("perplexity",),
         LENGTH,
         2,
@@ -80,9 +80,9 @@ def test_without_a_plan_dense_is_on_both_sides(loaded: LoadedModel) -> None:
 
 def test_batches_score_as_single_samples_do(loaded: LoadedModel, kit: Kit) -> None:
     one, many = (
-        evaluate_modes(loaded, {"both": Mode(sparse_plan(loaded))}, ("perplexity",), LENGTH, 4, batch=size, kit=kit)[
-            "both"
-        ].tasks["perplexity"]
+        evaluate_modes(
+            loaded, {"both": PlanMode(sparse_plan(loaded))}, ("perplexity",), LENGTH, 4, batch=size, kit=kit
+        )["both"].tasks["perplexity"]
         for size in (1, 4)
     )
     np.testing.assert_allclose([o.nll for o in one.sparse], [o.nll for o in many.sparse], rtol=1e-4)
@@ -92,7 +92,9 @@ def test_batches_score_as_single_samples_do(loaded: LoadedModel, kit: Kit) -> No
 def test_prefill_in_chunks_scores_as_in_one_piece(loaded: LoadedModel, kit: Kit) -> None:
     plan = full_plan(loaded)
     whole, pieces = (
-        evaluate_modes(loaded, {"both": Mode(plan)}, ("perplexity",), LENGTH, 1, prefill_chunk=chunk, kit=kit)["both"]
+        evaluate_modes(loaded, {"both": PlanMode(plan)}, ("perplexity",), LENGTH, 1, prefill_chunk=chunk, kit=kit)[
+            "both"
+        ]
         for chunk in (None, 100)
     )
     a, b = whole.tasks["perplexity"], pieces.tasks["perplexity"]
