@@ -9,7 +9,7 @@ import numpy as np
 from sparsekv.planner.tasks.draws import Draws, Pieces, text_of
 from sparsekv.planner.tasks.encoding import PieceEncoder, as_ids
 from sparsekv.planner.tasks.filler import plant
-from sparsekv.planner.tasks.types import Document, Kit, Query, TaskError
+from sparsekv.planner.tasks.types import Document, Kit, Query, Request, TaskError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,39 +21,50 @@ class Unit:
     answer: Pieces = ()
 
 
-def build(kit: Kit, units: list[Unit], queries: int, length: int, draws: Draws, filler: bool = True) -> Document:
-    """Plants units at random places and asks for the first ones.
+def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered: bool = True) -> Document:
+    """Plants units at random places and asks for the first ones that have a question.
 
     Args:
         kit: encoder and filler.
         units: in order of importance: the last ones are left out where the length does not hold them all.
-        queries: most questions; together they take at most half the length where there is more than one.
-        length: most tokens of context, questions and answers.
+        request: its questions take together at most half the length where there is more than one.
         draws: the source of randomness.
-        filler: whether filler text makes up the rest of the length.
+        scattered: over filler text that makes up the rest of the length. Otherwise the units stand by themselves,
+            behind what little text a request with `answer_room` needs to come out exact.
 
     Raises:
         TaskError: not even one unit and its question fit.
     """
     lines = _encode_lines(kit.encoder, units)
-    asked = _fitting_queries(kit.encoder, units[:queries], length)
-    room = length - sum(len(query) for query in asked)
+    asked = _fitting_queries(kit.encoder, units[: request.queries], request.length)
     sizes = np.cumsum([sum(len(line) for line in unit) for unit in lines])
-    kept = int(np.searchsorted(sizes, room, side="right"))
+    kept = int(np.searchsorted(sizes, _room(request, asked), side="right"))
     if kept == 0:
-        raise TaskError(f"one statement and its question need {length - room + sizes[0]} tokens, {length} were given")
+        raise TaskError(
+            f"expected at least {request.length - _room(request, asked) + sizes[0]} tokens to hold one statement and "
+            f"its question, found {request.length}; use a longer length"
+        )
     asked = asked[:kept]
-    room = length - sum(len(query) for query in asked)
-    return _lay_out(kit, lines[:kept], asked, int(room - sizes[kept - 1]) if filler else 0, draws)
+    text = int(_room(request, asked) - sizes[kept - 1]) if scattered or request.answer_room is not None else 0
+    return _lay_out(kit, lines[:kept], asked, text, scattered, draws)
 
 
-def _lay_out(kit: Kit, units: list[list[list[int]]], asked: list[Query], text: int, draws: Draws) -> Document:
+def _room(request: Request, asked: list[Query]) -> int:
+    """Tokens for the context."""
+    if request.answer_room is None:
+        return request.length - sum(len(query) for query in asked)
+    return request.length - sum(len(query.question_ids) + request.answer_room for query in asked)
+
+
+def _lay_out(
+    kit: Kit, units: list[list[list[int]]], asked: list[Query], text: int, scattered: bool, draws: Draws
+) -> Document:
     rng = draws.rng
     ids, breaks = kit.filler.excerpt(text, rng)
     places = np.concatenate([np.sort(rng.random(len(unit))) for unit in units])
     order = np.argsort(places, kind="stable")
     lines = [line for unit in units for line in unit]
-    wanted = (places[order] * (text + 1)).astype(np.int32)
+    wanted = (places[order] * (text + 1)).astype(np.int32) if scattered else np.full(len(lines), text, np.int32)
     context_ids, is_text = plant(ids, breaks, [lines[i] for i in order.tolist()], wanted)
     return Document(context_ids, is_text, tuple(asked))
 
@@ -64,6 +75,7 @@ def _encode_lines(encoder: PieceEncoder, units: list[Unit]) -> list[list[list[in
 
 
 def _fitting_queries(encoder: PieceEncoder, units: list[Unit], length: int) -> list[Query]:
+    units = [unit for unit in units if unit.question]
     questions = encoder.encode_all([unit.question for unit in units])
     answers = encoder.encode_all([unit.answer for unit in units])
     sizes = np.cumsum([len(q) + len(a) for q, a in zip(questions, answers, strict=True)])

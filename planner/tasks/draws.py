@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from sparsekv.planner.tasks.encoding import PieceEncoder
 from sparsekv.planner.tasks.types import TaskError
 from sparsekv.planner.tasks.words import FIRST_WORDS, SECOND_WORDS
 
@@ -29,7 +30,10 @@ class Draws:
             TaskError: more keys than the word lists can give.
         """
         if len(self._used) + count > KEYS * 3 // 4:
-            raise TaskError(f"{count} more keys asked for, {len(self._used)} of {KEYS} are taken; use a shorter length")
+            raise TaskError(
+                f"expected at most {KEYS * 3 // 4} keys in a document, found {len(self._used) + count}; "
+                "use a shorter length"
+            )
         chosen: list[int] = []
         while len(chosen) < count:
             for number in self.rng.integers(0, KEYS, count - len(chosen)).tolist():
@@ -46,6 +50,18 @@ class Draws:
 def _key(number: int, joiner: str) -> Pieces:
     first, second = divmod(number, len(SECOND_WORDS))
     return f" {FIRST_WORDS[first]}", joiner + SECOND_WORDS[second]
+
+
+def longest_key(encoder: PieceEncoder, joiner: str = "-") -> int:
+    """Tokens of the longest key that `Draws.keys` can give."""
+    first = encoder.encode_all([(f" {word}",) for word in FIRST_WORDS])
+    second = encoder.encode_all([(joiner + word,) for word in SECOND_WORDS])
+    return max(map(len, first)) + max(map(len, second))
+
+
+def longest_value(digits: int) -> int:
+    """Tokens that no value of `Draws.values` exceeds: no tokenizer needs more than one a character."""
+    return 1 + digits
 
 
 def text_of(pieces: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from sparsekv.planner.tasks.types import Ids, TaskError
 
 _CACHE_ENTRIES = 300_000
 _ANCHOR = "\n"
+_WORD = "green"
 
 EncodeBatch = Callable[[list[str]], list[list[int]]]
 
@@ -34,11 +35,13 @@ class PieceEncoder:
 
     @classmethod
     def of(cls, tokenizer: Any) -> PieceEncoder:
-        """For any Hugging Face tokenizer (`transformers`)."""
-        bos = getattr(tokenizer, "bos_token_id", None)
-        return cls(
-            lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"], () if bos is None else (int(bos),)
-        )
+        """For any Hugging Face tokenizer (`transformers`); prompts start as the tokenizer lets every text start."""
+
+        def encode_batch(texts: list[str]) -> list[list[int]]:
+            encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return encoded
+
+        return cls(encode_batch, _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"]))
 
     @classmethod
     def of_raw(cls, tokenizer: Any, bos_ids: Sequence[int] = ()) -> PieceEncoder:
@@ -80,8 +83,14 @@ def as_ids(tokens: Sequence[int]) -> Ids:
 
 def _is_concatenative(encode_batch: EncodeBatch) -> bool:
     """Whether pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
-    whole, anchor, piece = encode_batch([_ANCHOR + "green", _ANCHOR, "green"])
+    whole, anchor, piece = encode_batch([_ANCHOR + _WORD, _ANCHOR, _WORD])
     return list(whole) == [*anchor, *piece]
+
+
+def _put_in_front(bare: Sequence[int], whole: Sequence[int]) -> Sequence[int]:
+    """What `whole` has in front of `bare`."""
+    extra = range(len(whole) - len(bare) + 1)
+    return next((whole[:i] for i in extra if list(whole[i : i + len(bare)]) == list(bare)), ())
 
 
 def _anchored(encode_batch: EncodeBatch) -> EncodeBatch:
@@ -92,7 +101,10 @@ def _anchored(encode_batch: EncodeBatch) -> EncodeBatch:
         encoded = [list(ids) for ids in encode_batch([_ANCHOR + text for text in texts])]
         for text, ids in zip(texts, encoded, strict=True):
             if ids[: len(anchor)] != anchor:
-                raise TaskError(f"this tokenizer merges a newline with {text[:20]!r}, so pieces cannot be encoded")
+                raise TaskError(
+                    "expected a tokenizer that keeps a newline apart from what follows, found one that merges it with "
+                    f"{text[:20]!r}; give your own calibration prompts"
+                )
         return [ids[len(anchor) :] for ids in encoded]
 
     return encode

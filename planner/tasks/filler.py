@@ -86,5 +86,5 @@ def load_filler_text(split: Split) -> str:
         TaskError: for training, whose text is not shipped.
     """
     if split is Split.TRAINING:
-        raise TaskError("no training text is shipped; build a Filler from your own text")
+        raise TaskError("expected calibration or evaluation, found training; build a Filler from your own text")
     return gzip.decompress((_DATA / f"{split.value}.txt.gz").read_bytes()).decode()

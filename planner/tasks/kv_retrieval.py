@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from sparsekv.planner.tasks.builder import Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces
+from sparsekv.planner.tasks.draws import Draws, Pieces, longest_value
+from sparsekv.planner.tasks.encoding import PieceEncoder
 from sparsekv.planner.tasks.types import Document, Kit, Request
 
 _DIGITS = 5
@@ -16,10 +17,17 @@ class KvRetrieval:
 
     name: str = "kv_retrieval"
 
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_value(_DIGITS)
+
     def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
-        """See `Task`. With `statements` given, the document is as short as that many pairs."""
+        """See `Task`. With `statements` given, the document is as short as that many pairs.
+
+        With `answer_room`, the missing part of a line at the end becomes a line or two of text at the beginning.
+        """
         units = _pairs(draws, request.statements) if request.statements else _enough_pairs(kit, request.length, draws)
-        return build(kit, units, request.queries, request.length, draws, filler=False)
+        return build(kit, units, request, draws, scattered=False)
 
 
 def pair_line(key: Pieces, value: str) -> Pieces:
@@ -39,7 +47,7 @@ def _enough_pairs(kit: Kit, length: int, draws: Draws) -> list[Unit]:
     """At least as many pairs as the length holds: `build` leaves out the rest."""
     units: list[Unit] = []
     tokens = 0
-    while tokens < length:
+    while not units or tokens < length:
         count = _PROBE if not units else (length - tokens) * len(units) // tokens + 1
         more = _pairs(draws, count)
         tokens += sum(len(line) for line in kit.encoder.encode_all([unit.lines[0] for unit in more]))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from sparsekv.planner.tasks.builder import Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces
+from sparsekv.planner.tasks.draws import Draws, Pieces, longest_value
+from sparsekv.planner.tasks.encoding import PieceEncoder
 from sparsekv.planner.tasks.types import Document, Kit, Request
 
 _DIGITS = 7
@@ -22,12 +23,16 @@ class Niah:
     needles: int
     tokens_per_needle: int
 
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_value(_DIGITS)
+
     def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
         """See `Task`."""
         standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
         count = request.statements or standard
         pairs = zip(draws.keys(count), draws.values(count, _DIGITS), strict=True)
-        return build(kit, [_needle(key, value) for key, value in pairs], request.queries, request.length, draws)
+        return build(kit, [_needle(key, value) for key, value in pairs], request, draws)
 
 
 def _needle(key: Pieces, value: str) -> Unit:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.types import Document, Kit, Query, Request
+from sparsekv.planner.tasks.encoding import PieceEncoder
+from sparsekv.planner.tasks.types import Document, Kit, Query, Request, TaskError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,16 @@ class Perplexity:
     name: str = "perplexity"
     most_scored: int = 256
 
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return min(self.most_scored, length // 4)
+
     def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
         """See `Task`."""
+        scored = self.longest_answer(kit.encoder, request.length) if request.queries else 0
+        if request.queries and not scored:
+            raise TaskError(f"expected at least 4 tokens of text, found {request.length}; use a longer length")
         ids, _ = kit.filler.excerpt(request.length, draws.rng)
-        scored = min(self.most_scored, len(ids) // 4) if request.queries else 0
         split = len(ids) - scored
         query = Query(np.zeros(0, np.int32), ids[split:], "")
         return Document(ids[:split], np.ones(split, np.bool_), (query,) if scored else ())

@@ -9,7 +9,7 @@ from sparsekv.planner.tasks.draws import Draws
 from sparsekv.planner.tasks.encoding import PieceEncoder
 from sparsekv.planner.tasks.filler import Filler, load_filler_text
 from sparsekv.planner.tasks.seeding import generator
-from sparsekv.planner.tasks.types import Kit, Request, Sample, Split, Task
+from sparsekv.planner.tasks.types import Kit, Request, Sample, Split, Task, TaskError
 
 
 def prepare(tokenizer: Any, split: Split) -> Kit:
@@ -30,15 +30,19 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     Args:
         task: what to ask.
         kit: made by `prepare`.
-        length: most tokens of the prompt and the answer together; filler makes it exact, pairs come close.
+        length: tokens of the prompt and the longest answer that the task can have with this tokenizer: all prompts of
+            a task, length and tokenizer are equally long.
         seed: of the whole set.
         index: which sample of the set; samples do not depend on each other.
 
     Raises:
-        TaskError: the length does not hold one statement and its question.
+        TaskError: the length does not hold one statement and its question, or needs more keys than there are.
     """
+    room = length - len(kit.encoder.bos_ids)
+    if room < 1:
+        raise TaskError(f"expected a length of more than {len(kit.encoder.bos_ids)} tokens, found {length}")
     draws = Draws(generator(kit.split, task.name, length, seed, index))
-    document = task.document(kit, Request(length - len(kit.encoder.bos_ids)), draws)
+    document = task.document(kit, Request(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
     query = document.queries[0]
     bos_ids = np.asarray(kit.encoder.bos_ids, np.int32)
     prompt_ids = np.concatenate([bos_ids, document.context_ids, query.question_ids])

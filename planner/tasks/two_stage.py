@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from sparsekv.planner.tasks.builder import Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces
+from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.encoding import PieceEncoder
 from sparsekv.planner.tasks.kv_retrieval import pair_line
 from sparsekv.planner.tasks.types import Document, Kit, Request
 
@@ -25,6 +26,10 @@ class TwoStage:
     tokens_per_statement: int = 1024
     pairs_per_statement: int = 8
 
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_key(encoder) + len(encoder.encode([":"])) + longest_value(_DIGITS)
+
     def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
         """See `Task`."""
         count = request.statements or 2 + request.length // self.tokens_per_statement
@@ -32,7 +37,7 @@ class TwoStage:
         values = draws.values(len(keys), _DIGITS)
         units = [_linked(draws, *each) for each in zip(owners, keys[:count], values[:count], strict=True)]
         units += [Unit((pair_line(*pair),)) for pair in zip(keys[count:], values[count:], strict=True)]
-        return build(kit, units, min(request.queries, count), request.length, draws)
+        return build(kit, units, request, draws)
 
 
 def _linked(draws: Draws, owner: Pieces, key: Pieces, value: str) -> Unit:

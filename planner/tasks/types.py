@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sparsekv.plans.errors import UsageError
+
 if TYPE_CHECKING:
     from sparsekv.planner.tasks.draws import Draws
     from sparsekv.planner.tasks.encoding import PieceEncoder
@@ -18,7 +20,7 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 
-class TaskError(ValueError):
+class TaskError(UsageError):
     """A task cannot be built as asked."""
 
 
@@ -74,11 +76,14 @@ class Request:
         queries: most questions about the context.
         statements: how many needles, pairs or chains to plant; None for the task's standard number at this length.
             Fewer are planted where they do not fit.
+        answer_room: tokens kept for the one answer, whatever it needs of them: context and question then take exactly
+            the rest of the length, in every document. None: answers take what they need.
     """
 
     length: int
     queries: int = 1
     statements: int | None = None
+    answer_room: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,9 @@ class Task(Protocol):
     @property
     def name(self) -> str:
         """The name in the registry, in reports and in seeds."""
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """Tokens that no answer about a document of `length` tokens exceeds; depends on nothing else."""
 
     def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
         """Builds one document of at most `request.length` tokens; raises `TaskError` where not even one query fits."""

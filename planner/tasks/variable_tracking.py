@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sparsekv.planner.tasks.builder import Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces
+from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.encoding import PieceEncoder
 from sparsekv.planner.tasks.types import Document, Kit, Request
 
 _DIGITS = 5
@@ -27,6 +28,11 @@ class VariableTracking:
     chains: int = 4
     tokens_per_chain: int = 4096
 
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        step = len(encoder.encode([" VAR", " ="])) + longest_key(encoder, "_")
+        return self.hops * step + longest_value(_DIGITS)
+
     def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
         """See `Task`."""
         count = request.statements or self.chains + request.length // self.tokens_per_chain
@@ -35,7 +41,7 @@ class VariableTracking:
         chains = [variables[i * names : (i + 1) * names] for i in range(count)]
         values = draws.values(count, _DIGITS)
         units = [_chain(chain, value) for chain, value in zip(chains, values, strict=True)]
-        return build(kit, units, request.queries, request.length, draws)
+        return build(kit, units, request, draws)
 
 
 def _chain(variables: list[Pieces], value: str) -> Unit:

@@ -1,0 +1,149 @@
+"""What a prompt says: the answer is in it, once, and nothing else could be meant."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from task_oracle import NEEDLE, OWNER, PAIR, STATEMENTS, answer_of, is_statement, statements
+from task_tokenizers import NAMES, kit_named, tokenizer_named
+
+from sparsekv.planner.tasks import TASKS, Sample, make_sample, make_samples
+
+RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
+PREFIXES = {
+    "niah_single": r" The special number for \S+ is",
+    "niah_multikey": r" The special number for \S+ is",
+    "kv_retrieval": r"\? \S+-\S+:",
+    "two_stage": r" The key of \S+ is",
+    "variable_tracking": r" VAR \S+_\S+ =",
+}
+
+
+def text(sample: Sample, tokenizer: str = "shipped") -> str:
+    return str(tokenizer_named(tokenizer).decode(sample.prompt_ids, skip_special_tokens=True))
+
+
+def samples(task: str, length: int = 1000, count: int = 20, tokenizer: str = "shipped") -> list[Sample]:
+    return list(make_samples(TASKS[task], kit_named(tokenizer), length, seed=1, count=count))
+
+
+@pytest.mark.parametrize("tokenizer", NAMES)
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_the_answer_follows_from_the_context(task: str, tokenizer: str) -> None:
+    for sample in samples(task, count=8, tokenizer=tokenizer):
+        assert answer_of(text(sample, tokenizer)) == sample.answer.strip()
+
+
+@pytest.mark.parametrize("tokenizer", NAMES)
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_answer_ids_spell_the_answer(task: str, tokenizer: str) -> None:
+    for sample in samples(task, count=4, tokenizer=tokenizer):
+        whole = np.concatenate([sample.prompt_ids, sample.answer_ids])
+        decoded = tokenizer_named(tokenizer).decode(whole, skip_special_tokens=True)
+        assert decoded == text(sample, tokenizer) + sample.answer
+        assert sample.answer.startswith(" ")
+
+
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_a_prompt_ends_with_the_beginning_of_its_answer(task: str) -> None:
+    for sample in samples(task):
+        assert re.search(PREFIXES[task] + r"\Z", text(sample))
+
+
+@pytest.mark.parametrize("tokenizer", NAMES)
+def test_a_prompt_begins_as_the_tokenizer_lets_every_text_begin(tokenizer: str) -> None:
+    begins = list(tokenizer_named(tokenizer)("x")["input_ids"])[:-1]
+    for task in TASKS:
+        prompt = make_sample(TASKS[task], kit_named(tokenizer), 600, 0, 0).prompt_ids.tolist()
+        special = tokenizer_named(tokenizer).all_special_ids
+        assert [token for token in prompt if token in special] == begins * ("metaspace_no" not in tokenizer)
+
+
+def test_every_retrieval_task_is_about_one_kind_of_statement() -> None:
+    kinds = {
+        task: {
+            i
+            for line in text(samples(task, 3000, 1)[0]).split("\n")
+            for i, f in enumerate(STATEMENTS)
+            if f.fullmatch(line)
+        }
+        for task in RETRIEVAL
+    }
+    assert kinds == {
+        "niah_single": {0},
+        "niah_multikey": {0},
+        "kv_retrieval": {1},
+        "two_stage": {1, 2},
+        "variable_tracking": {3, 4},
+    }
+
+
+def test_needles_pairs_and_chains_come_in_the_documented_numbers() -> None:
+    def lines(task: str, length: int) -> list[str]:
+        return text(samples(task, length, 1)[0]).split("\n")
+
+    assert len(statements(lines("niah_single", 4096), NEEDLE)) == 1
+    assert len(statements(lines("niah_multikey", 4097), NEEDLE)) == 8 + 2
+    assert len(statements(lines("two_stage", 4097), OWNER)) == 2 + 4
+    assert len(statements(lines("two_stage", 4097), PAIR)) == 8 * (2 + 4)
+    assert sum(line.startswith("VAR ") for line in lines("variable_tracking", 4097)) == 3 * (4 + 1)
+
+
+@pytest.mark.parametrize("length", [700, 1024, 3001])
+def test_pairs_fill_the_context_but_for_less_than_a_line_of_text_in_front(length: int) -> None:
+    for sample in samples("kv_retrieval", length):
+        *lines, _ = text(sample).split("\n")
+        pairs = [PAIR.fullmatch(line) is not None for line in lines]
+        assert all(pairs[pairs.index(True) :])
+        in_front = "".join(line + "\n" for line in lines[: pairs.index(True)])
+        assert len(tokenizer_named("shipped")(in_front, add_special_tokens=False)["input_ids"]) < 20
+
+
+def test_statements_stand_on_lines_of_their_own_in_text_that_is_otherwise_untouched() -> None:
+    filler = tokenizer_named("shipped").decode(kit_named("shipped").filler.ids)
+    for task in ("niah_multikey", "two_stage", "variable_tracking"):
+        *lines, _ = text(samples(task, 1500, 1)[0]).split("\n")
+        rest = "\n".join(line for line in lines if not is_statement(line))
+        assert rest in filler + filler
+
+
+def test_what_is_asked_for_may_stand_anywhere() -> None:
+    places = [_place_of_needle(text(sample)) for sample in samples("niah_single", 3000, 60)]
+    assert Counter(int(4 * place) for place in places).keys() == {0, 1, 2, 3}
+
+
+def _place_of_needle(prompt: str) -> float:
+    (needle,) = re.finditer(rf"^{NEEDLE.pattern}$", prompt, re.MULTILINE)
+    return needle.start() / len(prompt)
+
+
+def test_two_stage_pairs_stand_before_and_behind_the_statement_that_names_them() -> None:
+    orders = {_pair_comes_first(text(sample)) for sample in samples("two_stage", 1500)}
+    assert orders == {True, False}
+
+
+def _pair_comes_first(prompt: str) -> bool:
+    key = answer_of(prompt).split(":")[0]
+    return prompt.index(f"- {key}: ") < prompt.index(f" is {key}.\n")
+
+
+@pytest.mark.parametrize("task", ["niah_multikey", "kv_retrieval", "two_stage", "variable_tracking"])
+def test_any_statement_may_be_asked_for(task: str) -> None:
+    """Not always the first or the last of the context."""
+    ranks = {_rank(text(sample)) for sample in samples(task, 900, 30)}
+    assert len(ranks) > 3
+
+
+def _rank(prompt: str) -> int:
+    *lines, question = prompt.split("\n")
+    key = re.findall(r"[a-z]+[-_][a-z]+", question)[-1]
+    stated = [line for line in lines if is_statement(line)]
+    return next(i for i, line in enumerate(stated) if re.search(rf"\b{key} ?(is|=|:)", line))
+
+
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_numbers_have_a_fixed_count_of_digits(task: str) -> None:
+    digits = 7 if task.startswith("niah") else 5
+    for sample in samples(task):
+        assert re.search(rf"(?<!\d)\d{{{digits}}}\Z", sample.answer)

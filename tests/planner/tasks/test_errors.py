@@ -1,0 +1,51 @@
+"""What cannot be built says why and what to do."""
+
+import pytest
+from task_tokenizers import NAMES, kit_named
+
+from sparsekv.planner.tasks import TASKS, Request, Split, TaskError, make_sample
+from sparsekv.planner.tasks.draws import KEYS, Draws
+from sparsekv.planner.tasks.seeding import generator
+from sparsekv.plans.errors import SparseKVError
+
+RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
+
+
+def draws() -> Draws:
+    return Draws(generator(Split.EVALUATION, "test", 0, 0, 0))
+
+
+def test_task_errors_are_errors_of_the_project() -> None:
+    assert issubclass(TaskError, SparseKVError)
+
+
+@pytest.mark.parametrize("tokenizer", NAMES)
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_a_length_that_holds_no_question_is_refused_with_one_that_would(task: str, tokenizer: str) -> None:
+    kit = kit_named(tokenizer)
+    with pytest.raises(TaskError, match=r"expected at least \d+ tokens .*, found 20; use a longer length") as error:
+        TASKS[task].document(kit, Request(20), draws())
+    enough = int(str(error.value).split()[3])
+    document = TASKS[task].document(kit, Request(enough), draws())
+    assert len(document.queries) == 1
+    assert len(document) == enough
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [-5, 0, 1, 2, 3])
+def test_no_length_at_all_is_refused(task: str, length: int) -> None:
+    with pytest.raises(TaskError, match="expected"):
+        make_sample(TASKS[task], kit_named("shipped"), length, seed=0, index=0)
+
+
+def test_more_keys_than_there_are_words_are_refused() -> None:
+    with pytest.raises(TaskError, match=rf"at most {KEYS * 3 // 4} keys .* found {KEYS}; use a shorter length"):
+        draws().keys(KEYS)
+
+
+def test_keys_stay_distinct_until_they_run_out() -> None:
+    source = draws()
+    parts = [source.keys(KEYS // 4) for _ in range(3)]
+    assert len({key for part in parts for key in part}) == 3 * (KEYS // 4)
+    with pytest.raises(TaskError, match="use a shorter length"):
+        source.keys(KEYS // 4)

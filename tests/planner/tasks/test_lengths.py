@@ -1,0 +1,102 @@
+"""Lengths: all prompts of a cell are equally long, and prompt and answer never exceed what was asked for."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from task_tokenizers import NAMES, byte_level, kit_named, kit_of, metaspace
+
+from sparsekv.planner.tasks import TASKS, Kit, Request, Split, TaskError, make_sample, make_samples
+from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.seeding import generator
+
+LENGTHS = (512, 1537, 4096)
+SHORTEST = 400  # holds a question of every task, in single characters too
+RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
+
+
+def draws(seed: int = 0) -> Draws:
+    return Draws(generator(Split.EVALUATION, "test", 0, seed, 0))
+
+
+@pytest.mark.parametrize("tokenizer", NAMES)
+@pytest.mark.parametrize("task", TASKS)
+def test_all_prompts_of_a_cell_are_equally_long_and_leave_room_for_every_answer(task: str, tokenizer: str) -> None:
+    kit = kit_named(tokenizer)
+    for length in LENGTHS:
+        samples = list(make_samples(TASKS[task], kit, length, seed=0, count=12))
+        room = TASKS[task].longest_answer(kit.encoder, length - len(kit.encoder.bos_ids))
+        assert {len(sample.prompt_ids) for sample in samples} == {length - room}
+        assert all(0 < len(sample.answer_ids) <= room for sample in samples)
+        assert all(sample.length == length and sample.task == task for sample in samples)
+
+
+@given(
+    build=st.sampled_from([byte_level, metaspace]),
+    vocabulary=st.integers(380, 5000),
+    single_digits=st.booleans(),
+    begin=st.booleans(),
+    extra=st.integers(0, 3000),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_lengths_hold_with_any_vocabulary(build, vocabulary, single_digits, begin, extra, seed) -> None:
+    kit = kit_of(build(vocabulary, single_digits=single_digits, begin=begin), characters=8_000)
+    for task in TASKS.values():
+        length = SHORTEST + extra
+        room = task.longest_answer(kit.encoder, length - len(kit.encoder.bos_ids))
+        for sample in make_samples(task, kit, length, seed, count=3):
+            assert len(sample.prompt_ids) == length - room
+            assert len(sample.answer_ids) <= room
+
+
+@given(length=st.integers(-10, 420), index=st.integers(0, 3), task=st.sampled_from(sorted(TASKS)))
+@settings(max_examples=200, deadline=None)
+def test_a_short_length_gives_an_exact_sample_or_a_task_error_and_nothing_else(length, index, task) -> None:
+    kit = kit_named("characters")
+    try:
+        sample = make_sample(TASKS[task], kit, length, seed=0, index=index)
+    except TaskError:
+        return
+    assert len(sample.prompt_ids) == length - TASKS[task].longest_answer(kit.encoder, length)
+    assert len(sample.answer_ids) > 0
+
+
+@pytest.mark.parametrize("tokenizer", NAMES)
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_documents_with_many_questions_fill_their_length(task: str, tokenizer: str) -> None:
+    kit = kit_named(tokenizer)
+    for seed, (length, queries) in enumerate([(900, 1), (900, 4), (3000, 32)]):
+        document = TASKS[task].document(kit, Request(length, queries), draws(seed))
+        assert 1 <= len(document.queries) <= queries
+        assert length - _slack(task, kit) <= len(document) <= length
+        assert document.context_ids.dtype == np.int32
+        assert document.context_ids.shape == document.context_is_text.shape
+        if len(document.queries) > 1:
+            assert sum(map(len, document.queries)) <= length // 2
+
+
+def _slack(task: str, kit: Kit) -> int:
+    """Only pairs by themselves fall short, by less than their longest line."""
+    return 40 if task == "kv_retrieval" and kit is kit_named("characters") else 20 if task == "kv_retrieval" else 0
+
+
+@pytest.mark.parametrize("task", RETRIEVAL)
+def test_a_document_plants_as_many_statements_as_asked_for(task: str) -> None:
+    kit = kit_named("shipped")
+    few, many = (TASKS[task].document(kit, Request(4000, 1, count), draws()) for count in (1, 12))
+    assert 0 < (~few.context_is_text).sum() < (~many.context_is_text).sum()
+    assert len(few.queries) == len(many.queries) == 1
+
+
+def test_text_is_scored_for_its_last_quarter_at_most() -> None:
+    kit = kit_named("shipped")
+    scored = {length: len(make_sample(TASKS["perplexity"], kit, length, 0, 0).answer_ids) for length in (401, 4096)}
+    assert scored == {401: 100, 4096: 256}
+
+
+def test_text_without_questions_is_all_context() -> None:
+    document = TASKS["perplexity"].document(kit_named("shipped"), Request(500, queries=0), draws())
+    assert len(document.context_ids) == 500
+    assert document.context_is_text.all()
+    assert document.queries == ()

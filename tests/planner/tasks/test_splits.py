@@ -1,0 +1,109 @@
+"""Samples depend on what they are asked for and on nothing else; splits share neither seeds nor text."""
+
+import hashlib
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from task_tokenizers import kit_named, kit_of, tokenizer_named
+
+from sparsekv.planner.tasks import TASKS, Sample, Split, TaskError, load_filler_text, make_sample, make_samples
+from sparsekv.planner.tasks.seeding import generator
+
+HELD_OUT = (Split.CALIBRATION, Split.EVALUATION)
+
+
+def same(one: Sample, other: Sample) -> bool:
+    return (
+        np.array_equal(one.prompt_ids, other.prompt_ids)
+        and np.array_equal(one.answer_ids, other.answer_ids)
+        and one.answer == other.answer
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_sample_does_not_depend_on_those_made_before_it(task: str) -> None:
+    used, fresh = kit_named("shipped"), kit_of(tokenizer_named("shipped"))
+    forward = list(make_samples(TASKS[task], used, 700, seed=3, count=5))
+    backward = [make_sample(TASKS[task], fresh, 700, seed=3, index=index) for index in reversed(range(5))]
+    assert all(same(*pair) for pair in zip(forward, reversed(backward), strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_index_seed_length_and_split_each_change_the_sample(task: str) -> None:
+    kit = kit_named("shipped")
+    made = [
+        make_sample(TASKS[task], kit, 700, seed=3, index=0),
+        make_sample(TASKS[task], kit, 700, seed=3, index=1),
+        make_sample(TASKS[task], kit, 700, seed=4, index=0),
+        make_sample(TASKS[task], kit, 701, seed=3, index=0),
+        make_sample(TASKS[task], kit_named("shipped", Split.CALIBRATION), 700, seed=3, index=0),
+    ]
+    assert len({sample.prompt_ids.tobytes() for sample in made}) == len(made)
+    assert len({sample.answer or sample.answer_ids.tobytes() for sample in made}) == len(made)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(Split)),
+            st.sampled_from(sorted(TASKS)),
+            st.integers(0, 2**20),
+            st.integers(0, 2**40),
+            st.integers(0, 10**6),
+        ),
+        min_size=2,
+        max_size=8,
+        unique=True,
+    )
+)
+def test_seeds_never_coincide(asked) -> None:
+    first_draws = [generator(*each).integers(0, 2**62, 2).tobytes() for each in asked]
+    assert len(set(first_draws)) == len(asked)
+
+
+def test_no_eight_lines_of_text_in_a_row_serve_both_calibration_and_evaluation() -> None:
+    calibration, evaluation = (_runs(load_filler_text(split), 8) for split in HELD_OUT)
+    assert len(calibration) > 20_000
+    assert len(evaluation) > 20_000
+    assert not calibration & evaluation
+
+
+def _runs(text: str, size: int) -> set[str]:
+    lines = text.split("\n")
+    return {"\n".join(lines[i : i + size]) for i in range(len(lines) - size)}
+
+
+@pytest.mark.parametrize("split", HELD_OUT)
+def test_shipped_text_is_plain_lines_without_anything_a_task_could_be_taken_for(split: Split) -> None:
+    text = load_filler_text(split)
+    assert text.endswith("\n")
+    assert "\r" not in text
+    assert not re.search(r"^(VAR \S+ = |The special number for|The key of|- [a-z]+-[a-z]+: \d)", text, re.MULTILINE)
+
+
+def test_training_text_is_not_shipped() -> None:
+    with pytest.raises(TaskError, match="expected calibration or evaluation, found training; build a Filler"):
+        load_filler_text(Split.TRAINING)
+
+
+def test_samples_stay_the_same_so_that_scores_can_be_compared_over_time() -> None:
+    """Whoever changes a digest measures again what was published for that task."""
+    assert {name: _digest(name) for name in TASKS} == {
+        "niah_single": "eb98d48f481bf463",
+        "niah_multikey": "e2002e1bf420cfb0",
+        "kv_retrieval": "5170576ad6af9cd3",
+        "two_stage": "9b4961cb3a5aa531",
+        "variable_tracking": "05385f7bacd650f0",
+        "perplexity": "f53d05f6608bc1de",
+    }
+
+
+def _digest(task: str) -> str:
+    kit = kit_named("shipped")
+    digest = hashlib.sha256()
+    for sample in make_samples(TASKS[task], kit, 1024, seed=0, count=3):
+        digest.update(sample.prompt_ids.astype("<i4").tobytes() + sample.answer_ids.astype("<i4").tobytes())
+    return digest.hexdigest()[:16]
