@@ -29,8 +29,11 @@ from reference_model.settings import Recipe, Stage, smoke  # noqa: E402
 
 def main() -> int:
     """Runs the stages that are left."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     recipe, run = _recipe(options), _run(options)
+    if options.stage and options.stage not in _names(recipe):
+        parser.error(f"--stage: expected {', '.join(_names(recipe))}, found {options.stage!r}")
     _choose_attention(options.sdpa)
     if not is_prepared(run.work):
         prepare(recipe, options.stdlib, run.work)
@@ -40,6 +43,10 @@ def main() -> int:
     done = _stages(recipe, run, options.out, options.stage)
     print("done" if done else "stopped: run the same command again to go on")
     return 0
+
+
+def _names(recipe: Recipe) -> list[str]:
+    return ["prepare", *(stage.name for stage in recipe.stages), "export", "evaluate", "card"]
 
 
 def _stages(recipe: Recipe, run: Run, out: Path, until: str | None) -> bool:

@@ -1,0 +1,87 @@
+"""Training rows: exact in length, and what they are depends on their place in the run alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference_model.batches import TASK_NAMES, make_row, micro_batches_per_step, rows_per_micro_batch
+from reference_model.batches import batches as load_batches
+from reference_model.optimizer import rate_factor
+from reference_model.prepare import prepare, training_kit
+from reference_model.settings import TASK_SHARES, Recipe, Stage, smoke
+
+from sparsekv.planner.tasks import TASKS, Kit
+from sparsekv.planner.tasks.rows import FIRST_ANSWER, NO_LOSS, TEXT
+
+RECIPE = smoke(Recipe())
+
+
+@pytest.fixture(scope="module")
+def work(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(replace(RECIPE, shape=replace(RECIPE.shape, vocab=1000)), library, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kit(work: Path) -> Kit:
+    return training_kit(work)
+
+
+def test_prepared_text_keeps_a_newline_a_token_of_its_own(kit: Kit) -> None:
+    assert len(kit.encoder.newline_ids) == 1
+    assert kit.filler.line_ends[-1] == len(kit.filler.ids)
+    assert (kit.filler.ids[kit.filler.line_ends - 1] == kit.encoder.newline_ids[0]).all()
+    assert kit.encoder.encode_lines(["\n\n"])[0] == 2 * list(kit.encoder.newline_ids)
+
+
+@pytest.mark.parametrize("length", [128, 512, 2048])
+def test_rows_are_exactly_as_long_as_asked_and_learn_answers_or_text(kit: Kit, length: int) -> None:
+    rows = [make_row(kit, Recipe(), length, index) for index in range(40)]
+    assert {len(row.ids) for row in rows} == {len(row.kinds) for row in rows} == {length}
+    assert all(row.ids[0] == kit.encoder.bos_ids[0] for row in rows)
+    assert all((row.kinds != NO_LOSS).any() for row in rows)
+    assert max(row.kinds.max() for row in rows) < FIRST_ANSWER + len(TASK_NAMES)
+    plain = sum(not (row.kinds >= FIRST_ANSWER).any() for row in rows)
+    assert 4 <= plain <= 26
+    kinds = set(np.concatenate([row.kinds for row in rows]).tolist())
+    assert {NO_LOSS, TEXT} < kinds
+
+
+def test_a_row_depends_on_its_place_and_on_nothing_made_before_it(work: Path, kit: Kit) -> None:
+    fresh = training_kit(work)
+    for index in (5, 2, 9):
+        one, other = make_row(kit, RECIPE, 256, index), make_row(fresh, RECIPE, 256, index)
+        assert (one.ids == other.ids).all()
+        assert (one.kinds == other.kinds).all()
+    assert (make_row(kit, RECIPE, 256, 2).ids != make_row(kit, RECIPE, 256, 3).ids).any()
+    assert (make_row(kit, RECIPE, 256, 2).ids != make_row(kit, replace(RECIPE, seed=1), 256, 2).ids).any()
+
+
+def test_batches_that_start_late_are_those_of_the_whole_run(work: Path) -> None:
+    stage = Stage(128, 4)
+    whole = list(load_batches(RECIPE, stage, work, 0, 4, workers=0))
+    late = list(load_batches(RECIPE, stage, work, 2, 4, workers=0))
+    per_step = micro_batches_per_step(RECIPE, 128)
+    assert len(whole) == 4 * per_step
+    assert len(late) == 2 * per_step
+    for one, other in zip(whole[2 * per_step :], late, strict=True):
+        assert torch.equal(one.ids_RT, other.ids_RT)
+        assert torch.equal(one.kinds_RT, other.kinds_RT)
+    assert whole[0].ids_RT.shape == (rows_per_micro_batch(RECIPE, 128), 128)
+
+
+def test_the_recipe_trains_every_task_that_is_asked_about() -> None:
+    assert set(TASK_SHARES) == set(TASKS) - {"perplexity"}
+    assert sum(share.weight for share in TASK_SHARES.values()) == pytest.approx(1)
+
+
+def test_learning_rates_rise_stay_and_fall_to_zero_within_the_last_length() -> None:
+    recipe = replace(Recipe(), stages=(Stage(128, 50), Stage(256, 100)), warmup_steps=10, decay_share=0.5)
+    factors = [rate_factor(recipe, step) for step in range(recipe.steps)]
+    assert factors[:3] == [0.1, 0.2, 0.3]
+    assert set(factors[9:100]) == {1.0}
+    assert factors[100:] == sorted(factors[100:], reverse=True)
+    assert 0 < factors[-1] <= 1 / 50

@@ -1,0 +1,138 @@
+"""The tool that makes the reference model, from text to model card, in small and on the CPU."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import train_reference_model
+from reference_model import checkpoint
+from reference_model.evaluate import load_results
+from reference_model.settings import Recipe, smoke
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparsekv.planner.tasks import TASKS
+
+STEPS = sum(stage.steps for stage in smoke(Recipe()).stages)
+STOPPED = "stopped: run the same command again to go on"
+
+
+@dataclass(frozen=True)
+class Tool:
+    base: Path
+    library: Path
+
+    def __call__(self, name: str, *arguments: str) -> str:
+        """Runs the tool in the work folder of that name and returns the last line that it prints."""
+        lines: list[str] = []
+        folders = ["--work", self.base / name, "--out", out_of(self.base / name), "--stdlib", self.library]
+        settings = ["--smoke", "--device", "cpu", "--workers", "0", "--no-compile"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(map(str, parts))))
+            patch.setattr(sys, "argv", ["tool", *settings, *map(str, folders), *arguments])
+            assert train_reference_model.main() == 0
+        return lines[-1]
+
+
+@pytest.fixture(scope="module")
+def tool(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Tool:
+    return Tool(tmp_path_factory.mktemp("runs"), library)
+
+
+@pytest.fixture(scope="module")
+def finished(tool: Tool) -> Path:
+    """The work folder of a run that nothing stopped; what it made is in the folder beside it."""
+    assert tool("whole", "--eval-samples", "2") == "done"
+    return tool.base / "whole"
+
+
+def out_of(work: Path) -> Path:
+    return work.with_name(work.name + "-out")
+
+
+def test_a_whole_run_leaves_a_model_that_transformers_runs(finished: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(out_of(finished))
+    model = AutoModelForCausalLM.from_pretrained(out_of(finished))
+    assert model.dtype == torch.bfloat16
+    assert model.config.max_position_embeddings == smoke(Recipe()).shape.context
+    prompt = tokenizer("The special number for", return_tensors="pt")
+    assert prompt["input_ids"][0, 0] == tokenizer.bos_token_id
+    generated = model.generate(**prompt, max_new_tokens=3)
+    assert generated.shape[1] <= prompt["input_ids"].shape[1] + 3
+    assert tokenizer("\n", add_special_tokens=False)["input_ids"][0] in model.generation_config.eos_token_id
+
+
+def test_every_task_is_scored_at_every_length_and_shown_on_the_card(finished: Path) -> None:
+    lengths = [str(length) for length in smoke(Recipe()).eval_lengths]
+    results = load_results(out_of(finished))
+    assert {task: list(scores) for task, scores in results.items()} == dict.fromkeys(TASKS, lengths)
+    assert all(0 <= score <= 1 for task in results if task != "perplexity" for score in results[task].values())
+    card = (out_of(finished) / "README.md").read_text()
+    assert f"| task | {' | '.join(lengths)} |" in card
+    assert all(f"| {task} | " in card for task in TASKS)
+    assert "2 prompts a cell" in card
+
+
+def test_losses_of_every_stage_are_logged(finished: Path) -> None:
+    records = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
+    assert [(record["stage"], record["step"]) for record in records] == [("train-128", 6), ("train-256", 6)]
+    assert all(record["text"]["loss"] > 0 for record in records)
+
+
+def test_a_run_that_is_stopped_after_every_step_makes_the_same_bytes(tool: Tool, finished: Path) -> None:
+    stops = 0
+    while tool("pieces", "--stage", "train-256", "--stop-after-seconds", "0") == STOPPED:
+        stops += 1
+    assert stops == STEPS - 1
+    assert tool("pieces", "--stage", "export") == "done"
+    made = out_of(tool.base / "pieces")
+    for name in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
+        assert (made / name).read_bytes() == (out_of(finished) / name).read_bytes(), name
+
+
+def test_another_seed_makes_another_model(tool: Tool, finished: Path) -> None:
+    assert tool("other", "--stage", "train-128", "--seed", "1", "--steps", "1,1") == "done"
+    weights = [
+        torch.load(folder / checkpoint.FILE_NAME, weights_only=True)["model"]["model.norm.weight"]
+        for folder in (finished, tool.base / "other")
+    ]
+    assert not torch.equal(*weights)
+
+
+def test_a_finished_run_does_nothing_again(tool: Tool, finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in [finished / "tokens.npy", finished / "log.jsonl"]}
+    scores = (out_of(finished) / "results.json").read_bytes()
+    assert tool("whole", "--stage", "train-256") == "done"
+    assert tool("whole", "--stage", "evaluate", "--eval-samples", "2") == "done"
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert (out_of(finished) / "results.json").read_bytes() == scores
+
+
+def test_scores_of_other_weights_are_forgotten(finished: Path, tmp_path: Path) -> None:
+    for name in ("results.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((out_of(finished) / name).read_bytes())
+    assert load_results(tmp_path) == load_results(out_of(finished)) != {}
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert load_results(tmp_path) == {}
+
+
+def test_a_probe_writes_nothing(tool: Tool, finished: Path) -> None:
+    before = sorted(path.name for path in finished.iterdir()), (finished / checkpoint.FILE_NAME).read_bytes()
+    assert "train-256 step 1" in tool("whole", "--probe-steps", "1")
+    assert (sorted(path.name for path in finished.iterdir()), (finished / checkpoint.FILE_NAME).read_bytes()) == before
+
+
+def test_export_needs_a_trained_model(tool: Tool) -> None:
+    assert tool("untrained", "--stage", "prepare") == "done"
+    with pytest.raises(FileNotFoundError):
+        tool("untrained", "--stage", "export")
+
+
+def test_an_unknown_stage_is_refused_before_anything_is_made(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        tool("nothing", "--stage", "train-77")
+    assert stop.value.code == 2
+    assert "expected prepare, train-128, train-256, export, evaluate, card, found 'train-77'" in capsys.readouterr().err
+    assert not (tool.base / "nothing").exists()
