@@ -22,9 +22,9 @@ def score_row(task: str, score: Score, has_plan: bool = True) -> tuple[str, str,
 
 def quality_table(quality: Quality) -> str:
     """What was measured of a plan, phase by phase."""
-    rows = [("phase", "density", *SCORE_HEADER)]
+    rows = [("phase", "density", *SCORE_HEADER, "samples")]
     for phase in ("prefill", "decode", "both"):
         measured = getattr(quality, phase)
         for task, score in measured.tasks.items() if measured else ():
-            rows.append((phase, f"{measured.density:.3f}", *score_row(task, score)))
-    return columns(rows, right=(1, 3, 4))
+            rows.append((phase, f"{measured.density:.3f}", *score_row(task, score), str(score.samples)))
+    return columns(rows, right=(1, 3, 4, 6))
