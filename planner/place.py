@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from sparsekv import __version__
 from sparsekv.plans.records import DtypeName
 
 
@@ -25,4 +26,4 @@ def dtype_name(dtype: torch.dtype) -> DtypeName:
 
 def versions() -> dict[str, str]:
     """Versions of what measurements depend on."""
-    return {name: version(name) for name in ("sparsekv", "torch", "transformers")}
+    return {"sparsekv": __version__, **{name: version(name) for name in ("torch", "transformers")}}

@@ -1,0 +1,165 @@
+"""Plans the reference model and measures what the plan keeps, beside plans that searched less.
+
+    python benchmarks/eval_reference.py --out DIR [--lengths 4k,16k,32k] [--samples 200]
+
+At each length: dense, the plan (prefill alone, decode alone, both), and at the same density one pattern family for all
+heads, the minference preset, and indices frozen from one prompt. Every row is written to DIR/rows.jsonl as it comes;
+profiles and device costs that lie in DIR are used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ablations import FrozenIndices, only
+
+from sparsekv.planner.allocate import allocate
+from sparsekv.planner.compile import compile_plan
+from sparsekv.planner.cost_data import DeviceCost
+from sparsekv.planner.evaluate import Mode, PlanMode, evaluate_modes
+from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, PlanOptions
+from sparsekv.planner.profile_data import Profile
+from sparsekv.planner.profile_file import read_cost, read_profile
+from sparsekv.planner.results import EvalResult
+from sparsekv.planner.tasks import TASKS as GENERATORS
+from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
+from sparsekv.plans.lengths import format_length, parse_lengths
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.writer import write_plan
+from sparsekv.runtime.load import LoadedModel, load_model
+
+# About as many prompt tokens at once as keep a GPU busy without caches that crowd it.
+_BATCH_TOKENS = 400_000
+_FULL = ("prefill", "decode", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What every measurement needs."""
+
+    loaded: LoadedModel
+    kit: Kit
+    samples: int
+    out: Path
+    deadline: float
+
+    def batch(self, length: int) -> int:
+        """Prompts at once."""
+        return max(1, min(self.samples, _BATCH_TOKENS // length))
+
+
+def main() -> None:
+    """Plans, measures, prints."""
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    loaded = load_model("tiny-retriever", device=args.device)
+    kit = prepare(loaded.tokenizer, Split.EVALUATION)
+    bench = Bench(loaded, kit, args.samples, args.out, time.monotonic() + args.time_limit)
+    options = PlanOptions(lengths=args.lengths, crossover=False, verify_samples=0, seed=args.seed)
+    plan, profile, cost = _planned(loaded, options, args.out, "plan")
+    settled = options.settled(loaded.info.context_length, loaded.model.device.type)
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase) for phase in _FULL}  # type: ignore[arg-type]
+    for length in args.lengths if not args.only_ablations else ():
+        _measure(bench, modes, TASKS, length)
+    if not args.no_ablations:
+        _ablate(bench, _ablations(bench, settled, plan, profile, cost), plan, args.lengths)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lengths", type=lambda text: tuple(sorted(parse_lengths(text))), default=(4096, 16384, 32768))
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--no-ablations", action="store_true")
+    parser.add_argument("--only-ablations", action="store_true")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which nothing new begins")
+    return parser.parse_args()
+
+
+def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) -> tuple[Plan, Profile, DeviceCost]:
+    profile_file, cost_file = out / f"{name}.profile.json", out / f"{name}.cost.json"
+    known: dict[str, Any] = (
+        {"profile_in": read_profile(profile_file)} if profile_file.exists() else {"profile_out": profile_file}
+    )
+    known |= {"cost_in": read_cost(cost_file)} if cost_file.exists() else {"cost_out": cost_file}
+    result = compile_plan(loaded, options, **known)
+    write_plan(result.plan, out / f"{name}.yaml")
+    print(f"{name}: planned in {result.seconds:.1f} s", flush=True)
+    return result.plan, read_profile(profile_file), read_cost(cost_file)
+
+
+def _ablations(
+    bench: Bench, options: PlanOptions, plan: Plan, profile: Profile, cost: DeviceCost
+) -> Iterator[tuple[str, Plan]]:
+    for family in FAMILIES:
+        yield f"only {family}", plan.model_copy(update={"prefill": allocate(only(profile, family), cost, options)})
+    preset = replace(
+        PlanOptions(lengths=options.lengths, crossover=False, verify_samples=0, phases=("prefill",)),
+        preset="minference",
+    )
+    yield "minference preset", _planned(bench.loaded, preset, bench.out, "minference")[0]
+
+
+def _ablate(bench: Bench, plans: Iterator[tuple[str, Plan]], plan: Plan, lengths: tuple[int, ...]) -> None:
+    modes: dict[str, Mode] = {name: PlanMode(other, "prefill") for name, other in plans}
+    for length in lengths:
+        _measure(bench, {**modes, "frozen indices": _frozen(bench, plan, length)}, TASKS, length)
+
+
+def _measure(bench: Bench, modes: Mapping[str, Mode], tasks: tuple[str, ...], length: int) -> None:
+    if time.monotonic() > bench.deadline:
+        print(f"no time left for {', '.join(modes)} at {format_length(length)}", flush=True)
+        return
+    started = time.monotonic()
+    results = evaluate_modes(
+        bench.loaded, modes, tasks, length, bench.samples, batch=bench.batch(length), kit=bench.kit
+    )
+    for name in modes:
+        _write(bench, name, length, results[name], time.monotonic() - started)
+
+
+def _frozen(bench: Bench, plan: Plan, length: int) -> FrozenIndices:
+    """The plan's own patterns, with the indices of one calibration prompt for all."""
+    assert plan.prefill is not None
+    kit = prepare(bench.loaded.tokenizer, Split.CALIBRATION)
+    sample = make_sample(GENERATORS["kv_retrieval"], kit, length, 0, 0)
+    ids = [*sample.prompt_ids.tolist(), *sample.answer_ids.tolist()]
+    ids += ids[-1:] * (length - len(ids))
+    return FrozenIndices(bench.loaded, plan.prefill, torch.tensor([ids], device=bench.loaded.model.device))
+
+
+def _write(bench: Bench, name: str, length: int, result: EvalResult, seconds: float) -> None:
+    scores = {task: found.score.model_dump(mode="json") for task, found in result.tasks.items()}
+    row = {
+        "name": name,
+        "length": length,
+        "samples": bench.samples,
+        "prefill_density": round(result.prefill_density, 4),
+        "decode_share": round(result.decode_share, 4),
+        "kl": result.kl,
+        "tasks": scores,
+        "seconds": round(seconds, 1),
+    }
+    with (bench.out / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    cells = [f"{100 * scores[task]['dense']:.1f} {100 * scores[task]['sparse']:.1f}" for task in RETRIEVAL_TASKS]
+    text = scores["perplexity"]
+    print(
+        f"| {name} | {format_length(length)} | {result.prefill_density:.3f} | {result.decode_share:.3f} | "
+        + " | ".join(cells)
+        + f" | {text['dense']:.3f} {text['sparse']:.3f} | {seconds:.0f} s |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
