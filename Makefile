@@ -1,5 +1,5 @@
 # `make test` and `make demo` work on a fresh machine with Python 3.11+ and make: each sets up .venv by itself.
-# Without a CUDA GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes of downloads.
+# Without a CUDA GPU, point pip at the CPU build of PyTorch first: it saves gigabytes of downloads.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)

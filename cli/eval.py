@@ -36,7 +36,9 @@ def evaluate(
     ] = None,
     model: Model = None,
     tasks: Tasks = None,
-    length: Annotated[str, typer.Option(metavar="LENGTH", help="Most tokens of a prompt and its answer.")] = "4k",
+    length: Annotated[
+        str, typer.Option("--length", metavar="LENGTH", help="Most tokens of a prompt and its answer.")
+    ] = "4k",
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
     seed: Seed = 0,

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
-    lengths: Annotated[str | None, typer.Option(metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")
+    ] = None,
     target_density: Annotated[
         str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,

@@ -38,7 +38,7 @@ def verify(
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan.")] = None,
     model: Model = None,
     lengths: Annotated[
-        str | None, typer.Option(metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
+        str | None, typer.Option("--lengths", metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
     tasks: Tasks = None,
     samples: Samples = None,
