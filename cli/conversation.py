@@ -19,6 +19,7 @@ class Conversation:
     max_new_tokens: int
     sampling: Sampling
     chat: bool  # apply the chat template where there is one
+    chunk: int | None = None  # most tokens prefilled at once
     messages: list[dict[str, str]] = field(default_factory=list)
     token_ids: tuple[int, ...] = ()
     cache: Cache = field(default_factory=DynamicCache)
@@ -38,6 +39,7 @@ class Conversation:
             prompt,
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling,
+            chunk=self.chunk,
             cache=self.cache,
             on_text=on_text,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli.options import AllowMismatch, Backend, Device, Dtype, Json, Model, Seed
+from sparsekv.cli.options import AllowMismatch, Backend, Chunk, Device, Dtype, Json, Model, Seed
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.plans.errors import PromptError, UsageError
 
@@ -35,6 +35,7 @@ def run(
     temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
     seed: Seed = 0,
+    chunk: Chunk = None,
     device: Device = None,
     dtype: Dtype = None,
     backend: Backend = None,
@@ -64,6 +65,7 @@ def run(
         allow_mismatch=allow_mismatch,
         chat=not raw,
         max_new_tokens=max_new_tokens,
+        chunk=chunk,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
     )
     if text is None:

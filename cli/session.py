@@ -26,11 +26,12 @@ class Session:
     allow_mismatch: bool
     chat: bool
     max_new_tokens: int
+    chunk: int | None  # most tokens prefilled at once
     sampling: Sampling
 
     def conversation(self) -> Conversation:
         """A new one, about nothing yet."""
-        return Conversation(self.loaded, self.max_new_tokens, self.sampling, self.chat)
+        return Conversation(self.loaded, self.max_new_tokens, self.sampling, self.chat, self.chunk)
 
     def applied(self) -> AbstractContextManager[Handle | None]:
         """The plan at work, for the length of a `with` block."""

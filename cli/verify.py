@@ -88,8 +88,9 @@ def verify(
     for line in verdict.reasons:
         tell(line)
     if write and subject.path is not None:
-        write_plan(found.model_copy(update={"status": "verified", "quality": verdict.quality}), subject.path)
-        tell(f"{subject.path}: written as verified")
+        status = "verified" if verdict.conclusive else "unverified"
+        write_plan(found.model_copy(update={"status": status, "quality": verdict.quality}), subject.path)
+        tell(f"{subject.path}: written as {status}")
 
 
 def _sparse_lengths(plan: Plan) -> tuple[int, ...]:

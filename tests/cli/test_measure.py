@@ -91,10 +91,11 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     assert done.code == 0, done.err
     assert "perplexity" in done.out
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
-    assert sparsekv(*call, "--write").code == 0
-    written = load_plan(copy / "sparsekv.yaml")
-    assert written.status == "verified"
-    assert written.quality.prefill.lengths == (1024,)
+    for gate, status in ((), "unverified"), (("--max-kl", 1), "verified"):  # the model answers nothing by itself
+        assert sparsekv(*call, "--write", *gate).code == 0
+        written = load_plan(copy / "sparsekv.yaml")
+        assert written.status == status
+        assert written.quality.prefill.lengths == (1024,)
 
 
 def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, folder, copy, tmp_path):

@@ -41,12 +41,13 @@ def out(tmp_path) -> Path:
     return tmp_path / "plan.yaml"
 
 
-def test_a_plan_is_verified_and_written_and_described(sparsekv, model, measured, out):
+def test_a_plan_is_measured_and_written_and_described(sparsekv, model, measured, out):
     done = sparsekv("plan", model, "-o", out, *measured, "--verify-samples", 1, "--json")
     assert done.code == 0, done.err
     assert done.data.keys() == KEYS
     assert done.data["path"] == str(out)
-    assert load_plan(out).status == done.data["status"] == "verified"
+    # a random model answers nothing, so that there is no accuracy to keep: measured, and still unverified
+    assert load_plan(out).status == done.data["status"] == "unverified"
     assert 0 < done.data["prefill_density"] < 1
     assert done.data["quality"]["both"]["tasks"]["kv_retrieval"]["samples"] == 1
 

@@ -158,6 +158,11 @@ def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     assert dense["kv_bytes_device"] > sparse["kv_bytes_device"]
 
 
+def test_prefill_in_pieces_says_the_same(sparsekv, folder):
+    whole = sparsekv("run", folder, "--prompt", PROMPT, "--dense-prefill", *FEW).out
+    assert sparsekv("run", folder, "--prompt", PROMPT, "--dense-prefill", "--prefill-chunk", 300, *FEW).out == whole
+
+
 def test_sampling_repeats_with_its_seed(sparsekv, folder):
     def sampled(seed: int) -> str:
         return sparsekv("run", folder, "--prompt", PROMPT, "--temperature", 1.5, "--seed", seed, *FEW).out

@@ -1,0 +1,50 @@
+"""Flags that texts tell people to use must exist: in the README, and in the messages of every layer."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from sparsekv.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = {"--local-dir"}  # of the hub's own command
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def flags_of(command: str) -> set[str]:
+    group = get_command(app)
+    return {flag for parameter in group.commands[command].params for flag in parameter.opts} | {"--help"}
+
+
+COMMANDS = tuple(get_command(app).commands)
+KNOWN = {flag for command in COMMANDS for flag in flags_of(command)} | {"--debug", "--version"}
+SOURCES = [
+    path for folder in ("plans", "kernels", "runtime", "planner", "cli") for path in (ROOT / folder).rglob("*.py")
+]
+
+
+def test_every_command_takes_json():
+    assert [command for command in COMMANDS if "--json" not in flags_of(command)] == []
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md"])
+def test_commands_in_the_documents_have_the_flags_they_are_shown_with(file):
+    lines = re.findall(r"sparsekv (\w+)((?: +[^`\n|]+)?)", (ROOT / file).read_text())
+    shown = [(command, flag) for command, rest in lines if command in COMMANDS for flag in FLAG.findall(rest)]
+    assert [pair for pair in shown if pair[1] not in flags_of(pair[0])] == []
+    assert shown or file != "README.md"
+
+
+def test_messages_name_flags_that_exist():
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    named = {
+        (str(path.relative_to(ROOT)), flag)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for flag in FLAG.findall(node.value)
+    }
+    assert {pair for pair in named if pair[1] not in KNOWN | OTHERS} == set()
