@@ -39,8 +39,10 @@ def evaluate(
     length: Annotated[
         str, typer.Option("--length", metavar="LENGTH", help="Most tokens of a prompt and its answer.")
     ] = "4k",
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples a task.")] = 20,
-    phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
+    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Samples a task.")] = 20,
+    phase: Annotated[
+        Literal["prefill", "decode", "both"], typer.Option("--phase", help="Phases that follow the plan.")
+    ] = "both",
     seed: Seed = 0,
     batch: Batch = None,
     chunk: Chunk = None,

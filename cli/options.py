@@ -13,21 +13,28 @@ Model = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id or folder; the plan's own model by default."),
 ]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1 ...; chosen by default.")]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ...; chosen by default.")
+]
 Dtype = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32"] | None, typer.Option(help="Precision; chosen by default.")
+    Literal["auto", "bfloat16", "float16", "float32"] | None,
+    typer.Option("--dtype", help="Precision; chosen by default."),
 ]
 Backend = Annotated[
     Literal["auto", "flash", "triton", "cpu", "reference"] | None,
-    typer.Option(help="Kernel backend; chosen by default, see `doctor`."),
+    typer.Option("--backend", help="Kernel backend; chosen by default, see `doctor`."),
 ]
 AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Go on although the plan was made for another architecture.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of samples and of sampling.")]
-Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
-Samples = Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out samples a task and length.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most samples run at once.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of samples and of sampling.")]
+Tasks = Annotated[
+    str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks, separated by commas; all of them by default.")
+]
+Samples = Annotated[
+    int | None, typer.Option("--samples", min=1, metavar="N", help="Held-out samples a task and length.")
+]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Most samples run at once.")]
 Chunk = Annotated[
     int | None,
     typer.Option("--prefill-chunk", min=1, metavar="N", help="Prefill in pieces of N tokens, which bounds memory."),

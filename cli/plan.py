@@ -15,7 +15,6 @@ from sparsekv.cli.options import (
     Device,
     Dtype,
     Json,
-    Samples,
     Seed,
     Tasks,
 )
@@ -36,48 +35,68 @@ def plan(
         str | None, typer.Option("--lengths", metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")
     ] = None,
     target_density: Annotated[
-        str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
+        str | None,
+        typer.Option("--target-density", metavar="SHARES", help="Share of the tiles to compute: one, or one a length."),
     ] = None,
     target_speedup: Annotated[
-        float | None, typer.Option(metavar="X", help="How much faster prefill attention must become, instead.")
+        float | None,
+        typer.Option("--target-speedup", metavar="X", help="How much faster prefill attention must become, instead."),
     ] = None,
-    only: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Plan this phase alone.")] = None,
+    only: Annotated[Literal["prefill", "decode"] | None, typer.Option("--only", help="Plan this phase alone.")] = None,
     no_crossover: Annotated[
         bool, typer.Option("--no-crossover", help="Sparse at every length, also where dense is faster.")
     ] = False,
-    preset: Annotated[Literal["minference"] | None, typer.Option(help="A published search as it was.")] = None,
-    families: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse.")
+    preset: Annotated[
+        Literal["minference"] | None, typer.Option("--preset", help="A published search as it was.")
     ] = None,
-    tile: Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")] = None,
+    families: Annotated[
+        str | None, typer.Option("--families", metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse.")
+    ] = None,
+    tile: Annotated[Literal["64", "128"] | None, typer.Option("--tile", help="Rows and columns of a tile.")] = None,
     filter_rule: Annotated[
-        Literal["dp", "omnikv", "fixed"] | None, typer.Option(help="How filter layers are chosen.")
+        Literal["dp", "omnikv", "fixed"] | None, typer.Option("--filter-rule", help="How filter layers are chosen.")
     ] = None,
     filter_layers: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
+        str | None, typer.Option("--filter-layers", metavar="LAYERS", help="These filter layers, such as 2,8,18.")
     ] = None,
     decode_budget: Annotated[
-        str | None, typer.Option(metavar="BUDGET", help="Tokens that sparse layers see: 2048, or a share: 10%.")
+        str | None,
+        typer.Option("--decode-budget", metavar="BUDGET", help="Tokens that sparse layers see: 2048, or a share: 10%."),
     ] = None,
     decode_loss: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SHARE", help="Most attention mass lost to the choice.")
+        float | None,
+        typer.Option("--decode-loss", min=0.0, metavar="SHARE", help="Most attention mass lost to the choice."),
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Keep the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines, or a text.")
+        Path | None, typer.Option("--prompts", metavar="FILE", help="Own calibration prompts: JSON lines, or a text.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Calibration samples a length.")] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, metavar="N", help="Calibration samples a length.")
+    ] = None,
     tasks: Tasks = None,
     max_accuracy_drop: Annotated[
-        float | None, typer.Option(min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
+        float | None,
+        typer.Option("--max-accuracy-drop", min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default."),
     ] = None,
-    max_kl: Annotated[float | None, typer.Option(min=0.0, metavar="NATS", help="Most mean divergence.")] = None,
-    verify_samples: Samples = None,
+    max_kl: Annotated[
+        float | None, typer.Option("--max-kl", min=0.0, metavar="NATS", help="Most mean divergence.")
+    ] = None,
+    verify_samples: Annotated[
+        int | None,
+        typer.Option("--verify-samples", min=1, metavar="N", help="Held-out samples a task and length."),
+    ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
-    profile_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the profile.")] = None,
-    profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Use a profile that was kept.")] = None,
-    cost_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the measured device cost.")] = None,
-    cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Use a device cost that was kept.")] = None,
+    profile_out: Annotated[Path | None, typer.Option("--profile-out", metavar="FILE", help="Keep the profile.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", metavar="FILE", help="Use a profile that was kept.")
+    ] = None,
+    cost_out: Annotated[
+        Path | None, typer.Option("--cost-out", metavar="FILE", help="Keep the measured device cost.")
+    ] = None,
+    cost: Annotated[
+        Path | None, typer.Option("--cost", metavar="FILE", help="Use a device cost that was kept.")
+    ] = None,
     seed: Seed = 0,
     batch: Batch = None,
     chunk: Chunk = None,

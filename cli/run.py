@@ -31,9 +31,11 @@ def run(
     dense_prefill: Annotated[bool, typer.Option("--dense-prefill", help="Prefill without the plan.")] = False,
     dense_decode: Annotated[bool, typer.Option("--dense-decode", help="Decode without the plan.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run dense, then sparse; show both side by side.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Most tokens to generate.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
     seed: Seed = 0,
     chunk: Chunk = None,
     device: Device = None,

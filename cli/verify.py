@@ -42,8 +42,12 @@ def verify(
     ] = None,
     tasks: Tasks = None,
     samples: Samples = None,
-    max_accuracy_drop: Annotated[float, typer.Option(min=0.0, metavar="POINTS", help="Most a task may lose.")] = 1.0,
-    max_kl: Annotated[float | None, typer.Option(min=0.0, metavar="NATS", help="Most mean divergence.")] = None,
+    max_accuracy_drop: Annotated[
+        float, typer.Option("--max-accuracy-drop", min=0.0, metavar="POINTS", help="Most a task may lose.")
+    ] = 1.0,
+    max_kl: Annotated[
+        float | None, typer.Option("--max-kl", min=0.0, metavar="NATS", help="Most mean divergence.")
+    ] = None,
     write: Annotated[bool, typer.Option("--write", help="If the gate is met, write it into the plan.")] = False,
     seed: Seed = 0,
     batch: Batch = None,
