@@ -26,6 +26,7 @@ from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.records import Provenance, Target
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.describe import describe_model
@@ -81,6 +82,8 @@ def compile_plan(
     """
     started = time.monotonic()
     settled, measured = _profiled(loaded, options, profile_in, profile_out, progress)
+    if cost_in is not None:
+        _check_cost(cost_in, measured)
     cost = cost_in or _measured_cost(loaded, settled, measured, progress)
     if cost_out is not None:
         write_cost(cost, cost_out)
@@ -130,9 +133,8 @@ def _profiled(
 def _measured_cost(
     loaded: LoadedModel, options: PlanOptions, measured: Profile, progress: Progress | None
 ) -> DeviceCost:
-    group = next((group for group in loaded.info.attention if group.kind == "full"), loaded.info.attention[0])
     return measure_cost(
-        HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim),
+        _head_shape(loaded.info),
         options.lengths,
         device=loaded.model.device,
         dtype=loaded.model.dtype,
@@ -140,6 +142,21 @@ def _measured_cost(
         backend=options.backend,
         progress=progress,
     )
+
+
+def _head_shape(model: ModelInfo) -> HeadShape:
+    group = next((group for group in model.attention if group.kind == "full"), model.attention[0])
+    return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
+
+
+def _check_cost(cost: DeviceCost, profile: Profile) -> None:
+    """Prices of other tiles or heads would move every crossover without a word."""
+    expected, found = (_head_shape(profile.model), profile.tile), (cost.shape, cost.tile)
+    if expected != found:
+        raise UsageError(
+            f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
+            f"{found[1]!r}; measure again (leave --cost out)"
+        )
 
 
 def _until_verified(

@@ -24,6 +24,7 @@ from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line, PatternName, Timing
 from sparsekv.planner.place import device_name, dtype_name, versions
 from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.space import last_q_for
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.records import BackendName
@@ -101,9 +102,12 @@ def _patterns(length: int) -> Iterator[tuple[PatternName, Pattern]]:
     yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 4))
     yield "block_sparse", BlockSparse(keep=tokens(max(256, length // 16)))
     yield "block_sparse", BlockSparse(keep=tokens(max(512, length // 4)))
-    few, many = max(256, length // 16), max(512, length // 5)
-    yield "vertical_slash", VerticalSlash(vertical=tokens(few), slash=tokens(many), max_tiles=tokens(few))
-    yield "vertical_slash", VerticalSlash(vertical=tokens(many), slash=tokens(few), max_tiles=tokens(few))
+    few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
+    for vertical, slash in ((few, many), (many, few)):
+        yield (
+            "vertical_slash",
+            VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

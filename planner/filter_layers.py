@@ -10,6 +10,7 @@ it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +37,14 @@ Floats = npt.NDArray[np.float64]
 def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
     """The decode phase of a plan, one bucket a profiled length.
 
-    Lengths at which no assignment is cheaper than dense by `cost` go dense, unless `options.crossover` is off.
+    Lengths at which no assignment is cheaper than dense by `cost` go dense, unless `options.crossover` is off or rows
+    are offloaded: an offloaded layer that runs dense reads all its rows back in every step, and the prices in `cost`
+    are of rows that lie on the device.
 
     Raises:
         UsageError: the profile has no decode statistics, or a fixed layer does not exist.
     """
+    options = replace(options, crossover=options.crossover and not options.offload)
     measured = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse is not None]
     if not measured:
         raise UsageError("expected a profile with decode statistics, found none; profile with the decode phase")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from sparsekv.planner.tasks import Sample, matches
+from sparsekv.runtime.generate import piece_sizes
 from sparsekv.runtime.load import LoadedModel
 
 
@@ -101,8 +102,8 @@ def divergence(dense_BAV: torch.Tensor, sparse_BAV: torch.Tensor) -> list[float]
 def _prefill(
     model: Any, ids_BS: torch.Tensor, keep: int, chunk: int | None, use_cache: bool
 ) -> tuple[torch.Tensor, Any]:
-    step = chunk or ids_BS.shape[1]
-    pieces = torch.split(ids_BS, step, 1)
+    tokens = ids_BS.shape[1]
+    pieces = torch.split(ids_BS, piece_sizes(tokens, chunk) if chunk else [tokens], 1)
     use_cache = use_cache or len(pieces) > 1
     cache, logits = None, []
     for place, piece in enumerate(pieces):

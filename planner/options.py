@@ -122,6 +122,8 @@ class PlanOptions:
         Raises:
             UsageError: a length is beyond the model's context, or lengths and densities do not pair up.
         """
+        if self.target_speedup is not None and self.target_density:
+            raise UsageError("expected a target density or a target speedup, found both; leave one out")
         on_gpu = device_type == "cuda"
         lengths = tuple(sorted(set(self.lengths))) or _default_lengths(context_length, device_type)
         if lengths[-1] > context_length:
@@ -138,7 +140,9 @@ class PlanOptions:
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
             row_stride=self.row_stride or (1 if on_gpu else 4),
             tasks=("kv_retrieval",) if preset and self.tasks == TASKS else self.tasks,
-            samples=self.samples or (1 if preset else len(self.tasks) if on_gpu else min(3, len(self.tasks))),
+            samples=self.samples
+            or len(self.prompts)
+            or (1 if preset else len(self.tasks) if on_gpu else min(3, len(self.tasks))),
             verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
             batch=self.batch or (8 if on_gpu else 1),
@@ -154,6 +158,8 @@ class PlanOptions:
             raise UsageError(
                 f"expected one target density, or one for each of the {len(lengths)} lengths, found {len(given)}"
             )
+        if not self.lengths:
+            return given
         order = sorted(range(len(given)), key=lambda place: self.lengths[place])
         return tuple(given[place] for place in order)
 
@@ -182,12 +188,12 @@ def _check(options: PlanOptions) -> None:
             raise UsageError(f"expected {what}, found {found!r}")
 
     expect(all(length > 0 for length in options.lengths), "positive lengths", options.lengths)
+    expect(len(set(options.lengths)) == len(options.lengths), "each length once", options.lengths)
     expect(_shares(options.target_density), "target densities in (0, 1]", options.target_density)
     unknown = sorted(set(options.tasks) - set(KNOWN_TASKS))
     expect(bool(options.tasks) and not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown or options.tasks)
     speedup = options.target_speedup
     expect(speedup is None or speedup > 1.0, "a target speedup above 1", speedup)
-    expect(speedup is None or not options.target_density, "a target density or a target speedup", "both")
     expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {PHASES}", options.phases)
     expect(
         bool(options.families) and set(options.families) <= set(FAMILIES), f"families of {FAMILIES}", options.families
@@ -202,6 +208,8 @@ def _check(options: PlanOptions) -> None:
         options.verify_lengths,
     )
     expect(options.gate.max_accuracy_drop >= 0, "an accuracy drop of zero or more points", options.gate)
+    max_kl = options.gate.max_kl
+    expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
     expect(options.decode_loss >= 0, "a decode loss of zero or more", options.decode_loss)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)

@@ -20,8 +20,11 @@ from sparsekv.planner.profile_data import Candidate, SelectorChoice
 from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 
-LAST_Q = 64
+PUBLISHED_LAST_Q = 64
 PUBLISHED_STEP = 50
+# More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
+_LAST_Q = 256
+_LAST_Q_UP_TO = 1 << 16
 # The observation window of OmniKV's released configuration.
 _WINDOW = 16
 _DECODE_SHARES = (0.025, 0.05, 0.1, 0.2)
@@ -104,6 +107,7 @@ class VerticalSlashRay:
     vertical: int
     slash: int
     step: int | None = None
+    last_q: int = PUBLISHED_LAST_Q
 
     @property
     def family(self) -> Family:
@@ -126,7 +130,7 @@ class VerticalSlashRay:
         return VerticalSlash(
             vertical=tokens(round(self.vertical * scale)),
             slash=tokens(round(self.slash * scale)),
-            last_q=LAST_Q,
+            last_q=self.last_q,
             max_tiles=tokens(max_tiles),
         )
 
@@ -156,9 +160,9 @@ class BlockSparseRay:
         return BlockSparse(keep=tokens((size + 1) * self.key_tile))
 
 
-def search_space(options: PlanOptions) -> tuple[Ray, ...]:
-    """The rays to search, of the families asked for: our own, or those of MInference 1.0."""
-    rays = _own(options.tile_shape) if options.preset is None else _published(options.tile_shape)
+def search_space(options: PlanOptions, length: int) -> tuple[Ray, ...]:
+    """The rays to search at a length, of the families asked for: our own, or those of MInference 1.0."""
+    rays = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
     return tuple(ray for ray in rays if ray.family in options.families)
 
 
@@ -177,7 +181,7 @@ class Aim:
 
 def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
     """Every candidate of a length: each ray at each density of the ladder, ascending."""
-    rays = search_space(options)
+    rays = search_space(options, length)
     return tuple(Aim(ray, share) for ray in rays for share in _densities(options, length))
 
 
@@ -211,15 +215,17 @@ def _published_density(length: int, tile: TileShape) -> float:
     return float(density(index, chunk))
 
 
-def _own(tile: TileShape) -> tuple[Ray, ...]:
-    """Ratios spread evenly from nearly all diagonals to nearly all columns, and two sinks."""
+def last_q_for(length: int) -> int:
+    """How many of the last queries our own vertical-slash patterns sample."""
+    return _LAST_Q if length <= _LAST_Q_UP_TO else PUBLISHED_LAST_Q
+
+
+def _own(tile: TileShape, length: int) -> tuple[Ray, ...]:
+    """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
+    ratios = ((30, 2048), (1000, 1000), (3000, 200), (4096, 0))
     return (
         AShapeRay(tile.key, 4096),
-        AShapeRay(1024, 4096),
-        VerticalSlashRay(30, 2048),
-        VerticalSlashRay(200, 1600),
-        VerticalSlashRay(1000, 1000),
-        VerticalSlashRay(3000, 200),
+        *(VerticalSlashRay(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),
         BlockSparseRay(tile.key),
     )
 

@@ -61,7 +61,7 @@ def tightened(
 
 def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) -> PlanOptions:
     """The next density of the ladder at the lengths that missed."""
-    if not options.target_density:
+    if not options.target_density or options.target_speedup is not None:  # denser would miss the speedup
         return options
     entries = [entry for entry in profile.lengths if entry.layers]
     return replace(

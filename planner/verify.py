@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsekv.planner.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
@@ -10,13 +11,20 @@ from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.results import EvalResult, TaskResult, merged
 from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.lengths import format_length
+from sparsekv.plans.prefill import PrefillBucket
 from sparsekv.plans.records import Measurement, Quality
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.load import LoadedModel
 
 # Verification must not tighten a plan on the very samples that `eval` shows by default.
 _SEED_APART = 1_000_003
+# Fewer answers than this, over all tasks that dense solves, say too little for a plan to be called verified.
+FEWEST_ANSWERS = 10
 _VACUOUS = "dense solves no task {share:.0%} of the time, so that accuracy says nothing about this plan"
+_TOO_FEW = "{found} answers to tasks that dense solves are too few to call a plan verified, at least {least} are needed"
+_UNTOUCHED = "{phase} up to {up_to} is sparse and was not run at any verified length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,8 @@ class Verification:
     Attributes:
         quality: as the plan records it.
         passed: whether every phase met the gate.
-        conclusive: whether the gate had anything to hold against the plan: a task that dense solves, or `max_kl`.
+        conclusive: whether the gate had something to hold against the plan (enough answers to tasks that dense
+            solves, or `max_kl`), and every sparse bucket of the plan was run.
         reasons: what was missed, a line each; where all was met, what to know about the measurement.
         missed: for each phase that missed the gate, the lengths that did worst.
     """
@@ -47,8 +56,9 @@ def verify(
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
-    A phase misses the gate when a task that dense solves at least `gate.solved` of the time loses more than
-    `gate.max_accuracy_drop` points over all lengths, or when the mean divergence is above `gate.max_kl`.
+    A phase misses the gate when a task loses more than `gate.max_accuracy_drop` points over all the lengths at which
+    dense solves it at least `gate.solved` of the time; when it loses more than that at one of these lengths beyond
+    doubt (by the 95% interval of the paired difference); or when the mean divergence is above `gate.max_kl`.
 
     Args:
         loaded: the model, with nothing applied to it.
@@ -58,9 +68,13 @@ def verify(
         kit: the evaluation split's, for those who verify often.
 
     Raises:
+        GateError: the plan gives numbers that are not finite.
+        UsageError: the plan has no phase to verify.
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
+    if not planned_phases(plan):
+        raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend) for phase in planned_phases(plan)}
     by_length = {
@@ -79,7 +93,10 @@ def verify(
         for length in options.verify_lengths
     }
     pooled = {phase: merged(results[phase] for results in by_length.values()) for phase in planned_phases(plan)}
-    misses = {phase: misses_of(result, options.gate) for phase, result in pooled.items()}
+    for phase, result in pooled.items():
+        _check_finite(result, phase)
+    parts = {phase: [results[phase] for results in by_length.values()] for phase in pooled}
+    misses = {phase: misses_of(some, options.gate) for phase, some in parts.items()}
     missed = {
         phase: _worst({length: results[phase] for length, results in by_length.items()}, options.gate)
         for phase, lines in misses.items()
@@ -87,9 +104,8 @@ def verify(
     }
     reasons = tuple(f"{phase}: {line}" for phase, lines in misses.items() for line in lines)
     quality = Quality(**{phase: _measurement(result, phase) for phase, result in pooled.items()})
-    conclusive = options.gate.max_kl is not None or any(_solved(result, options.gate) for result in pooled.values())
-    remarks = () if conclusive else (_VACUOUS.format(share=options.gate.solved),)
-    return Verification(quality, not missed, conclusive, reasons or remarks, missed)
+    remarks = (*_weaknesses(parts, options.gate), *_untouched(plan, options.verify_lengths))
+    return Verification(quality, not missed, not remarks, reasons or remarks, missed)
 
 
 def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
@@ -99,19 +115,39 @@ def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
     return ("prefill",) if plan.prefill else ("decode",) if plan.decode else ()
 
 
-def misses_of(result: EvalResult, gate: Gate) -> list[str]:
-    """What of the gate a result misses, a line each."""
+def misses_of(results: Sequence[EvalResult], gate: Gate) -> list[str]:
+    """What of the gate the results of one phase, one a length, miss: a line each."""
     lines = []
-    for name, task in result.tasks.items():
-        score = task.score
-        if task.is_accuracy and score.dense >= gate.solved and _drop_points(task) > gate.max_accuracy_drop:
-            lines.append(
-                f"{name} fell from {score.dense:.1%} to {score.sparse:.1%} on {score.samples} samples, "
-                f"more than {gate.max_accuracy_drop:g} points"
-            )
-    if gate.max_kl is not None and result.kl > gate.max_kl:
-        lines.append(f"next-token distributions moved by {result.kl:.4g} nats, more than {gate.max_kl:g}")
+    for name in dict.fromkeys(name for result in results for name in result.tasks):
+        solved = [result for result in results if _is_solved(result.tasks.get(name), gate)]
+        lines += _task_misses(name, solved, gate) if solved else []
+    kl = merged(results).kl
+    if gate.max_kl is not None and kl > gate.max_kl:
+        lines.append(f"next-token distributions moved by {kl:.4g} nats, more than {gate.max_kl:g}")
     return lines
+
+
+def _task_misses(name: str, solved: Sequence[EvalResult], gate: Gate) -> list[str]:
+    pooled = merged(solved).tasks[name]
+    if _drop_points(pooled) > gate.max_accuracy_drop:
+        return [_fell(name, pooled, gate)]
+    return [
+        f"{_fell(name, result.tasks[name], gate)} at {', '.join(map(format_length, result.lengths))}"
+        for result in solved
+        if _drop_points(result.tasks[name]) > gate.max_accuracy_drop and result.tasks[name].score.interval[1] < 0.0
+    ]
+
+
+def _fell(name: str, task: TaskResult, gate: Gate) -> str:
+    score = task.score
+    return (
+        f"{name} fell from {score.dense:.1%} to {score.sparse:.1%} on {score.samples} samples, "
+        f"more than {gate.max_accuracy_drop:g} points"
+    )
+
+
+def _is_solved(task: TaskResult | None, gate: Gate) -> bool:
+    return task is not None and task.is_accuracy and task.score.dense >= gate.solved
 
 
 def _drop_points(task: TaskResult) -> float:
@@ -121,12 +157,44 @@ def _drop_points(task: TaskResult) -> float:
 
 def _worst(by_length: Mapping[int, EvalResult], gate: Gate) -> tuple[int, ...]:
     """The lengths that miss the gate by themselves; all of them where only the sum does."""
-    alone = tuple(length for length, result in by_length.items() if misses_of(result, gate))
+    alone = tuple(length for length, result in by_length.items() if misses_of([result], gate))
     return alone or tuple(by_length)
 
 
-def _solved(result: EvalResult, gate: Gate) -> bool:
-    return any(task.is_accuracy and task.score.dense >= gate.solved for task in result.tasks.values())
+def _weaknesses(parts: Mapping[PhaseName, Sequence[EvalResult]], gate: Gate) -> tuple[str, ...]:
+    """Why accuracy says too little about the plan, if it does."""
+    if gate.max_kl is not None:
+        return ()
+    answers = min(
+        sum(len(task.dense) for result in results for task in result.tasks.values() if _is_solved(task, gate))
+        for results in parts.values()
+    )
+    if not answers:
+        return (_VACUOUS.format(share=gate.solved),)
+    return () if answers >= FEWEST_ANSWERS else (_TOO_FEW.format(found=answers, least=FEWEST_ANSWERS),)
+
+
+def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
+    """The sparse buckets of a plan that no verified length falls into, a remark each."""
+    remarks = []
+    for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
+        run = [part.bucket(length) for length in lengths] if part else []
+        for bucket in part.lengths if part else ():
+            alias = isinstance(bucket, PrefillBucket) and bucket.same_as is not None
+            if not (bucket.dense or alias or bucket in run):
+                up_to = "any length" if bucket.up_to is None else format_length(bucket.up_to)
+                remarks.append(_UNTOUCHED.format(phase=phase, up_to=up_to))
+    return tuple(remarks)
+
+
+def _check_finite(result: EvalResult, phase: str) -> None:
+    outcomes = [outcome for task in result.tasks.values() for outcome in task.sparse]
+    bad = sum(not (math.isfinite(outcome.nll) and math.isfinite(outcome.kl)) for outcome in outcomes)
+    if bad:
+        raise GateError(
+            f"expected finite probabilities from the plan, found nan or infinity in {bad} of {len(outcomes)} samples "
+            f"({phase}); check the model in this precision without a plan, or use another --backend"
+        )
 
 
 def _measurement(result: EvalResult, phase: PhaseName) -> Measurement:

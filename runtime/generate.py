@@ -113,14 +113,26 @@ def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, ch
     """Fills the cache in pieces until one piece is left. (Not by generate's own prefill_chunk_size, which in some
     versions of transformers passes the cached tokens again.)
     """
-    if chunk < _LEAST_CHUNK:
-        raise UsageError(f"expected a chunk of at least {_LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
-    start, stop = cache.get_seq_length(), ids_BS.shape[1]
-    while stop - start > chunk:
-        # the last piece has two tokens or more: one alone would be a decode step
-        size = min(chunk, stop - start - 2)
+    start = cache.get_seq_length()
+    for size in piece_sizes(ids_BS.shape[1] - start, chunk)[:-1]:
         model(ids_BS[:, start : start + size], past_key_values=cache, logits_to_keep=1)
         start += size
+
+
+def piece_sizes(tokens: int, chunk: int) -> list[int]:
+    """How many tokens each piece of a chunked prefill has; the last one has two or more, as one alone would be a
+    decode step.
+
+    Raises:
+        UsageError: the chunk is too small to be sensible.
+    """
+    if chunk < _LEAST_CHUNK:
+        raise UsageError(f"expected a chunk of at least {_LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
+    sizes = []
+    while tokens > chunk:
+        sizes.append(min(chunk, tokens - 2))
+        tokens -= sizes[-1]
+    return [*sizes, tokens]
 
 
 def _room(loaded: LoadedModel, prompt_tokens: int) -> int:

@@ -11,7 +11,7 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.reader import load_plan
 
 # As typed in the README, on a short length and few samples so that it takes seconds.
-SHORT = ("--lengths", "2k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)
+SHORT = ("--lengths", "2k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 10)
 SHORT = (*SHORT, "--device", "cpu")
 
 

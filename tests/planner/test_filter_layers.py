@@ -150,3 +150,12 @@ def test_a_profile_of_prefill_alone_is_refused() -> None:
     profile = made_up_profile(LengthProfile(length=8192, prompt_tokens=(8192,)))
     with pytest.raises(UsageError, match="decode statistics"):
         choose_filter_layers(profile, made_up_cost(), ALWAYS)
+
+
+def test_an_offloaded_layer_is_never_dense_at_short_lengths() -> None:
+    slow = made_up_cost().model_copy(update={"decode_choose": Line(prices=(1e9, 0.0))})  # choosing never pays
+    profile = profile_of(np.ones((4, 4)))
+    assert all(bucket.dense for bucket in choose_filter_layers(profile, slow, PlanOptions()).lengths)
+    offloaded = choose_filter_layers(profile, slow, PlanOptions(offload=True))
+    assert not any(bucket.dense for bucket in offloaded.lengths)
+    assert offloaded.offload.layers == (1, 2, 3)

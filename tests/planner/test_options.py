@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.planner.options import PlanOptions, density_for
+from sparsekv.planner.options import Gate, PlanOptions, density_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -14,7 +14,8 @@ from sparsekv.plans.patterns import TileShape
         ({"target_density": (1.5,)}, "densities"),
         ({"target_density": (float("nan"),)}, "densities"),
         ({"target_speedup": 1.0}, "speedup"),
-        ({"target_speedup": 2.0, "target_density": (0.3,)}, "density or a target speedup"),
+        ({"lengths": (4096, 4096)}, "each length once"),
+        ({"gate": Gate(max_kl=float("nan"))}, "divergence"),
         ({"phases": ()}, "phases"),
         ({"families": ("spiral",)}, "families"),
         ({"tasks": ("chess",)}, "tasks"),
@@ -69,3 +70,22 @@ def test_the_published_preset_takes_one_key_value_sample_and_64_tiles() -> None:
 def test_settling_twice_changes_nothing() -> None:
     once = PlanOptions(lengths=(2048,)).settled(4096, "cuda")
     assert once.settled(4096, "cuda") == once
+
+
+def test_a_density_and_a_speedup_exclude_each_other_but_a_speedup_alone_settles() -> None:
+    with pytest.raises(UsageError, match="found both"):
+        PlanOptions(target_speedup=2.0, target_density=(0.3,)).settled(32768, "cpu")
+    settled = PlanOptions(target_speedup=2.0).settled(32768, "cpu")
+    assert settled.target_speedup == 2.0
+    assert len(settled.target_density) == len(settled.lengths)  # what is profiled
+
+
+def test_densities_pair_with_the_default_lengths_in_their_order() -> None:
+    settled = PlanOptions(target_density=(0.4, 0.3)).settled(32768, "cpu")
+    assert settled.target_density == (0.4, 0.3)
+    assert len(settled.lengths) == 2
+
+
+def test_own_prompts_are_all_used_unless_samples_says_otherwise() -> None:
+    assert PlanOptions(prompts=("a",) * 9).settled(32768, "cpu").samples == 9
+    assert PlanOptions(prompts=("a",) * 9, samples=4).settled(32768, "cpu").samples == 4

@@ -102,7 +102,7 @@ def test_a_search_without_the_family_a_head_needs_loses_it(searched: Profile) ->
     assert without > 0.05
 
 
-@pytest.mark.parametrize("ray", search_space(OPTIONS), ids=lambda ray: ray.name)
+@pytest.mark.parametrize("ray", search_space(OPTIONS, LENGTH), ids=lambda ray: ray.name)
 def test_no_head_is_fitted_above_the_target_cost(prefix: Prefix, ray) -> None:
     target = 0.4 * prefix.causal_tiles
     patterns = fit_to_target(prefix, ray, target)
@@ -138,7 +138,7 @@ def test_rows_of_another_prompt_cannot_cost_much_more(prefix: Prefix) -> None:
 
 
 def test_the_published_search_starts_from_the_published_numbers() -> None:
-    rays = search_space(PlanOptions(preset="minference"))
+    rays = search_space(PlanOptions(preset="minference"), 131072)
     names = [ray.name for ray in rays]
     assert names == [
         "a_shape(1024, 4096)",

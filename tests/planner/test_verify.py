@@ -15,6 +15,7 @@ from sparsekv.planner.verify import misses_of, planned_phases, verify
 from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse
+from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
 from sparsekv.runtime.load import LoadedModel
 
 GATE = Gate(max_accuracy_drop=1.0)
@@ -33,25 +34,36 @@ def result(dense: int, sparse: int, of: int = 100, kl: float = 0.0) -> EvalResul
     [(90, 90, False), (90, 89, False), (90, 88, True), (90, 95, False), (49, 10, False), (50, 10, True)],
 )
 def test_a_task_that_dense_solves_may_lose_a_point(dense: int, sparse: int, missed: bool) -> None:
-    assert bool(misses_of(result(dense, sparse), GATE)) == missed
+    assert bool(misses_of([result(dense, sparse)], GATE)) == missed
+
+
+def test_a_collapse_at_one_length_is_not_hidden_by_the_others() -> None:
+    kept = [result(100, 100, of=1000), result(100, 100, of=1000), result(50, 40, of=50)]
+    assert misses_of([*kept[:2]], GATE) == []
+    (line,) = misses_of(kept, GATE)
+    assert "fell from 100.0% to 80.0%" in line
+
+
+def test_lengths_that_dense_does_not_solve_do_not_excuse_those_it_does() -> None:
+    assert misses_of([result(50, 0, of=50), result(10, 0, of=50), result(0, 0, of=50)], GATE) != []
 
 
 def test_a_drop_of_zero_points_is_allowed_to_be_asked_for() -> None:
     strict = Gate(max_accuracy_drop=0.0)
-    assert misses_of(result(90, 90), strict) == []
-    assert misses_of(result(90, 89), strict) != []
+    assert misses_of([result(90, 90)], strict) == []
+    assert misses_of([result(90, 89)], strict) != []
 
 
 def test_divergence_counts_only_when_it_is_asked_about() -> None:
-    assert misses_of(result(90, 90, kl=0.5), GATE) == []
-    (line,) = misses_of(result(90, 90, kl=0.5), Gate(max_kl=0.1))
+    assert misses_of([result(90, 90, kl=0.5)], GATE) == []
+    (line,) = misses_of([result(90, 90, kl=0.5)], Gate(max_kl=0.1))
     assert "0.5 nats, more than 0.1" in line
 
 
 def test_perplexity_is_measured_and_not_gated() -> None:
     dense = tuple(Outcome(None, 1.0) for _ in range(10))
     sparse = tuple(Outcome(None, 3.0) for _ in range(10))
-    assert misses_of(EvalResult((4096,), {"perplexity": TaskResult(dense, sparse)}, Spent()), GATE) == []
+    assert misses_of([EvalResult((4096,), {"perplexity": TaskResult(dense, sparse)}, Spent())], GATE) == []
 
 
 def test_a_full_plan_passes_for_each_phase_and_a_strict_gate_stops_a_sparse_one(loaded: LoadedModel) -> None:
@@ -77,6 +89,26 @@ def test_a_gate_with_nothing_to_hold_against_a_plan_says_so(loaded: LoadedModel)
     assert found.passed
     assert not found.conclusive
     assert "dense solves no task 50% of the time" in found.reasons[0]
+
+
+def test_a_plan_whose_sparse_part_never_ran_is_not_called_verified(loaded: LoadedModel) -> None:
+    model = loaded.model
+    narrow = every_head(model, AShape(sink=tokens(64), window=tokens(64)))
+    plan = plan_for(model, narrow)
+    late = PrefillPlan(
+        tile=plan.prefill.tile,
+        lengths=(PrefillBucket(up_to=1024, dense=True), plan.prefill.lengths[-1].model_copy(update={"up_to": None})),
+    )
+    options = quick_options(lengths=(512,), gate=Gate(max_kl=1e-3)).settled(4096, "cpu")
+    found = verify(loaded, plan.model_copy(update={"prefill": late}), options)
+    assert found.passed
+    assert not found.conclusive
+    assert "prefill up to any length is sparse and was not run" in found.reasons[0]
+
+
+def test_a_plan_without_phases_cannot_be_verified(loaded: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="nothing to verify"):
+        verify(loaded, plan_for(loaded.model, None), quick_options(lengths=(512,)).settled(4096, "cpu"))
 
 
 def test_a_phase_that_is_not_planned_is_not_measured(loaded: LoadedModel) -> None:

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.runtime.apply import apply
-from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream
+from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream, piece_sizes
 from sparsekv.runtime.load import LoadedModel
 
 
@@ -119,3 +119,12 @@ def test_a_chat_template_is_used_where_there_is_one():
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     assert encode_prompt(tokenizer, "hi") == (*tokenizer("user: hi")["input_ids"], END)
     assert encode_prompt(tokenizer, "hi", chat=False) == tuple(tokenizer("hi")["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk"), [(1025, 512), (1024, 512), (513, 512), (40, 512), (514, 512), (1026, 512)]
+)
+def test_no_piece_of_a_chunked_prefill_is_a_decode_step(tokens: int, chunk: int) -> None:
+    sizes = piece_sizes(tokens, chunk)
+    assert sum(sizes) == tokens
+    assert all(2 <= size <= chunk for size in sizes)

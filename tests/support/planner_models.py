@@ -69,11 +69,11 @@ def unit_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor
 
 
 def local_head(length: int, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row attends to one of the 150 tokens before it; the last 64 rows to the first token (a_shape)."""
+    """Each row attends to one of the 150 tokens before it; the last 260 rows to the first token (a_shape)."""
     k_SD = unit_rows(length, size, generator)
     back_S = torch.randint(1, 150, (length,), generator=generator)
     target_S = (torch.arange(length) - back_S).clamp(min=0)
-    target_S[-64:] = 0
+    target_S[-260:] = 0
     return SHARP * k_SD[target_S], k_SD
 
 
