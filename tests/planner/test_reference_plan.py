@@ -1,0 +1,82 @@
+"""The shipped model, planned at a short length: the plan keeps its answers, random tiles at the same density do not."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from planner_models import TILE, made_up_cost
+from random_tiles import RandomTiles
+
+from sparsekv.planner.compile import compile_once
+from sparsekv.planner.cost_data import HeadShape
+from sparsekv.planner.evaluate import PlanMode, evaluate_modes
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile import profile
+from sparsekv.planner.results import EvalResult
+from sparsekv.planner.verify import misses_of
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.load import LoadedModel, load_model
+
+LENGTH = 1024
+TASKS = ("niah_single", "niah_multikey")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def reference() -> LoadedModel:
+    try:
+        return load_model("tiny-retriever", device="cpu")
+    except UsageError as error:
+        pytest.skip(f"the reference model is not there: {error}")
+
+
+@pytest.fixture(scope="module")
+def plan(reference: LoadedModel) -> Plan:
+    options = PlanOptions(
+        lengths=(LENGTH,),
+        target_density=(0.6,),
+        crossover=False,
+        tile=TILE,
+        levels=(1.0,),
+        samples=1,
+        tasks=("niah_multikey",),
+    ).settled(reference.info.context_length, "cpu")
+    cost = made_up_cost(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
+    return compile_once(reference, options, profile(reference, options), cost)
+
+
+@pytest.fixture(scope="module")
+def results(reference: LoadedModel, plan: Plan) -> dict[str, EvalResult]:
+    modes = {
+        "prefill": PlanMode(plan, "prefill"),
+        "decode": PlanMode(plan, "decode"),
+        "random": RandomTiles(plan.prefill, seed=0),
+    }
+    return evaluate_modes(reference, modes, TASKS, LENGTH, 6)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_plan_of_the_reference_model_passes_its_gate(
+    reference: LoadedModel, results: dict[str, EvalResult], phase: str
+) -> None:
+    assert results["dense"].tasks["niah_single"].score.dense > 0.5
+    assert misses_of([results[phase]], PlanOptions().gate) == []
+
+
+def test_random_tiles_at_the_same_density_fail_the_gate(results: dict[str, EvalResult]) -> None:
+    assert results["random"].prefill_density >= results["prefill"].prefill_density
+    assert results["random"].prefill_density < 0.8
+    assert misses_of([results["random"]], PlanOptions().gate) != []
+
+
+def test_both_phases_of_the_plan_are_sparse(results: dict[str, EvalResult]) -> None:
+    assert results["prefill"].prefill_density <= 0.61
+    assert results["decode"].decode_share < 0.8
