@@ -31,6 +31,7 @@ from sparsekv.planner.results import EvalResult
 from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.lengths import format_length, parse_lengths
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.writer import write_plan
 from sparsekv.runtime.load import LoadedModel, load_model
@@ -62,7 +63,13 @@ def main() -> None:
     loaded = load_model("tiny-retriever", device=args.device)
     kit = prepare(loaded.tokenizer, Split.EVALUATION)
     bench = Bench(loaded, kit, args.samples, args.out, time.monotonic() + args.time_limit)
-    options = PlanOptions(lengths=args.lengths, crossover=False, verify_samples=0, seed=args.seed)
+    options = PlanOptions(
+        lengths=args.lengths,
+        crossover=False,
+        verify_samples=0,
+        seed=args.seed,
+        tile=TileShape(query=args.tile, key=args.tile),
+    )
     plan, profile, cost = _planned(loaded, options, args.out, "plan")
     settled = options.settled(loaded.info.context_length, loaded.model.device.type)
     modes: dict[str, Mode] = {phase: PlanMode(plan, phase) for phase in _FULL}  # type: ignore[arg-type]
@@ -78,6 +85,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=lambda text: tuple(sorted(parse_lengths(text))), default=(4096, 16384, 32768))
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tile", type=int, choices=(64, 128), default=128)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--no-ablations", action="store_true")
     parser.add_argument("--only-ablations", action="store_true")
