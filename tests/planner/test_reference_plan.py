@@ -19,7 +19,7 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.load import LoadedModel, load_model
 
 LENGTH = 1024
-TASKS = ("niah_single", "niah_multikey")
+TASKS = ("niah_multikey",)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,14 +60,14 @@ def results(reference: LoadedModel, plan: Plan) -> dict[str, EvalResult]:
         "decode": PlanMode(plan, "decode"),
         "random": RandomTiles(plan.prefill, seed=0),
     }
-    return evaluate_modes(reference, modes, TASKS, LENGTH, 6)
+    return evaluate_modes(reference, modes, TASKS, LENGTH, 5)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_the_plan_of_the_reference_model_passes_its_gate(
     reference: LoadedModel, results: dict[str, EvalResult], phase: str
 ) -> None:
-    assert results["dense"].tasks["niah_single"].score.dense > 0.5
+    assert results["dense"].tasks["niah_multikey"].score.dense > 0.5
     assert misses_of([results[phase]], PlanOptions().gate) == []
 
 
