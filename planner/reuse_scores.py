@@ -1,7 +1,8 @@
 """How well the tokens that one layer chooses serve the layers after it, over decode-like rows of one prompt.
 
-S[i, j], OmniKV's inter-layer similarity (its section 3.1), is the share of layer j's attention mass that lies on the tokens layer i would choose, plus those generated since the prompt. A head counts by what it
-adds to the output there, so that heads resting on the sink do not hide one that retrieves. The worst row counts.
+S[i, j], OmniKV's inter-layer similarity (its section 3.1), is the share of layer j's attention mass that lies on the
+tokens layer i would choose, plus those generated since the prompt. A head counts by what it adds to the output there,
+so that heads resting on the sink do not hide one that retrieves. The worst row counts.
 
 Shapes: H query heads, G KV heads, N query heads of a KV head, S keys, D head size, W model size,
 C choices (filter layer x selector), K tokens chosen.
