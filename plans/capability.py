@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparsekv.plans.layers import format_ids
-from sparsekv.plans.patterns import Adaptive
 from sparsekv.plans.schema import Plan
 
 
@@ -25,9 +24,6 @@ def _prefill(plan: Plan) -> Iterator[str]:
         place = f"prefill.lengths[{number}]"
         if bucket.reuse:
             yield f"{place}.reuse: tiles reused by layers {', '.join(format_ids(r.layers) for r in bucket.reuse)}"
-        adaptive = {group.layer for group in bucket.heads if isinstance(group.pattern, Adaptive)}
-        if adaptive:
-            yield f"{place}.heads: the pattern adaptive (layers {format_ids(adaptive)})"
 
 
 def _decode(plan: Plan) -> Iterator[str]:

@@ -34,7 +34,7 @@ def index_block_sparse(
     keep = _tiles_to_keep(patterns, call)
     width = call.most_tiles(max(max(row) for row in keep))
     keep_Bh1 = on_device(keep, call.device).unsqueeze(-1)
-    q_BhTD = _pooled_queries(heads, call)
+    q_BhTD = pooled_queries(heads, call)
     k_BGMD = mean_pool(call.k_BGKD[:, :, : call.chunk.longest], call.tile.key, call.chunk.lengths)
     k_BhMD = take_heads(k_BGMD, [head // call.group_size for head in heads])
     tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), width)
@@ -46,8 +46,11 @@ def index_block_sparse(
     return without_columns(call, tiles_BhTW, counts_BhT)
 
 
-def _pooled_queries(heads: Sequence[int], call: IndexCall) -> torch.Tensor:
-    """Pools the span that the heads lie in as a view: copying the queries of scattered heads would cost far more."""
+def pooled_queries(heads: Sequence[int], call: IndexCall) -> torch.Tensor:
+    """Mean queries of each row tile, float32 [B, h, T, D].
+
+    Pools the span that the heads lie in as a view: copying the queries of scattered heads would cost far more.
+    """
     first, span = min(heads), max(heads) - min(heads) + 1
     pooled_BHTD = mean_pool(call.q_BHSD.narrow(1, first, span), call.tile.query, call.rows)
     return take_heads(pooled_BHTD, [head - first for head in heads])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.index.a_shape import index_a_shape
+from sparsekv.kernels.index.adaptive import index_adaptive
 from sparsekv.kernels.index.block_sparse import index_block_sparse
 from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles
 from sparsekv.kernels.index.dense import index_dense
@@ -21,7 +22,7 @@ from sparsekv.kernels.index.vertical_slash import index_vertical_slash
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex
 from sparsekv.kernels.topk import on_device
 from sparsekv.plans.errors import ShapeError, UnsupportedError
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
 Builder = Callable[[Sequence[Any], Sequence[int], IndexCall, RowTiles], HeadIndex]
 
@@ -30,6 +31,7 @@ BUILDERS: Mapping[type[Pattern], Builder] = {
     AShape: index_a_shape,
     VerticalSlash: index_vertical_slash,
     BlockSparse: index_block_sparse,
+    Adaptive: index_adaptive,
 }
 
 

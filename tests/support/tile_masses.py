@@ -1,0 +1,74 @@
+"""The adaptive pattern by brute force, from its definition: plain loops and numpy float64, no builder.
+
+One head, one row tile at a time. P is the whole matrix of scaled products of one head: rows are the queries of the
+chunk, columns all keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+STRIDE = 16
+
+
+def visible_tiles(first: int, last: int, key: int, window: int | None) -> list[int]:
+    """Key tiles of which some row first .. last sees some key."""
+    nearest = 0 if window is None else max(0, first - window + 1)
+    return list(range(nearest // key, last // key + 1))
+
+
+def antidiagonal_scores(products, past, first, last, length, key, window=None) -> dict[int, float]:
+    """Share of the row tile's attention on each tile, from the antidiagonals of 16 x 16 squares of the products."""
+    scores = dict.fromkeys(visible_tiles(first, last, key, window), 0.0)
+    counted = 0
+    for start in range(first, last + 1, STRIDE):
+        square_rows = [min(start + step, last) - past for step in range(STRIDE)]
+        means = {}
+        for group in range(length // STRIDE):
+            begin, end = group * STRIDE, group * STRIDE + STRIDE - 1
+            if begin <= start and (window is None or start - end < window):
+                square = products[square_rows][:, begin : end + 1]
+                means[group] = np.fliplr(square).trace() / STRIDE
+        rows = min(last - start + 1, STRIDE)
+        if not means:
+            continue
+        top = max(means.values())
+        total = sum(math.exp(mean - top) for mean in means.values())
+        counted += rows
+        for group, mean in means.items():
+            scores[group * STRIDE // key] += rows * math.exp(mean - top) / total
+    return {tile: score / max(counted, 1) for tile, score in scores.items()}
+
+
+def pooled_scores(q, k, scale, past, first, last, key, window=None) -> dict[int, float]:
+    """Softmax over the tiles of mean query times mean key, each weighted by the keys that the average row sees."""
+    length = k.shape[0]
+    query = q[first - past : last + 1 - past].mean(0)
+    weights = {}
+    for tile in visible_tiles(first, last, key, window):
+        keys = range(tile * key, min((tile + 1) * key, length))
+        pairs = sum(j <= i and (window is None or i - j < window) for i in range(first, last + 1) for j in keys)
+        mean = k[keys.start : keys.stop].mean(0)
+        weights[tile] = float(query @ mean) * scale + math.log(pairs / (last - first + 1))
+    top = max(weights.values())
+    total = sum(math.exp(weight - top) for weight in weights.values())
+    return {tile: math.exp(weight - top) / total for tile, weight in weights.items()}
+
+
+def fewest_tiles(scores: dict[int, float], mass: float, bound: int, mandatory: set[int]) -> tuple[list[int], float]:
+    """The tiles kept, best first after the mandatory ones, and how close some decision was (0: a coin flip)."""
+    kept = sorted(mandatory & set(scores))
+    others = sorted(set(scores) - mandatory, key=lambda tile: (-scores[tile], tile))
+    need, closest = mass * sum(scores.values()), math.inf
+    held = sum(scores[tile] for tile in kept)
+    for place, tile in enumerate(others):
+        closest = min(closest, abs(held - need))
+        if (held >= need and mass < 1.0) or len(kept) >= bound:
+            if place and scores[others[place - 1]] > 0.0:
+                closest = min(closest, scores[others[place - 1]] - scores[tile])
+            break
+        kept.append(tile)
+        held += scores[tile]
+    return kept, closest
