@@ -6,14 +6,16 @@ Shapes: B batch (always 1 here), H query heads, G KV heads, S queries, D head si
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.build import build_index, layer_lines
+from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.space import Ray
 from sparsekv.plans.patterns import Pattern, TileShape
@@ -37,6 +39,15 @@ class Prefix:
     tile: TileShape
     scale: float
     window: int | None = None  # the layer's own sliding window
+    lines: Mapping[int, LineScores] = field(default_factory=dict)  # by last_q; others are scored when needed
+
+    def with_lines(self, last_q: Iterable[int]) -> Prefix:
+        """The same, with the lines of these samples scored once for all the indices to come."""
+        lines = {
+            count: layer_lines(self.q_BHSD, self.k_BGSD, self.chunk, last_q=count, scale=self.scale, window=self.window)
+            for count in set(last_q)
+        }
+        return replace(self, lines=lines)
 
     @property
     def heads(self) -> int:
@@ -51,7 +62,14 @@ class Prefix:
     def index(self, patterns: Patterns) -> TileIndex:
         """The tiles of one pattern a head."""
         return build_index(
-            patterns, self.q_BHSD, self.k_BGSD, self.chunk, self.tile, scale=self.scale, window=self.window
+            patterns,
+            self.q_BHSD,
+            self.k_BGSD,
+            self.chunk,
+            self.tile,
+            scale=self.scale,
+            window=self.window,
+            lines=self.lines,
         )
 
     def cost(self, patterns: Patterns) -> Cost:

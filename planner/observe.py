@@ -23,7 +23,7 @@ from sparsekv.planner.profile_data import Table
 from sparsekv.planner.prompts import CalibrationPrompt
 from sparsekv.planner.reuse_scores import DecodeLayer, ReuseScores
 from sparsekv.planner.rows import RowSample
-from sparsekv.planner.space import aims, decode_budgets, decode_selectors
+from sparsekv.planner.space import VerticalSlashRay, aims, decode_budgets, decode_selectors
 from sparsekv.plans.records import BackendName
 from sparsekv.runtime.architectures import attention_modules, decoder_of
 from sparsekv.runtime.capture import AttentionCall, capture_attention
@@ -96,7 +96,8 @@ class _Observer:
 
     def _scores(self, call: AttentionCall, projection_WZ: torch.Tensor) -> dict[str, Any]:
         one, tile = self._one, self._one.options.tile_shape
-        prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale)
+        sampled = [aim.ray.last_q for aim in self._aims if isinstance(aim.ray, VerticalSlashRay)]
+        prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale).with_lines(sampled)
         rows = RowSample.of(call.chunk.longest, one.prompt.tail_start, tile, one.options.row_stride or 1)
         patterns = self._patterns(call.layer, prefix)
         scores = score_candidates(Layer(prefix, call.v_BGKD, projection_WZ, rows, one.backend), patterns)

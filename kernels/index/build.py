@@ -18,6 +18,8 @@ from sparsekv.kernels.index.adaptive import index_adaptive
 from sparsekv.kernels.index.block_sparse import index_block_sparse
 from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles
 from sparsekv.kernels.index.dense import index_dense
+from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.index.lines import score_lines
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex
 from sparsekv.kernels.topk import on_device
@@ -44,6 +46,7 @@ def build_index(
     *,
     scale: float,
     window: int | None = None,
+    lines: Mapping[int, LineScores] | None = None,
 ) -> TileIndex:
     """Which tiles and single columns each head computes.
 
@@ -56,13 +59,14 @@ def build_index(
         scale: softmax scale.
         window: the layer's own sliding window: scores see nothing outside it, and tiles wholly outside are left out
             (of the lists; dense heads still count every causal tile).
+        lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
 
     Raises:
         ShapeError: tensors, patterns and chunk do not fit together.
         UnsupportedError: a pattern that has no builder yet, or a tile taller in keys than in queries.
     """
     _check(patterns, q_BHSD, k_BGKD, chunk, tile, window)
-    call = IndexCall(q_BHSD, k_BGKD, chunk, tile, scale, window)
+    call = IndexCall(q_BHSD, k_BGKD, chunk, tile, scale, window, lines)
     rows = call.locate()
     kinds = _heads_by_kind(patterns)
     built = {
@@ -70,6 +74,18 @@ def build_index(
     }
     is_dense = [isinstance(pattern, Dense) for pattern in patterns]
     return _merge(built, kinds, call, on_device(is_dense, call.device, torch.bool))
+
+
+def layer_lines(
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, *, last_q: int, scale: float, window: int | None = None
+) -> LineScores:
+    """Scores of every column and diagonal of every head, to be given to `build_index` as `lines`.
+
+    Arguments as there; last_q is how many of the last queries are sampled.
+    """
+    heads = range(q_BHSD.shape[1])
+    call = IndexCall(q_BHSD, k_BGKD, chunk, TileShape(), scale, window)
+    return score_lines(heads, [last_q] * len(heads), call)
 
 
 def _heads_by_kind(patterns: Sequence[Pattern]) -> dict[type, list[int]]:

@@ -8,11 +8,12 @@ All that decides a shape is known to the host: budgets, lengths, tile sizes. Not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.kernels.topk import on_device
 from sparsekv.plans.budget import Budget
@@ -50,6 +51,7 @@ class IndexCall:
     tile: TileShape
     scale: float
     window: int | None
+    lines: Mapping[int, LineScores] | None = None  # of all heads, by last_q, where they are known already
 
     @property
     def device(self) -> torch.device:

@@ -14,18 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.index.call import IndexCall, take_heads
+from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks, on_device
 
+# Sampled rows, and elements of their scores, that are worked on at once; where it is not a GPU's whole memory that
+# limits them, but the reach of a core's cache.
+_AT_ONCE = {"cpu": (64, 1 << 20)}
 UNSEEN = -1.0  # score of a line that no query of the batch row can reach; a real one has 0 or more
-
-
-@dataclass(frozen=True, slots=True)
-class LineScores:
-    """How much attention each line received, float32, summing over a head to its sampled queries."""
-
-    vertical_BhS: torch.Tensor  # index j: the column of key j
-    slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +30,12 @@ class _Sample:
 
     q_BHLD: torch.Tensor
     positions_BL: torch.Tensor
-    hidden_BLP: torch.Tensor  # keys a query may not see
     used_BhL: torch.Tensor | None  # False for rows beyond a head's own sample or before the chunk; None if all count
+
+    @property
+    def rows(self) -> int:
+        """L."""
+        return self.positions_BL.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) ->
     shape = (call.batch, len(heads), call.chunk.longest)
     vertical_BhS = torch.empty(shape, dtype=torch.float32, device=call.device)
     shifted_BhS = torch.empty_like(vertical_BhS)
-    for part in _parts(slots, call.batch * sample.hidden_BLP[0].numel()):
+    rows, elements = _AT_ONCE.get(call.device.type, (sample.rows, BLOCK_ELEMENTS))
+    rows = min(rows, sample.rows)
+    for part in _parts(slots, call.batch * rows * (call.chunk.longest + sample.rows - 1), elements):
         into = on_device(part.flat, call.device)
-        weights_BhLP = _weights(part, heads, sample, call)
-        vertical_BhS[:, into] = weights_BhLP[..., sample.hidden_BLP.shape[1] - 1 :].sum(-2)
-        shifted_BhS[:, into] = _sum_diagonals(weights_BhLP)
+        vertical_BhS[:, into], shifted_BhS[:, into] = _sum_lines(part, heads, sample, call, rows)
     return _by_offset(vertical_BhS, shifted_BhS, call)
 
 
@@ -84,15 +84,7 @@ def _take_sample(last_q: Sequence[int], call: IndexCall) -> _Sample:
     limits = [[min(own, rows) for own in last_q] for rows in call.rows]
     every = all(limit == most for row in limits for limit in row)
     used_BhL = None if every else back_L < on_device(limits, device).unsqueeze(-1)
-    return _Sample(q_BHLD, positions_BL, _hidden_keys(positions_BL, call), used_BhL)
-
-
-def _hidden_keys(positions_BL: torch.Tensor, call: IndexCall) -> torch.Tensor:
-    empty = positions_BL.shape[1] - 1
-    key_P = torch.arange(-empty, call.chunk.longest, device=call.device)
-    position_BL1 = positions_BL.unsqueeze(-1)
-    hidden_BLP = (key_P < 0) | (key_P > position_BL1)
-    return hidden_BLP if call.window is None else hidden_BLP | (position_BL1 - key_P >= call.window)
+    return _Sample(q_BHLD, positions_BL, used_BhL)
 
 
 def _arrange(heads: Sequence[int], group_size: int) -> _Slots:
@@ -105,36 +97,62 @@ def _arrange(heads: Sequence[int], group_size: int) -> _Slots:
     return _Slots(kv_heads, tuple(order))
 
 
-def _parts(slots: _Slots, elements_each: int) -> Iterator[_Slots]:
+def _parts(slots: _Slots, elements_each: int, budget: int) -> Iterator[_Slots]:
     """Whole KV heads as far as memory allows, else some slots of one."""
     most = len(slots.order[0])
-    per_part = min(most, max(1, BLOCK_ELEMENTS // max(1, elements_each)))
-    for groups in blocks(len(slots.kv_heads), elements_each * most):
+    per_part = min(most, max(1, budget // max(1, elements_each)))
+    for groups in blocks(len(slots.kv_heads), elements_each * most, budget):
         for columns in blocks(most, 1, per_part):
             yield slots.part(groups, columns)
 
 
-def _weights(part: _Slots, heads: Sequence[int], sample: _Sample, call: IndexCall) -> torch.Tensor:
-    """Softmax of the sampled queries, with L - 1 empty keys in front: [B, heads of the part, L, P]."""
-    groups, sampled = len(part.kv_heads), sample.positions_BL.shape[1]
+def _sum_lines(
+    part: _Slots, heads: Sequence[int], sample: _Sample, call: IndexCall, most_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns and shifted diagonals of the part's heads, summed over the sample: [B, heads of the part, S] each."""
     q_BhLD = take_heads(sample.q_BHLD, [heads[position] for position in part.flat])
     k_BGSD = take_heads(call.k_BGKD, part.kv_heads)[:, :, : call.chunk.longest]
-    k_BGPD = torch.nn.functional.pad(k_BGSD, (0, 0, sampled - 1, 0))
-    scores_BGXP = scaled_scores(torch.unflatten(q_BhLD, 1, (groups, -1)).flatten(2, 3), k_BGPD, call.scale)
-    scores_BhLP = torch.unflatten(scores_BGXP, 2, (-1, sampled)).flatten(1, 2)
-    weights_BhLP = scores_BhLP.masked_fill_(sample.hidden_BLP[:, None], -torch.inf).softmax(-1)
-    if sample.used_BhL is None:
-        return weights_BhLP
-    used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.device))
-    return weights_BhLP.masked_fill_(~used_BhL.unsqueeze(-1), 0.0)
+    k_BGPD = torch.nn.functional.pad(k_BGSD, (0, 0, sample.rows - 1, 0))
+    used_BhL = None
+    if sample.used_BhL is not None:
+        used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.device))
+    vertical, shifted = [], []
+    for rows in blocks(sample.rows, 1, most_rows):
+        weights_BhRP = _weights(q_BhLD[:, :, rows], k_BGPD, rows, sample, call)
+        if used_BhL is not None:
+            weights_BhRP.masked_fill_(~used_BhL[:, :, rows].unsqueeze(-1), 0.0)
+        vertical.append(weights_BhRP[..., sample.rows - 1 :].sum(-2))
+        shifted.append(_sum_diagonals(weights_BhRP, rows.start, call.chunk.longest))
+    return _total(vertical), _total(shifted)
 
 
-def _sum_diagonals(weights_BhLP: torch.Tensor) -> torch.Tensor:
+def _weights(q_BhRD: torch.Tensor, k_BGPD: torch.Tensor, rows: slice, sample: _Sample, call: IndexCall) -> torch.Tensor:
+    """Softmax of some sampled queries, with L - 1 empty keys in front: [B, heads of the part, R, P]."""
+    groups, count = k_BGPD.shape[1], q_BhRD.shape[2]
+    scores_BGXP = scaled_scores(torch.unflatten(q_BhRD, 1, (groups, -1)).flatten(2, 3), k_BGPD, call.scale)
+    scores_BhRP = torch.unflatten(scores_BGXP, 2, (-1, count)).flatten(1, 2)
+    empty = sample.rows - 1
+    scores_BhRP[..., :empty] = -torch.inf
+    # Keys that every sampled row sees need no mask.
+    first = 0 if call.window is not None else max(0, min(call.chunk.lengths) - sample.rows)
+    key_X = torch.arange(first, call.chunk.longest, device=call.device)
+    position_BR1 = sample.positions_BL[:, rows].unsqueeze(-1)
+    hidden_BRX = key_X > position_BR1
+    if call.window is not None:
+        hidden_BRX |= position_BR1 - key_X >= call.window
+    scores_BhRP[..., empty + first :].masked_fill_(hidden_BRX[:, None], -torch.inf)
+    return scores_BhRP.softmax(-1)
+
+
+def _sum_diagonals(weights_BhRP: torch.Tensor, first_row: int, keys: int) -> torch.Tensor:
     """Entry c of [B, h, S] sums row l at key c - (L - 1 - l): reading each row one further aligns the diagonals."""
-    batch, heads, sampled, padded = weights_BhLP.shape
-    shape = (batch, heads, sampled, padded - sampled + 1)
-    strides = (heads * sampled * padded, sampled * padded, padded + 1, 1)
-    return weights_BhLP.contiguous().as_strided(shape, strides).sum(-2)
+    batch, heads, rows, padded = weights_BhRP.shape
+    strides = (heads * rows * padded, rows * padded, padded + 1, 1)
+    return weights_BhRP.contiguous().as_strided((batch, heads, rows, keys), strides, first_row).sum(-2)
+
+
+def _total(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, call: IndexCall) -> LineScores:

@@ -21,9 +21,11 @@ from sparsekv.kernels.index.call import (
     ceil_div,
     empty_tiles,
     floor_div,
+    take_heads,
 )
 from sparsekv.kernels.index.diagonals import TileDiagonals, choose_diagonals
-from sparsekv.kernels.index.lines import UNSEEN, LineScores, score_lines
+from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.index.lines import UNSEEN, score_lines
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE
 from sparsekv.kernels.topk import blocks, on_device, top_ascending
 from sparsekv.plans.patterns import VerticalSlash
@@ -33,7 +35,7 @@ def index_vertical_slash(
     patterns: Sequence[VerticalSlash], heads: Sequence[int], call: IndexCall, rows: RowTiles
 ) -> HeadIndex:
     """Tiles of the best slashes within `max_tiles`, and the best columns outside them."""
-    lines = score_lines(heads, [pattern.last_q for pattern in patterns], call)
+    lines = _lines(patterns, heads, call)
     diagonals, bound = _choose_slashes(patterns, lines, call)
     columns_BhC = _choose_columns(patterns, lines, call)
     tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), call.most_tiles(bound))
@@ -44,6 +46,14 @@ def index_vertical_slash(
         tiles_BhTW[:, :, part], counts_BhT[:, :, part] = listed, counts
         live_BhTN[:, :, part] = pack_bits(_live_columns(columns_BhC, diagonals, rows.part(part), call))
     return HeadIndex(tiles_BhTW, counts_BhT, columns_BhC, live_BhTN)
+
+
+def _lines(patterns: Sequence[VerticalSlash], heads: Sequence[int], call: IndexCall) -> LineScores:
+    last_q = [pattern.last_q for pattern in patterns]
+    known = call.lines.get(last_q[0]) if call.lines and len(set(last_q)) == 1 else None
+    if known is None:
+        return score_lines(heads, last_q, call)
+    return LineScores(take_heads(known.vertical_BhS, heads), take_heads(known.slash_BhS, heads))
 
 
 def _choose_columns(patterns: Sequence[VerticalSlash], lines: LineScores, call: IndexCall) -> torch.Tensor:

@@ -1,26 +1,27 @@
-"""Sparse prefill with torch operations: a query tile gathers its key tiles and columns and multiplies them densely.
+"""Sparse prefill with torch operations: each query tile gathers its keys and hands them to torch's CPU flash kernel.
 
-One KV head at a time is held in float32, padded to whole tiles. A query tile then costs a handful of calls: copy the
-listed tiles and columns side by side (a run of neighbouring tiles is used where it lies), multiply, mask only what
-the diagonal or the window cuts, exponentiate, multiply. Long rows are cut into pieces joined by an online softmax, so
-that memory does not grow with the prompt.
+What a query tile computes is cut in two. Its whole part, tiles and columns that all of its rows see, needs no mask: one
+call a query tile over the gathered rows (a run of neighbouring tiles is used where it lies). Its edge, the tiles on the
+diagonal or on the window's rim, is small and alike for all query tiles: one masked call for many of them at once (see
+cpu_rows.py). The two are joined by their log-sum-exp.
 
-Shapes: B batch, H query heads, G KV heads, S query rows, K keys, D head size; M rows of a query tile, N gathered keys,
-W listed tiles, C live columns.
+Shapes: B batch, H query heads, G KV heads, S query rows, K keys, D head size; T query tiles of M rows, X those of one
+block, N gathered keys, E edge keys, W listed tiles, C columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.prefill.cpu_rows import Edge, HeadRows, Whole, head_rows
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.topk import blocks
 
-# Keys of one product: the scores of 128 rows and this many keys (4 MiB) stay near the core.
-PIECE_KEYS = 8192
+# Elements of the mask of one call over the edges of many query tiles (16 MiB).
+EDGE_ELEMENTS = 1 << 22
 
 
 @torch.no_grad()
@@ -43,120 +44,110 @@ def prefill(
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         rows = length - past
         for g in range(k_BGKD.shape[1] if rows else 0):
-            keys = _Keys.hold(k_BGKD[b, g, :length], v_BGKD[b, g, :length], index)
+            keys = _Keys.hold(k_BGKD[b, g, :length], v_BGKD[b, g, :length], index.tile.key)
             for h in range(g * group, (g + 1) * group):
-                for t, (tiles_W, columns_C) in enumerate(_rows_of_head(index, b, h, past, length)):
-                    at = slice(t * index.tile.query, min((t + 1) * index.tile.query, rows))
-                    q_MD = q_BHSD[b, h, at].float() * scale
-                    out_MD, lse_M = _attend(q_MD, past + at.start, keys, tiles_W, columns_C, window)
-                    out_BHSD[b, h, at] = out_MD
-                    lse_BHS[b, h, at] = lse_M
+                q_SD = q_BHSD[b, h, :rows].float()
+                if past == 0 and window is None and index.dense_H[h]:
+                    out_SD, lse_S = _dense(q_SD, keys, scale)
+                else:
+                    out_SD, lse_S = _sparse(q_SD, keys, head_rows(index, b, h, past, length, window), scale)
+                out_BHSD[b, h, :rows], lse_BHS[b, h, :rows] = out_SD, lse_S
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
-
-
-def _rows_of_head(
-    index: TileIndex, b: int, h: int, past: int, length: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tiles and the live columns of each query tile that holds a real row."""
-    T = -(-(length - past) // index.tile.query)
-    if index.dense_H[h]:
-        none = torch.empty(0, dtype=torch.int32)
-        for t in range(T):
-            last = min(past + (t + 1) * index.tile.query, length) - 1
-            yield torch.arange(last // index.tile.key + 1, dtype=torch.int32), none
-        return
-    columns_C = index.columns_BHC[b, h]
-    bits_TN32 = index.live_BHTN[b, h, :, :, None] >> torch.arange(32, dtype=torch.int32) & 1
-    live_TC = bits_TN32.flatten(1)[:, : len(columns_C)].bool()
-    for t, count in enumerate(index.counts_BHT[b, h, :T].tolist()):
-        yield index.tiles_BHTW[b, h, t, :count], columns_C[live_TC[t]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Keys and values of one KV head, float32, padded with zeros to whole tiles; and room to gather a piece."""
+    """Keys and values of one KV head, float32, padded with zeros to whole tiles."""
 
     k_KD: torch.Tensor
     v_KD: torch.Tensor
+    length: int
     tile: int
-    room_k_ND: torch.Tensor
-    room_v_ND: torch.Tensor
 
     @classmethod
-    def hold(cls, k_KD: torch.Tensor, v_KD: torch.Tensor, index: TileIndex) -> _Keys:
-        tile = index.tile.key
+    def hold(cls, k_KD: torch.Tensor, v_KD: torch.Tensor, tile: int) -> _Keys:
         pad = (0, 0, 0, -k_KD.shape[0] % tile)
-        room = k_KD.new_empty((PIECE_KEYS + index.columns_BHC.shape[-1], k_KD.shape[1]), dtype=torch.float32)
-        k_KD, v_KD = (torch.nn.functional.pad(x_KD.float(), pad).contiguous() for x_KD in (k_KD, v_KD))
-        return cls(k_KD, v_KD, tile, room, torch.empty_like(room))
+        whole = (torch.nn.functional.pad(x_KD.float(), pad) if pad[3] else x_KD.float() for x_KD in (k_KD, v_KD))
+        return cls(*(x_KD.contiguous() for x_KD in whole), length=k_KD.shape[0], tile=tile)
 
-    def gather(self, tiles_W: torch.Tensor, columns_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the tiles, then of the columns; valid until the next call."""
-        W, C, D = len(tiles_W), len(columns_C), self.k_KD.shape[1]
-        if not C and int(tiles_W[-1] - tiles_W[0]) == W - 1:
-            run = slice(int(tiles_W[0]) * self.tile, (int(tiles_W[-1]) + 1) * self.tile)
-            return self.k_KD[run], self.v_KD[run]
+    def room(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory that one query tile after the other gathers into."""
+        room_2ND = self.k_KD.new_empty((2, keys, self.k_KD.shape[1]))
+        return room_2ND[0], room_2ND[1]
+
+    def gather(self, whole: Whole, room: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the tiles, then of the columns; valid until the room is used again."""
+        W, C = len(whole.tiles_W), len(whole.columns_C)
+        if whole.run is not None and not C:
+            at = slice(whole.run * self.tile, (whole.run + W) * self.tile)
+            return self.k_KD[at], self.v_KD[at]
         split, total = W * self.tile, W * self.tile + C
-        for held_KD, room_ND in ((self.k_KD, self.room_k_ND), (self.v_KD, self.room_v_ND)):
-            whole = held_KD.view(-1, self.tile * D)
-            torch.index_select(whole, 0, tiles_W, out=room_ND[:split].view(W, self.tile * D))
-            torch.index_select(held_KD, 0, columns_C, out=room_ND[split:total])
-        return self.room_k_ND[:total], self.room_v_ND[:total]
+        for held_KD, room_ND in zip((self.k_KD, self.v_KD), room, strict=True):
+            by_tile = held_KD.view(-1, self.tile * held_KD.shape[1])
+            torch.index_select(by_tile, 0, whole.tiles_W, out=room_ND[:split].view(W, by_tile.shape[1]))
+            torch.index_select(held_KD, 0, whole.columns_C, out=room_ND[split:total])
+        return room[0][:total], room[1][:total]
 
 
-def _attend(
-    q_MD: torch.Tensor,
-    first: int,
-    keys: _Keys,
-    tiles_W: torch.Tensor,
-    columns_C: torch.Tensor,
-    window: int | None,
+def _dense(q_SD: torch.Tensor, keys: _Keys, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A head that computes every causal tile of a whole prompt."""
+    k_KD, v_KD = keys.k_KD[: keys.length], keys.v_KD[: keys.length]
+    return _flash(q_SD[None], k_KD[None], v_KD[None], scale, causal=True)
+
+
+def _sparse(q_SD: torch.Tensor, keys: _Keys, rows: HeadRows, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of one head; rows that see nothing are 0 and -inf."""
+    S, D = q_SD.shape
+    q_TMD = torch.nn.functional.pad(q_SD, (0, 0, 0, -S % rows.query)).view(-1, rows.query, D)
+    out_TMD, lse_TM = torch.zeros_like(q_TMD), q_TMD.new_full(q_TMD.shape[:2], -math.inf)
+    room = keys.room(rows.most_keys)
+    for part in blocks(len(q_TMD), rows.query * max(rows.key, rows.edge_keys), EDGE_ELEMENTS):
+        for t, whole in enumerate(rows.whole(part), part.start):
+            if len(whole.tiles_W) or len(whole.columns_C):
+                k_ND, v_ND = keys.gather(whole, room)
+                out_TMD[t], lse_TM[t] = _flash(q_TMD[t, None], k_ND[None], v_ND[None], scale)
+        edge = rows.edge(part)
+        if edge is not None:
+            found = _attend_edge(q_TMD[part], keys, edge, scale)
+            out_TMD[part], lse_TM[part] = _join(out_TMD[part], lse_TM[part], *found)
+    return out_TMD.view(-1, D)[:S], lse_TM.view(-1)[:S]
+
+
+def _attend_edge(q_XMD: torch.Tensor, keys: _Keys, edge: Edge, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    X, E = edge.tokens_XE.shape
+    at = edge.tokens_XE.clamp(max=len(keys.k_KD) - 1).flatten()
+    k_XED, v_XED = (x_KD.index_select(0, at).view(X, E, -1) for x_KD in (keys.k_KD, keys.v_KD))
+    out_XMD, lse_XM = _flash(q_XMD, k_XED, v_XED, scale, seen_XME=edge.seen_XME)
+    return out_XMD.view_as(q_XMD), lse_XM.view(q_XMD.shape[:2]).masked_fill_(~edge.seen_XME.any(-1), -math.inf)
+
+
+def _flash(
+    q_XMD: torch.Tensor,
+    k_XND: torch.Tensor,
+    v_XND: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    seen_XME: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of the rows `first` onwards; rows that see nothing are 0 and -inf."""
-    m_M1 = q_MD.new_full((len(q_MD), 1), -math.inf)
-    l_M1 = torch.zeros_like(m_M1)
-    acc_MD = torch.zeros_like(q_MD)
-    for piece_W, piece_C in _pieces(tiles_W, columns_C, keys.tile):
-        k_ND, v_ND = keys.gather(piece_W, piece_C)
-        scores_MN = q_MD @ k_ND.T
-        _hide(scores_MN, first, piece_W, piece_C, keys.tile, window)
-        new_m_M1 = torch.maximum(m_M1, scores_MN.amax(1, keepdim=True))
-        base_M1 = new_m_M1.masked_fill(new_m_M1 == -math.inf, 0.0)
-        p_MN = scores_MN.sub_(base_M1).exp_()
-        decay_M1 = (m_M1 - base_M1).exp_()
-        l_M1 = l_M1 * decay_M1 + p_MN.sum(1, keepdim=True)
-        acc_MD = torch.addmm(acc_MD * decay_M1, p_MN, v_ND)
-        m_M1 = new_m_M1
-    out_MD = acc_MD / l_M1.masked_fill(l_M1 == 0, 1.0)
-    return out_MD, (m_M1 + l_M1.log()).squeeze(1)
+    """torch's blocked kernel, with the log-sum-exp that the public function keeps to itself: [X M, D] and [X M].
+
+    A row that sees nothing gets 0, and a log-sum-exp that means nothing.
+    """
+    mask_X1ME = None
+    if seen_XME is not None:
+        mask_X1ME = q_XMD.new_zeros(seen_XME.shape).masked_fill_(~seen_XME, -math.inf)[:, None]
+    out_X1MD, lse_X1M = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_XMD[:, None], k_XND[:, None], v_XND[:, None], 0.0, causal, attn_mask=mask_X1ME, scale=scale
+    )
+    return out_X1MD.reshape(-1, q_XMD.shape[2]), lse_X1M.reshape(-1)
 
 
-def _pieces(tiles_W: torch.Tensor, columns_C: torch.Tensor, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cuts a row's tiles into pieces; the columns go with the last one."""
-    if not len(tiles_W) + len(columns_C):
-        return
-    cut = tiles_W.split(PIECE_KEYS // tile)
-    for piece_W in cut[:-1]:
-        yield piece_W, columns_C[:0]
-    yield cut[-1], columns_C
-
-
-def _hide(
-    scores_MN: torch.Tensor,
-    first: int,
-    tiles_W: torch.Tensor,
-    columns_C: torch.Tensor,
-    tile: int,
-    window: int | None,
-) -> None:
-    """Sets keys after their row, or before its window, to -inf. Tiles ascend, so those to cut are the last ones."""
-    free = 0 if window is not None else int((tiles_W < (first + 1) // tile).sum())
-    cut_W1 = tiles_W[free:, None] * tile
-    j_N = torch.cat([(cut_W1 + torch.arange(tile, dtype=torch.int32)).flatten(), columns_C])
-    if not len(j_N) or (window is None and int(j_N.max()) <= first):
-        return
-    i_M1 = torch.arange(first, first + len(scores_MN), dtype=torch.int32)[:, None]
-    hidden_MN = j_N > i_M1
-    if window is not None:
-        hidden_MN |= i_M1 - j_N >= window
-    scores_MN[:, free * tile :].masked_fill_(hidden_MN, -math.inf)
+def _join(
+    out_XMD: torch.Tensor, lse_XM: torch.Tensor, other_XMD: torch.Tensor, other_lse_XM: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two attentions over disjoint keys as one."""
+    joint_XM = torch.logaddexp(lse_XM, other_lse_XM)
+    base_XM = joint_XM.masked_fill(joint_XM == -math.inf, 0.0)
+    weight_XM1, other_XM1 = ((x_XM - base_XM).exp_().unsqueeze(-1) for x_XM in (lse_XM, other_lse_XM))
+    return out_XMD * weight_XM1 + other_XMD * other_XM1, joint_XM

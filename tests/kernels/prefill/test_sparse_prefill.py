@@ -1,5 +1,7 @@
 """Every prefill backend against the brute-force answer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import Case, assert_close, draw
@@ -71,9 +73,12 @@ def test_log_sum_exp_is_only_returned_on_request(backend: str) -> None:
     assert run(Case("x", lengths=(70,)), backend, want_lse=False).lse_BHS is None
 
 
-def test_cpu_pieces_of_a_long_row_join_to_the_same_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekv.kernels.prefill.cpu.PIECE_KEYS", 128)
-    run(Case("pieces", lengths=(520,), share=0.8, columns=40, dense_heads=(1,)), "cpu")
+@pytest.mark.parametrize("past", [0, 37])
+def test_cpu_edges_done_in_several_calls_give_the_same_softmax(monkeypatch: pytest.MonkeyPatch, past: int) -> None:
+    monkeypatch.setattr("sparsekv.kernels.prefill.cpu.EDGE_ELEMENTS", 1)
+    case = Case("edges", past=(past,), lengths=(520,), share=0.8, columns=40, dense_heads=(1,), window=200)
+    run(case, "cpu")
+    run(replace(case, window=None), "cpu")
 
 
 @needs_interpreter
