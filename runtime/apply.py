@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.dispatch import BackendChoice, choose_backend
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.attach import attach, check_attachable
-from sparsekv.runtime.checks import check_plan
+from sparsekv.runtime.cache import SparseLayer, check_owner_open, sparse_cache
+from sparsekv.runtime.checks import check_plan, check_target
+from sparsekv.runtime.chunking import Chunking
 from sparsekv.runtime.describe import describe_model
+from sparsekv.runtime.place import device_name, dtype_name
+from sparsekv.runtime.placement import layouts_of, place_layers
 from sparsekv.runtime.sparse import SparseEngine
 from sparsekv.runtime.stats import Meter, RunStats
 
@@ -18,10 +24,13 @@ from sparsekv.runtime.stats import Meter, RunStats
 class Handle:
     """A plan at work. `close()`, or leaving its `with` block, gives the model back as it was."""
 
-    def __init__(self, model: PreTrainedModel, engine: SparseEngine, backend: BackendChoice) -> None:
+    def __init__(
+        self, model: PreTrainedModel, engine: SparseEngine, backend: BackendChoice, chunking: Chunking
+    ) -> None:
         self.backend = backend
         self._engine = engine
-        self._undo = attach(model, engine)
+        self._layouts = layouts_of(model)
+        self._undo = attach(model, engine, chunking)
 
     @property
     def closed(self) -> bool:
@@ -31,6 +40,28 @@ class Handle:
     def close(self) -> None:
         """Restores the model. Caches made under this handle cannot be used any more. Again is fine."""
         self._undo()
+        self._engine.release()
+
+    def new_cache(self, tokens: int, batch: int = 1) -> Cache:
+        """An empty cache with its memory in place: `past_key_values` of what runs under this handle.
+
+        Page-locking host memory takes a second or so for each 2 GB; this does it before the prompt runs, and once:
+        a later cache of this handle takes over the memory of one that is gone or was reset. Without it, caches
+        allocate on first use, and `reserve` in cache.py says how much.
+
+        Args:
+            tokens: prompt and answer together; the cache may grow beyond, which copies it.
+            batch: rows.
+
+        Raises:
+            UsageError: host memory does not suffice, or the handle is closed.
+        """
+        cache = sparse_cache(None, self._engine, len(self._layouts))
+        check_owner_open(self._engine)
+        for layer, layout in zip(cache.layers, self._layouts, strict=True):
+            assert isinstance(layer, SparseLayer)
+            layer.reserve(tokens, replace(layout, batch=batch))
+        return cache
 
     def stats(self) -> RunStats:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
@@ -57,6 +88,8 @@ def apply(
     decode: bool = True,
     backend: str = "auto",
     allow_mismatch: bool = False,
+    kv_host_layers: int | Sequence[int] | None = None,
+    chunking: Chunking | None = None,
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -64,15 +97,19 @@ def apply(
         model: a loaded model of a supported architecture, in evaluation mode.
         plan: what to compute of it.
         prefill: False runs prefill dense.
-        decode: False runs decode dense, with all KV on the device.
+        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
+        kv_host_layers: the layers whose keys and values go to host memory, or how many (those that decode reads
+            least of come first), in place of the plan's `decode.offload`; None leaves it to the plan. Decode of a
+            layer in no segment copies all of its keys and values back at every step: 80 ms a layer at 1M tokens.
+        chunking: from which length on layers work in pieces, and of which size; rarely of interest.
 
     Returns:
         The handle, which is also a context manager.
 
     Raises:
-        UsageError: the model is in training mode, or has a plan applied already.
+        UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named.
         UnsupportedError: an architecture, or a field of the plan, that this version cannot execute.
         PlanMismatchError: the plan was made for another model.
         BackendError: `backend` cannot run here.
@@ -81,5 +118,9 @@ def apply(
     info = describe_model(model)
     check_plan(plan, info, allow_mismatch)
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend)
-    engine = SparseEngine(plan.prefill if prefill else None, plan.decode if decode else None, choice.name)
-    return Handle(model, engine, choice)
+    if prefill or decode:
+        check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
+    chunking, phase = chunking or Chunking(), plan.decode if decode else None
+    placement = place_layers(phase, model.config.num_hidden_layers, kv_host_layers)
+    engine = SparseEngine(plan.prefill if prefill else None, phase, choice.name, placement, chunking)
+    return Handle(model, engine, choice, chunking)

@@ -1,8 +1,8 @@
 """Attaching an engine to a model, and taking it off again without a trace. The one way to do so.
 
 While attached: the model's attention implementation is `sparsekv`; a hook on the decoder checks the inputs and gives
-the cache our layers; a hook on every attention module hands the engine and the cache to the attention function; and
-`generate` refuses what cannot be right.
+the cache our layers; a hook on every attention module hands the engine and the cache to the attention function; the
+decoder layers and the final norm work in pieces on long inputs; and `generate` refuses what cannot be right.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.architectures import attention_modules, check_supported, decoder_of
 from sparsekv.runtime.attention import CONTEXT, NAME, Context, register
 from sparsekv.runtime.cache import sparse_cache
+from sparsekv.runtime.chunking import Chunking
 from sparsekv.runtime.engine import Engine
 from sparsekv.runtime.guard import guarded
 from sparsekv.runtime.inputs import check_inputs, check_positions
+from sparsekv.runtime.known_layers import is_watched
+from sparsekv.runtime.long_inputs import PASS, ForwardPass, LongInputs
 
 
 def check_attachable(model: PreTrainedModel) -> None:
@@ -47,8 +50,11 @@ def check_attachable(model: PreTrainedModel) -> None:
         )
 
 
-def attach(model: PreTrainedModel, engine: Engine) -> Callable[[], None]:
+def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None) -> Callable[[], None]:
     """Attaches `engine` and returns what undoes it, any number of times, exceptions or not.
+
+    Args:
+        chunking: how long inputs are cut, where not as usual.
 
     Raises:
         UsageError, UnsupportedError: see `check_attachable`.
@@ -62,8 +68,9 @@ def attach(model: PreTrainedModel, engine: Engine) -> Callable[[], None]:
         undo.callback(decoder_of(model).register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in attention_modules(model):
             undo.callback(module.register_forward_pre_hook(_attention_hook(engine), with_kwargs=True).remove)
+        _shadow_forwards(decoder_of(model), LongInputs(engine, chunking or Chunking(), model.config.model_type), undo)
         if model.can_generate():
-            _shadow_generate(model, undo)
+            _shadow(model, "generate", guarded(model), undo)
         undo.callback(setattr, engine, "open", False)
         return undo.pop_all().close
     raise AssertionError("unreachable")
@@ -97,6 +104,8 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Call
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
         check_positions(inputs.get("position_ids"), 0 if cache is None else cache.get_seq_length())
+        if not (inputs.get("output_hidden_states") or config.output_hidden_states):  # else each layer's is kept
+            inputs[PASS] = ForwardPass(_makes_embeddings(module, inputs))
         return (), inputs
 
     return prepare
@@ -104,20 +113,41 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Call
 
 def _attention_hook(engine: Engine) -> Callable[..., Any]:
     def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {CONTEXT: Context(engine, kwargs.get("past_key_values"))}
+        return args, {CONTEXT: Context(engine, kwargs.get("past_key_values"))} | kwargs
 
     return hand_over
 
 
-def _shadow_generate(model: PreTrainedModel, undo: ExitStack) -> None:
+def _makes_embeddings(decoder: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the first layer's input is made in this pass and seen by nobody else."""
+    embedding = decoder.get_input_embeddings()
+    return (
+        inputs.get("inputs_embeds") is None
+        and type(embedding) is nn.Embedding
+        and not is_watched(embedding._forward_hooks)
+    )
+
+
+def _shadow_forwards(decoder: Any, long: LongInputs, undo: ExitStack) -> None:
+    for layer in decoder.layers:
+        _shadow(layer, "forward", long.layer_forward(layer), undo)
+    _shadow(decoder.norm, "forward", long.norm_forward(decoder.norm), undo)
+
+
+def _shadow(thing: Any, name: str, function: Callable[..., Any] | None, undo: ExitStack) -> None:
     """An attribute of this one object, in front of the method of its class."""
-    former = model.__dict__.get("generate")
-    model.__dict__["generate"] = guarded(model)
+    if function is None:
+        return
+    attributes: dict[str, Any] = thing.__dict__
+    former = attributes.get(name)
+    attributes[name] = function
 
     def restore() -> None:
+        if attributes.get(name) is not function:
+            return  # somebody put another one in front since
         if former is None:
-            model.__dict__.pop("generate", None)
+            del attributes[name]
         else:
-            model.__dict__["generate"] = former
+            attributes[name] = former
 
     undo.callback(restore)

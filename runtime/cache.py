@@ -17,7 +17,9 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.stores.base import KVStore
+from sparsekv.runtime.stores.base import KVStore, Layout
+
+_EXPECTED = "sparsekv_expected_tokens"
 
 
 @dataclass(slots=True)
@@ -59,11 +61,13 @@ class SparseLayer(CacheLayerMixin):
         self.owner = owner
         self.layer = layer
         self.bytes = Bytes()
+        self.reserved = 0  # tokens to make room for
         self._start()
 
     def _start(self) -> None:
         self.is_initialized = False
         self.store = self.owner.new_store(self.layer)
+        self.store.reserve(self.reserved)
         self.prompt_end = 0  # tokens of the last prefill and all before it; the tail starts here
         self.recent_BHWD: torch.Tensor | None = None
         self.chosen: Choice | None = None
@@ -74,6 +78,7 @@ class SparseLayer(CacheLayerMixin):
         copied.is_initialized = self.is_initialized
         copied.store = deepcopy(self.store, memo)
         copied.bytes = Bytes(self.bytes.device, self.bytes.host)
+        copied.reserved = self.reserved
         copied.prompt_end, copied.recent_BHWD, copied.chosen = self.prompt_end, self.recent_BHWD, self.chosen
         return copied
 
@@ -97,9 +102,31 @@ class SparseLayer(CacheLayerMixin):
         """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
         check_owner_open(self.owner)
         self.store.append(key_states, value_states)
-        self.is_initialized = True
-        self.bytes.device, self.bytes.host = self.store.bytes_device, self.store.bytes_host
+        self._count()
         return key_states, value_states
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the next tokens can be written piece by piece, in place of one `update`; see KVStore."""
+        check_owner_open(self.owner)
+        return self.store.room(tokens, layout)
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Holds what was written to `room`."""
+        self.store.commit(k_BGSD, v_BGSD)
+        self._count()
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Makes room for so many tokens in all, now where their layout is known; see KVStore."""
+        self.reserved = max(self.reserved, tokens)
+        self.store.reserve(tokens, layout)
+        self._measure()
+
+    def _count(self) -> None:
+        self.is_initialized = True
+        self._measure()
+
+    def _measure(self) -> None:
+        self.bytes.device, self.bytes.host = self.store.bytes_device, self.store.bytes_host
 
     def get_seq_length(self) -> int:
         """Tokens held."""
@@ -151,8 +178,24 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
         _check_empty(cache)
         cache.layers = [SparseLayer(owner, layer) for layer in range(layers)]
         cache.layer_class_to_replicate = None
+        reserve(cache, getattr(cache, _EXPECTED, 0))
     owner.bytes = [layer.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
     return cache
+
+
+def reserve(cache: Cache, tokens: int) -> None:
+    """Tells a cache how many tokens it will hold in all, prompt and answer, so that its memory is allocated once.
+
+    A cache without a plan takes note of it for when it is used under one. A cache may still grow beyond.
+
+    Raises:
+        UsageError: host memory does not suffice.
+    """
+    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    for layer in ours:
+        layer.reserve(tokens)
+    if not ours:
+        setattr(cache, _EXPECTED, tokens)
 
 
 def check_owner_open(owner: CacheOwner) -> None:

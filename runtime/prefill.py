@@ -25,7 +25,7 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, backend: str, mete
     heads = call.q_BHSD.shape[1]
     tile = plan.tile if plan else DEFAULT_TILE
     causal = heads * call.chunk.causal_tiles(tile)
-    patterns = plan.bucket(call.length).patterns(call.layer, heads) if plan else ()
+    patterns = call.own(plan.bucket(call.length).patterns(call.layer, call.layer_heads)) if plan else ()
     if all(isinstance(pattern, Dense) for pattern in patterns):
         meter.add_dense_prefill(causal)
         return attend_dense(call, k_BGSD, v_BGSD)

@@ -7,13 +7,17 @@ import torch
 from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.prefill import PrefillPlan
 from sparsekv.runtime.cache import Bytes
+from sparsekv.runtime.chunking import Chunking
 from sparsekv.runtime.decode import attend_decode, filter_windows
 from sparsekv.runtime.engine import LayerCall
+from sparsekv.runtime.groups import attend_in_groups
+from sparsekv.runtime.placement import Placement
 from sparsekv.runtime.prefill import attend_prefill
 from sparsekv.runtime.stats import Meter
 from sparsekv.runtime.stores.base import KVStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.host import HostStore
+from sparsekv.runtime.stores.memory import HostMemory
 
 
 class SparseEngine:
@@ -21,23 +25,38 @@ class SparseEngine:
 
     Args:
         prefill: patterns of the prefill phase.
-        decode: segments of the decode phase, and which layers are offloaded.
+        decode: segments of the decode phase.
         backend: the kernel backend's name.
+        placement: the layers whose keys and values live in host memory.
+        chunking: how long inputs are cut.
     """
 
-    def __init__(self, prefill: PrefillPlan | None, decode: DecodePlan | None, backend: str) -> None:
+    def __init__(
+        self,
+        prefill: PrefillPlan | None,
+        decode: DecodePlan | None,
+        backend: str,
+        placement: Placement | None = None,
+        chunking: Chunking | None = None,
+    ) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
         self.meter = Meter()
         self._prefill = prefill
         self._decode = decode
         self._backend = backend
+        self._placement = placement or Placement()
+        self._chunking = chunking or Chunking()
+        self._memory = HostMemory()
         self._windows = filter_windows(decode)
 
     def new_store(self, layer: int) -> KVStore:
-        """Host memory for the layers that the plan offloads, else the device."""
-        offload = self._decode.offload if self._decode else None
-        return HostStore(offload.hot) if offload and layer in offload.layers else DeviceStore()
+        """Host memory for the layers that are placed there, else the device."""
+        return HostStore(self._placement.hot, self._memory) if layer in self._placement.layers else DeviceStore()
+
+    def release(self) -> None:
+        """Gives host memory that no cache uses any more back to the system."""
+        self._memory.trim()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """One row behind a past is decode; everything else is prefill, after which the tail starts anew."""
@@ -46,7 +65,10 @@ class SparseEngine:
             entry.remember(call.q_BHSD, window)
         if call.queries == 1 and call.past > 0:
             return attend_decode(call, self._decode, self._backend, self.meter)
-        out = attend_prefill(call, self._prefill, self._backend, self.meter)
+        out = attend_in_groups(call, self._attend_prefill, self._chunking.output_bytes)
         if entry is not None:
             entry.prompt_end = call.length
         return out
+
+    def _attend_prefill(self, call: LayerCall) -> torch.Tensor:
+        return attend_prefill(call, self._prefill, self._backend, self.meter)

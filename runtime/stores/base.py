@@ -17,6 +17,27 @@ _LEAST_MARGIN, _MOST_MARGIN = 256, 65_536
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """What the tokens of a store look like."""
+
+    batch: int
+    heads: int  # KV heads
+    size: int  # of a head
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, k_BGSD: torch.Tensor) -> Layout:
+        """That of these keys."""
+        batch, heads, _, size = k_BGSD.shape
+        return cls(batch, heads, size, k_BGSD.dtype, k_BGSD.device)
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """Room for the keys, or the values, of so many tokens: [B, G, S, D] on the device."""
+        return torch.empty((self.batch, self.heads, tokens, self.size), dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
     """Keys and values wherever the store found them best placed, and where in them the asked for rows lie."""
 
@@ -47,6 +68,28 @@ class KVStore(Protocol):
             ShapeError: batch, heads or head size differ from what is held.
         """
 
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the next tokens' keys and values can be written piece by piece: [B, G, tokens, D] each.
+
+        They are not held before `commit`; another call of this store between the two makes the room invalid.
+
+        Raises:
+            ShapeError: the layout differs from that of what is held.
+        """
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Holds what was written to `room`, whose two tensors these are."""
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Makes room for `tokens` in all, so that the store does not grow on the way there.
+
+        The memory is allocated now if its layout is known: given, or that of what is held; else at the first append.
+        An empty store takes exactly so much, one that holds tokens already may take more, as every growth copies.
+
+        Raises:
+            UsageError: host memory does not suffice.
+        """
+
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens, [B, G, S, D] on the compute device."""
 
@@ -54,13 +97,16 @@ class KVStore(Protocol):
         """Keys and values that hold at least `rows`, and `rows` counted in them."""
 
 
-def grown(capacity: int, needed: int) -> int:
-    """Tokens to allocate so that `needed` fit: unchanged if they do, else an eighth more, within bounds.
+def grown(capacity: int, needed: int, reserved: int = 0) -> int:
+    """Tokens to allocate so that `needed` fit: unchanged if they do, else what was reserved, else an eighth more,
+    within bounds.
 
     One append in many then copies what is held, and a long context does not carry a long empty end.
     """
     if needed <= capacity:
         return capacity
+    if needed <= reserved:
+        return reserved
     return needed + min(max(needed // 8, _LEAST_MARGIN), _MOST_MARGIN)
 
 
@@ -71,10 +117,15 @@ def check_rows(held: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Te
             f"keys and values must both be [batch, KV heads, tokens, head size]; "
             f"found {tuple(k_BGSD.shape)} and {tuple(v_BGSD.shape)}"
         )
+    check_layout(held, Layout.of(k_BGSD))
+
+
+def check_layout(held: torch.Tensor | None, layout: Layout) -> None:
+    """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `held`."""
     if held is None:
         return
     expected = (held.shape[0], held.shape[1], held.shape[3])
-    found = (k_BGSD.shape[0], k_BGSD.shape[1], k_BGSD.shape[3])
+    found = (layout.batch, layout.heads, layout.size)
     if found != expected:
         raise ShapeError(
             f"the cache holds (batch, KV heads, head size) = {expected}, the new tokens have {found}; "

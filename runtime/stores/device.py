@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.runtime.stores.base import Gathered, check_rows, grown
+from sparsekv.runtime.stores.base import Gathered, Layout, check_layout, check_rows, grown
 
 
 class DeviceStore:
@@ -18,6 +18,7 @@ class DeviceStore:
         self._k_BGCD: torch.Tensor | None = None
         self._v_BGCD: torch.Tensor | None = None
         self._length = 0
+        self._reserved = 0
 
     @property
     def length(self) -> int:
@@ -37,30 +38,53 @@ class DeviceStore:
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
         check_rows(self._k_BGCD, k_BGSD, v_BGSD)
-        stop = self._length + k_BGSD.shape[2]
-        self._k_BGCD = self._with_room(self._k_BGCD, k_BGSD, stop)
-        self._v_BGCD = self._with_room(self._v_BGCD, v_BGSD, stop)
-        self._k_BGCD[:, :, self._length : stop].copy_(k_BGSD.detach())
-        self._v_BGCD[:, :, self._length : stop].copy_(v_BGSD.detach())
-        self._length = stop
+        k_room, v_room = self.room(k_BGSD.shape[2], Layout.of(k_BGSD))
+        k_room.copy_(k_BGSD.detach())
+        v_room.copy_(v_BGSD.detach())
+        self.commit(k_room, v_room)
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The place behind the tokens held. Raises ShapeError when the layout does not fit."""
+        check_layout(self._k_BGCD, layout)
+        stop = self._length + tokens
+        self._make_room(stop, layout)
+        k_BGCD, v_BGCD = self._buffers()
+        return k_BGCD[:, :, self._length : stop], v_BGCD[:, :, self._length : stop]
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Counts the tokens written."""
+        self._length += k_BGSD.shape[2]
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Room for `tokens` in all; allocated now where the layout is known."""
+        if self._length == 0:
+            self._reserved = max(self._reserved, tokens)
+        known = layout if self._k_BGCD is None else Layout.of(self._k_BGCD)
+        if known is not None:
+            self._make_room(max(tokens, self._reserved), known)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens, without a copy."""
-        assert self._k_BGCD is not None, "a view of an empty store"
-        assert self._v_BGCD is not None
-        return self._k_BGCD[:, :, : self._length], self._v_BGCD[:, :, : self._length]
+        k_BGCD, v_BGCD = self._buffers()
+        return k_BGCD[:, :, : self._length], v_BGCD[:, :, : self._length]
 
     def gather(self, rows: DecodeRows) -> Gathered:
         """All tokens, without a copy: kernels pick the rows where they lie."""
         return Gathered(*self.view(), rows)
 
-    def _with_room(self, held: torch.Tensor | None, new_BGSD: torch.Tensor, needed: int) -> torch.Tensor:
-        capacity = 0 if held is None else held.shape[2]
-        if needed <= capacity:
-            assert held is not None
-            return held
-        batch, heads, _, size = new_BGSD.shape
-        larger = new_BGSD.new_empty((batch, heads, grown(capacity, needed), size), requires_grad=False)
-        if held is not None:
-            larger[:, :, : self._length].copy_(held[:, :, : self._length])
-        return larger
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._k_BGCD is not None, "nothing was appended to this store yet"
+        assert self._v_BGCD is not None
+        return self._k_BGCD, self._v_BGCD
+
+    def _make_room(self, needed: int, layout: Layout) -> None:
+        capacity = 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
+        larger = grown(capacity, needed, self._reserved)
+        if larger > capacity or self._k_BGCD is None:
+            self._k_BGCD = self._moved(self._k_BGCD, layout.empty(larger))
+            self._v_BGCD = self._moved(self._v_BGCD, layout.empty(larger))
+
+    def _moved(self, held_BGCD: torch.Tensor | None, larger_BGCD: torch.Tensor) -> torch.Tensor:
+        if held_BGCD is not None:
+            larger_BGCD[:, :, : self._length].copy_(held_BGCD[:, :, : self._length])
+        return larger_BGCD

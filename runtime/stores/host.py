@@ -5,17 +5,26 @@ size), all before them in pinned host memory, token-major, so that one token's k
 contiguous read. What the ring takes from the device and what lies on the host add up to a DeviceStore of the same
 tokens. Source of the idea: OmniKV (ICLR 2025), the context bank.
 
+Tokens leave on a lane of their own (lane.py), packed piece by piece through one small buffer, so that the attention
+and the MLP of their layer run meanwhile; whoever reads the host part comes after them.
+
 Shapes: B batch, G KV heads, S tokens, C tokens on the host, R slots of the ring, M wanted tokens, D head size,
 P = 2 for key and value; g is 1 (a choice shared by all heads) or G.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.plans.budget import Budget
-from sparsekv.runtime.stores.base import Gathered, check_rows, grown
+from sparsekv.runtime.stores.base import Gathered, Layout, check_layout, check_rows, grown
+from sparsekv.runtime.stores.lane import Lane, Ticket
+from sparsekv.runtime.stores.memory import Block, HostMemory
 
 _COPY_TOKENS = 16_384  # packing a long prompt in pieces bounds the device memory it takes
 
@@ -25,16 +34,36 @@ class HostStore:
 
     Args:
         hot: how many of the most recent tokens stay on the compute device; a fraction counts of the allocated tokens.
+        memory: where blocks of host memory come from and go back to; its own when None.
     """
 
-    def __init__(self, hot: Budget) -> None:
+    def __init__(self, hot: Budget, memory: HostMemory | None = None) -> None:
         self._hot = hot
+        self._memory = HostMemory() if memory is None else memory
         self._capacity = 0  # tokens allocated, on the device and the host together
+        self._reserved = 0
         self._length = 0
         self._hot_start = 0  # tokens before it lie on the host, the others in the ring
-        self._host_CBPGD: torch.Tensor | None = None
+        self._block: Block | None = None
+        self._give_back: Callable[[], object] | None = None
+        self._host_CBPGD: torch.Tensor | None = None  # what the block holds
         self._ring_PBGRD: torch.Tensor | None = None
+        self._written: Ticket = None  # the last copy to the host
         self.fetched_tokens = 0  # read from the host by gather so far, counted per batch row and choice
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
+        """A store of its own in a block of its own, once everything has arrived on the host."""
+        copied = HostStore(self._hot, self._memory)
+        copied._reserved = self._reserved
+        if self._ring_PBGRD is not None:
+            copied.reserve(self._capacity, self._layout())
+            ring_PBGRD, host_CBPGD = copied._buffers()
+            self._lane().settle()
+            ring_PBGRD.copy_(self._buffers()[0])
+            host_CBPGD[: self._hot_start] = self._buffers()[1][: self._hot_start]
+        copied._length, copied._hot_start = self._length, self._hot_start
+        copied.fetched_tokens = self.fetched_tokens
+        return copied
 
     @property
     def length(self) -> int:
@@ -54,20 +83,40 @@ class HostStore:
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Puts the new tokens into the ring and moves those it has no room for to the host.
 
-        The copies to the host run behind the compute; every read of them is ordered after them.
+        The copies to the host run behind the compute and read the two tensors until then: they may be let go of, but
+        not overwritten. Every read of the store is ordered after them.
         """
         check_rows(None if self._ring_PBGRD is None else self._ring_PBGRD[0], k_BGSD, v_BGSD)
+        k_BGSD, v_BGSD = k_BGSD.detach(), v_BGSD.detach()
         old, new = self._length, self._length + k_BGSD.shape[2]
-        self._reserve(k_BGSD, new)
+        self._make_room(new, Layout.of(k_BGSD))
         hot_start = max(self._hot_start, new - self._buffers()[0].shape[3])
         self._evict(self._hot_start, min(old, hot_start))
-        self._to_host(old, hot_start, k_BGSD.detach(), v_BGSD.detach())
-        self._to_ring(max(old, hot_start), new, k_BGSD.detach(), v_BGSD.detach())
+        self._send(old, k_BGSD[:, :, : max(hot_start - old, 0)], v_BGSD[:, :, : max(hot_start - old, 0)])
+        self._to_ring(max(old, hot_start), new, k_BGSD, v_BGSD)
         self._length, self._hot_start = new, hot_start
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of its own on the device: attention reads it there while it is copied to the host."""
+        check_layout(None if self._ring_PBGRD is None else self._ring_PBGRD[0], layout)
+        return layout.empty(tokens), layout.empty(tokens)
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Appends what was written."""
+        self.append(k_BGSD, v_BGSD)
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Room for `tokens` in all; allocated now where the layout is known. Raises UsageError without the memory."""
+        if self._length == 0:
+            self._reserved = max(self._reserved, tokens)
+        known = layout if self._ring_PBGRD is None else self._layout()
+        if known is not None:
+            self._make_room(max(tokens, self._reserved), known)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens, brought to the compute device for as long as the caller holds them."""
         ring_PBGRD, host_CBPGD = self._buffers()
+        self._lane().order(self._written)
         pairs, batch, heads, _, size = ring_PBGRD.shape
         whole_PBGSD = ring_PBGRD.new_empty((pairs, batch, heads, self._length, size))
         for first in range(0, self._hot_start, _COPY_TOKENS):
@@ -101,38 +150,58 @@ class HostStore:
         ring_PBGRD, _ = self._buffers()
         return torch.arange(first, stop, device=ring_PBGRD.device) % max(ring_PBGRD.shape[3], 1)
 
-    def _reserve(self, like_BGSD: torch.Tensor, needed: int) -> None:
-        capacity = grown(self._capacity, needed)
+    def _layout(self) -> Layout:
+        return Layout.of(self._buffers()[0][0])
+
+    def _lane(self) -> Lane:
+        return self._memory.lane(self._buffers()[0].device)
+
+    def _make_room(self, needed: int, layout: Layout) -> None:
+        capacity = grown(self._capacity, needed, self._reserved)
         if capacity == self._capacity:
             return
-        batch, heads, _, size = like_BGSD.shape
         slots = self._hot.resolve(capacity)
-        ring = like_BGSD.new_empty((2, batch, heads, slots, size), requires_grad=False)
-        pinned = like_BGSD.device.type == "cuda"
-        host = torch.empty((capacity - slots, batch, 2, heads, size), dtype=like_BGSD.dtype, pin_memory=pinned)
+        shape = (capacity - slots, layout.batch, 2, layout.heads, layout.size)
+        block = self._memory.take(torch.Size(shape).numel() * layout.dtype.itemsize, layout.device)
+        ring_PBGRD = torch.stack((layout.empty(slots), layout.empty(slots)))
+        host_CBPGD = block.view(shape, layout.dtype)
         if self._length:
             old_ring, old_host = self._buffers()
-            moved = torch.arange(self._hot_start, self._length, device=ring.device) % max(slots, 1)
-            ring[:, :, :, moved] = old_ring[:, :, :, self._slots_of(self._hot_start, self._length)]
-            if pinned:  # earlier copies to the host may still be under way
-                torch.cuda.current_stream(like_BGSD.device).synchronize()
-            host[: self._hot_start] = old_host[: self._hot_start]
-        self._ring_PBGRD, self._host_CBPGD, self._capacity = ring, host, capacity
+            moved = torch.arange(self._hot_start, self._length, device=layout.device) % max(slots, 1)
+            ring_PBGRD[:, :, :, moved] = old_ring[:, :, :, self._slots_of(self._hot_start, self._length)]
+            self._lane().settle()  # copies into the old block, or out of the new one's last life, may be under way
+            host_CBPGD[: self._hot_start] = old_host[: self._hot_start]
+        self._ring_PBGRD, self._host_CBPGD, self._capacity = ring_PBGRD, host_CBPGD, capacity
+        self._hold(block, layout.device)
+
+    def _hold(self, block: Block, device: torch.device) -> None:
+        """The block goes back to the memory when this store takes a larger one or ceases to be."""
+        if self._give_back is not None:
+            self._give_back()
+        self._block = block
+        self._give_back = weakref.finalize(self, self._memory.give, block, device)
 
     def _evict(self, first: int, stop: int) -> None:
         if first >= stop:
             return
+        # gathered by the compute stream, which overwrites these slots next
         leaving_PBGSD = self._buffers()[0][:, :, :, self._slots_of(first, stop)]
-        self._write_host(first, leaving_PBGSD[0], leaving_PBGSD[1])
+        self._send(first, leaving_PBGSD[0], leaving_PBGSD[1])
 
-    def _to_host(self, first: int, stop: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        for begin in range(0, stop - first, _COPY_TOKENS):
-            end = min(begin + _COPY_TOKENS, stop - first)
-            self._write_host(first + begin, k_BGSD[:, :, begin:end], v_BGSD[:, :, begin:end])
+    def _send(self, first: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Queues the copies of these tokens to the host, the first of them being token `first`."""
+        if k_BGSD.shape[2] == 0:
+            return
+        host_CBPGD, lane = self._buffers()[1], self._lane()
 
-    def _write_host(self, first: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        packed_SBPGD = torch.stack((k_BGSD, v_BGSD)).permute(3, 1, 0, 2, 4).contiguous()
-        self._buffers()[1][first : first + packed_SBPGD.shape[0]].copy_(packed_SBPGD, non_blocking=True)
+        def copy() -> None:
+            for begin in range(0, k_BGSD.shape[2], _COPY_TOKENS):
+                piece = slice(begin, begin + _COPY_TOKENS)
+                packed_SBPGD = _packed(k_BGSD[:, :, piece], v_BGSD[:, :, piece])
+                at = first + begin
+                host_CBPGD[at : at + len(packed_SBPGD)].copy_(packed_SBPGD, non_blocking=True)
+
+        self._written = lane.run(copy, (k_BGSD, v_BGSD))
 
     def _to_ring(self, first: int, stop: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         if first >= stop:
@@ -159,6 +228,7 @@ class HostStore:
         if not len(place):
             return
         self.fetched_tokens += len(place)
+        self._lane().finish(self._written)
         token, device = wanted[batch, head, place].long(), into_PBGMD.device
         if wanted.shape[1] == 1:
             rows_nPGD = host_CBPGD[token, batch].to(device)
@@ -166,3 +236,12 @@ class HostStore:
         else:
             rows_nPD = host_CBPGD[token, batch, :, head].to(device)
             into_PBGMD[:, batch.to(device), head.to(device), place.to(device)] = rows_nPD.transpose(0, 1)
+
+
+def _packed(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """[S, B, P, G, D], contiguous, as the host holds them."""
+    batch, heads, tokens, size = k_BGSD.shape
+    packed_SBPGD = k_BGSD.new_empty((tokens, batch, 2, heads, size))
+    packed_SBPGD[:, :, 0] = k_BGSD.permute(2, 0, 1, 3)
+    packed_SBPGD[:, :, 1] = v_BGSD.permute(2, 0, 1, 3)
+    return packed_SBPGD

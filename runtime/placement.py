@@ -1,0 +1,76 @@
+"""Which layers keep their keys and values in host memory.
+
+A plan's `decode.offload` names layers whose decode attends to chosen tokens only. At extreme lengths a caller may
+have to move more, or other, layers than that, or have no decode plan at all: 1M tokens of an 8B model are 137 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from sparsekv.plans.budget import Budget, tokens
+from sparsekv.plans.decode import DecodePlan
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.layers import format_ids
+from sparsekv.runtime.architectures import attention_modules
+from sparsekv.runtime.describe import attention_groups
+from sparsekv.runtime.stores.base import Layout
+
+# Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
+_HOT = tokens(1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The layers in host memory, and how many of their most recent tokens are on the device all the same."""
+
+    layers: frozenset[int] = frozenset()
+    hot: Budget = _HOT
+
+
+def place_layers(decode: DecodePlan | None, count: int, asked: int | Sequence[int] | None) -> Placement:
+    """Where the keys and values of a model go.
+
+    Args:
+        decode: the decode phase that runs, or None.
+        count: layers of the model.
+        asked: which layers go to the host, or how many, in place of what the plan says; None leaves it to the plan.
+            Of a number, layers that the plan offloads come first, then those whose decode is sparse at the longest
+            contexts (they read only chosen tokens back), then others; among each, the last ones.
+
+    Raises:
+        UsageError: there are no such layers.
+    """
+    offload = decode.offload if decode else None
+    if asked is None:
+        return Placement(frozenset(offload.layers), offload.hot) if offload else Placement()
+    hot = offload.hot if offload else _HOT
+    if isinstance(asked, int):
+        if not 0 <= asked <= count:
+            raise UsageError(f"expected 0 to {count} layers in host memory, found {asked}")
+        first, sparse = set(offload.layers if offload else ()), sparse_layers(decode)
+        ranked = sorted(range(count), key=lambda layer: (layer not in first, layer not in sparse, -layer))
+        return Placement(frozenset(ranked[:asked]), hot)
+    unknown = {layer for layer in asked if not 0 <= layer < count}
+    if unknown:
+        raise UsageError(f"expected layers of 0-{count - 1} in host memory, found {format_ids(unknown)}")
+    return Placement(frozenset(asked), hot)
+
+
+def sparse_layers(decode: DecodePlan | None) -> frozenset[int]:
+    """Layers that attend to chosen tokens only, at the longest contexts."""
+    return decode.lengths[-1].sparse_layers if decode else frozenset()
+
+
+def layouts_of(model: PreTrainedModel) -> list[Layout]:
+    """What a token's keys and values look like in each layer, for one batch row."""
+    groups = {layer: group for group in attention_groups(model.config) for layer in group.layers}
+    modules: list[Any] = list(attention_modules(model))
+    return [
+        Layout(1, groups[layer].kv_heads, groups[layer].head_dim, model.dtype, module.k_proj.weight.device)
+        for layer, module in enumerate(modules)
+    ]
