@@ -46,6 +46,7 @@ class PlanMode:
     plan: Plan
     phase: PhaseName = "both"
     backend: str = "auto"
+    allow_mismatch: bool = False  # take a plan of another architecture, see `apply`
 
     @property
     def stepwise(self) -> bool:
@@ -56,7 +57,14 @@ class PlanMode:
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
         """See `Mode`."""
         prefill, decode = self.phase != "decode", self.phase != "prefill"
-        with apply(model, self.plan, prefill=prefill, decode=decode, backend=self.backend) as handle:
+        with apply(
+            model,
+            self.plan,
+            prefill=prefill,
+            decode=decode,
+            backend=self.backend,
+            allow_mismatch=self.allow_mismatch,
+        ) as handle:
             yield lambda: _spent(handle.stats())
 
 
@@ -72,13 +80,14 @@ def evaluate(
     batch: int = 1,
     seed: int = 0,
     prefill_chunk: int | None = None,
+    allow_mismatch: bool = False,
     progress: Progress | None = None,
 ) -> EvalResult:
     """Evaluates one plan against dense; without a plan, dense is on both sides.
 
-    See `evaluate_modes` for the arguments and errors.
+    See `evaluate_modes` for the arguments and errors, `apply` for `allow_mismatch`.
     """
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, backend)} if plan else {}
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, backend, allow_mismatch)} if plan else {}
     results = evaluate_modes(
         loaded, modes, tasks, length, samples, batch=batch, seed=seed, prefill_chunk=prefill_chunk, progress=progress
     )

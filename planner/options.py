@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sparsekv.planner.conflicts import check_options
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.budget import Budget, fraction
 from sparsekv.plans.errors import UsageError
@@ -14,12 +15,14 @@ from sparsekv.plans.lengths import format_length
 from sparsekv.plans.patterns import TileShape
 
 Phase = Literal["prefill", "decode"]
-Family = Literal["a_shape", "vertical_slash", "block_sparse"]
+Family = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
 FilterRule = Literal["dp", "omnikv", "fixed"]
 Preset = Literal["minference"]
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
+# "adaptive" is searched on request.
+KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "adaptive")
 RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
 TASKS = (*RETRIEVAL_TASKS, "perplexity")
 
@@ -81,6 +84,7 @@ class PlanOptions:
         prefill_chunk: most tokens of a prompt given to the model at once in verification; None is all.
         seed: of calibration and verification samples.
         device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
+        is_settled: set by `settled`: defaults are filled in, and a field no longer tells what was asked for.
     """
 
     lengths: tuple[int, ...] = ()
@@ -110,9 +114,11 @@ class PlanOptions:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    is_settled: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
+        check_options(self)
 
     @property
     def tile_shape(self) -> TileShape:
@@ -125,8 +131,6 @@ class PlanOptions:
         Raises:
             UsageError: a length is beyond the model's context, or lengths and densities do not pair up.
         """
-        if self.target_speedup is not None and self.target_density:
-            raise UsageError("expected a target density or a target speedup, found both; leave one out")
         on_gpu = device_type == "cuda"
         lengths = tuple(sorted(set(self.lengths))) or _default_lengths(context_length, device_type)
         if lengths[-1] > context_length:
@@ -149,6 +153,7 @@ class PlanOptions:
             verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
             batch=self.batch or (8 if on_gpu else 1),
+            is_settled=True,
         )
 
     def _densities(self, lengths: tuple[int, ...]) -> tuple[float, ...]:
@@ -202,9 +207,8 @@ def _check(options: PlanOptions) -> None:
     speedup = options.target_speedup
     expect(speedup is None or speedup > 1.0, "a target speedup above 1", speedup)
     expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {PHASES}", options.phases)
-    expect(
-        bool(options.families) and set(options.families) <= set(FAMILIES), f"families of {FAMILIES}", options.families
-    )
+    known = FAMILIES if options.preset else KNOWN_FAMILIES  # the published search has no other
+    expect(bool(options.families) and set(options.families) <= set(known), f"families of {known}", options.families)
     expect(all(level > 0 for level in options.levels), "positive levels", options.levels)
     expect(options.row_stride is None or options.row_stride >= 1, "a row stride of 1 or more", options.row_stride)
     expect(options.samples is None or options.samples >= 1, "at least one calibration sample", options.samples)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from sparsekv.planner.allocate import ladder
+from sparsekv.planner.conflicts import check_profile
 from sparsekv.planner.evaluate import PhaseName
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile_data import LengthProfile, Profile
@@ -21,8 +22,9 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     """The options as far as a profile that was made earlier leaves them open, and the lengths of it that are asked for.
 
     Raises:
-        UsageError: a length was asked for that was not profiled.
+        UsageError: something was asked for that was not profiled, or that contradicts what was.
     """
+    check_profile(options, profile)
     known = tuple(entry.length for entry in profile.lengths)
     missing = sorted(set(options.lengths) - set(known))
     if missing:
@@ -33,7 +35,7 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     lengths = options.lengths or known
     kept = tuple(entry for entry in profile.lengths if entry.length in lengths)
     return (
-        replace(options, lengths=lengths, tile=profile.tile, preset=profile.preset),
+        replace(options, lengths=lengths, tile=profile.tile, preset=profile.preset, levels=()),
         profile.model_copy(update={"lengths": kept}),
     )
 

@@ -53,6 +53,8 @@ def verify(
     options: PlanOptions,
     progress: Progress | None = None,
     kit: Kit | None = None,
+    *,
+    allow_mismatch: bool = False,
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
@@ -66,6 +68,8 @@ def verify(
         options: settled: gate, tasks, verify_samples, verify_lengths, batch, seed.
         progress: where to report.
         kit: the evaluation split's, for those who verify often.
+        allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
+            plan's own model.
 
     Raises:
         GateError: the plan gives numbers that are not finite.
@@ -76,7 +80,9 @@ def verify(
     if not planned_phases(plan):
         raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend) for phase in planned_phases(plan)}
+    modes: dict[str, Mode] = {
+        phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in planned_phases(plan)
+    }
     by_length = {
         length: evaluate_modes(
             loaded,
