@@ -78,6 +78,9 @@ class TileIndex:
     columns_BHC: torch.Tensor  # int32, ascending, padded with NO_COLUMN; C may be 0
     live_BHTN: torch.Tensor  # int32 words: bit b of word n says that column 32 n + b is computed singly in this row
     dense_H: torch.Tensor  # bool: heads that compute every causal tile
+    # The heads of dense_H, known to the host so that launches can be planned without asking the device; None where
+    # whoever made the index did not know.
+    dense_heads: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,117 @@
+"""Sparse prefill on Hopper: tiles by flash-attn-4, then single columns by a Triton pass that goes on from its result.
+
+Heads of every pattern run in one launch over block lists. Dense heads have no list: up to LISTED_TILES key tiles a row
+they get one and join that launch, beyond that (a list of every tile grows with the square of the length) they get dense
+launches of their own, which overwrite the empty rows that the first launch left them.
+
+Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.kernels.prefill.flash import call
+from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
+from sparsekv.kernels.prefill.flash.lists import BlockLists, lower, widest
+from sparsekv.kernels.prefill.flash.spans import Part, Span, dense_runs, spans
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.plans.errors import BackendError
+
+# Dense heads are listed while a row has at most this many key tiles: 16K tokens of 128. Not tuned yet.
+LISTED_TILES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What computes tiles: flash-attn-4, or its emulator."""
+
+    over_lists: Callable[[Part, BlockLists], None]
+    dense: Callable[[Part], None]
+
+
+def prefill(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    index: TileIndex,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+) -> AttentionOutput:
+    """Attention over the index's tiles and columns; arguments as in `dispatch`.
+
+    Raises:
+        BackendError: this GPU, dtype, head size, tile or memory layout is not supported; the message says why.
+    """
+    obstacle = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], index.tile)
+    if obstacle:
+        raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")
+    passes = Passes(call.attend_lists, call.attend_dense)
+    return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=passes)
+
+
+@torch.no_grad()
+def run(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    index: TileIndex,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+    passes: Passes,
+) -> AttentionOutput:
+    """`prefill` with the tiles computed by `passes`."""
+    if window is not None and window >= chunk.longest:
+        window = None  # one kernel less to compile
+    out_BHSD = torch.empty_like(q_BHSD)
+    lse_BHS = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
+    if out_BHSD.numel():
+        _tiles(Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
+        if index.columns_BHC.shape[2]:
+            from sparsekv.kernels.prefill.triton_columns import add_columns
+
+            found = AttentionOutput(out_BHSD, lse_BHS)
+            add_columns(found, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
+    return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
+
+
+def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
+    dense = _dense_heads(index)
+    heads, kv_heads = whole.q_BHSD.shape[1], whole.k_BGKD.shape[1]
+    some_sparse = len(dense) < heads
+    listed = some_sparse and bool(dense) and widest(chunk, index.tile, whole.window) <= LISTED_TILES
+    lists = lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
+    runs = [] if listed else list(dense_runs(dense, heads // kv_heads))
+    for span in spans(chunk):
+        _pad(whole, span)
+        if span.queries == 0:
+            continue
+        part = whole.at(span)
+        if lists is not None:
+            passes.over_lists(part, lists.at(span.rows, span.queries, span.length))
+        for run_ in runs:
+            passes.dense(part.of(run_))
+
+
+def _pad(whole: Part, span: Span) -> None:
+    """Rows past the length, which no launch writes."""
+    if span.queries < whole.q_BHSD.shape[2]:
+        whole.out_BHSD[span.rows, :, span.queries :] = 0.0
+        whole.lse_BHS[span.rows, :, span.queries :] = -math.inf
+
+
+def _dense_heads(index: TileIndex) -> tuple[int, ...]:
+    """Asks the device only where the maker of the index did not say."""
+    if index.dense_heads is not None:
+        return index.dense_heads
+    return tuple(head for head, dense in enumerate(index.dense_H.tolist()) if dense)

@@ -1,0 +1,87 @@
+"""flash-attn-4 on the CPU, as far as its results go: executes the very lists that the GPU would be given, in float32.
+
+It has the same eyes: whole tiles are taken without a mask whatever they hold, masked ones through the predicate of
+mask.py, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is only
+looked at in the last tile of each list. Slow; for tests, and for trying benchmarks without a GPU.
+
+Shapes: M rows of a query tile, N keys listed for it; else as in spans.py and lists.py.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+
+from sparsekv.kernels.prefill.flash.backend import Passes, run
+from sparsekv.kernels.prefill.flash.lists import BlockLists
+from sparsekv.kernels.prefill.flash.mask import visible
+from sparsekv.kernels.prefill.flash.spans import Part
+
+
+def attend_lists(part: Part, lists: BlockLists) -> None:
+    """Every query tile of every head over its lists; writes `out` and `lse` of every row."""
+    B, H, S, _ = part.q_BHSD.shape
+    query = lists.tile.query
+    for b in range(B):
+        for h in range(H):
+            for t in range(-(-S // query)):
+                masked = _listed(lists.mask_block_idx_BHTE[b, h, t], lists.mask_block_cnt_BHT[b, h, t])
+                whole = _listed(lists.full_block_idx_BHTW[b, h, t], lists.full_block_cnt_BHT[b, h, t])
+                _attend_tile(part, b, h, slice(t * query, min((t + 1) * query, S)), masked, whole, lists.tile.key)
+
+
+def attend_dense(part: Part) -> None:
+    """These heads over every causal key of the window."""
+    S, K = part.q_BHSD.shape[2], part.k_BGKD.shape[2]
+    row_S1 = part.past + torch.arange(S)[:, None]
+    keep_SK = visible(row_S1, torch.arange(K), part.window)
+    for b in range(part.q_BHSD.shape[0]):
+        for h in range(part.q_BHSD.shape[1]):
+            _attend(part, b, h, slice(0, S), torch.arange(K), keep_SK)
+
+
+def _listed(tiles_W: torch.Tensor, count: torch.Tensor) -> list[int]:
+    if int(count) > len(tiles_W):
+        raise IndexError(f"a list of {len(tiles_W)} tiles is said to hold {int(count)}")
+    return tiles_W[: int(count)].tolist()
+
+
+def _attend_tile(part: Part, b: int, h: int, rows: slice, masked: list[int], whole: list[int], size: int) -> None:
+    keys, keeps = [], []
+    row_M1 = part.past + torch.arange(rows.start, rows.stop)[:, None]
+    for tiles, is_masked in ((masked, True), (whole, False)):
+        for place, tile in enumerate(tiles):
+            key_N = torch.arange(tile * size, (tile + 1) * size)
+            keep_MN = torch.ones(len(row_M1), size, dtype=torch.bool)
+            if is_masked:
+                keep_MN &= visible(row_M1, key_N, part.window)
+            if place == len(tiles) - 1:
+                keep_MN &= key_N < part.k_BGKD.shape[2]
+            keys.append(key_N)
+            keeps.append(keep_MN)
+    if keys:
+        _attend(part, b, h, rows, torch.cat(keys), torch.cat(keeps, 1))
+    else:
+        part.out_BHSD[b, h, rows] = 0.0
+        part.lse_BHS[b, h, rows] = -math.inf
+
+
+def _attend(part: Part, b: int, h: int, rows: slice, key_N: torch.Tensor, keep_MN: torch.Tensor) -> None:
+    group = part.q_BHSD.shape[1] // part.k_BGKD.shape[1]
+    k_ND, v_ND = (_read(x_BGKD[b, h // group], key_N) for x_BGKD in (part.k_BGKD, part.v_BGKD))
+    scores_MN = (part.q_BHSD[b, h, rows].float() @ k_ND.T * part.scale).masked_fill(~keep_MN, -math.inf)
+    weights_MN = scores_MN.softmax(-1).masked_fill(~keep_MN.any(-1, keepdim=True), 0.0)
+    part.out_BHSD[b, h, rows] = (weights_MN @ v_ND).to(part.out_BHSD.dtype)
+    part.lse_BHS[b, h, rows] = scores_MN.logsumexp(-1)
+
+
+def _read(x_KD: torch.Tensor, key_N: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor; those past its end are zeros, as bulk copies have it."""
+    real_N1 = (key_N < x_KD.shape[0])[:, None]
+    return x_KD[key_N.clamp(max=x_KD.shape[0] - 1)].float().masked_fill(~real_N1, 0.0)
+
+
+PASSES = Passes(attend_lists, attend_dense)
+prefill = partial(run, passes=PASSES)

@@ -1,0 +1,81 @@
+"""What flash-attn-4 (4.0.0b36) takes with block lists, each limit with its reason. Nothing here imports it.
+
+- Generations. Compute capability 9.x runs one query tile of 128 rows at a time. On 10.x and 11.x two query tiles share
+  their key tiles, so lists have to be per 256 rows; ours are per 128. 12.x and 8.x have no block lists: 12.x refuses
+  them, 8.x ignores them in silence, which would be dense attention without a mask.
+- Key tiles. A list entry must be exactly one key tile of the kernel. At head sizes up to 128 that is 128 keys, or 64
+  when the lists say so; above 128 shared memory holds 112 (up to 192) or 80 (up to 256) keys, which lists of 128 do not
+  fit, while 64 does.
+- Alignment. Tensors are read by bulk copies of 16 bytes: head size and strides are multiples of 8 elements. Where they
+  are not, flash-attn-4 copies the tensor in silence; here that is refused.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from sparsekv.plans.errors import BackendError
+from sparsekv.plans.patterns import TileShape
+
+QUERY_TILE = 128
+_LARGEST_HEAD = 256
+_LARGEST_HEAD_OF_128_KEYS = 128
+_SMALLEST_HEAD = 16  # of the Triton kernel that does the single columns
+_ALIGNED_BYTES = 16
+INSTALL = "pip install 'sparsekv[flash]'"
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """Why this GPU or this installation cannot run it; None when it can."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU of the Hopper generation"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs compute capability 9.0 (Hopper), found {major}.{minor}"
+    if major in (10, 11):
+        return f"flash-attn-4 takes lists per 256 query rows on compute capability {major}.{minor}, ours are per 128"
+    if major > 11:
+        return f"flash-attn-4 has no block lists on compute capability {major}.{minor}"
+    if not _installed():
+        return f"the package flash-attn-4 is not installed ({INSTALL})"
+    if find_spec("triton") is None:
+        return "single columns need the package triton, which is not installed (pip install triton)"
+    return None
+
+
+def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) -> str | None:
+    """Why it does not take such tensors; None when it does. Without a tile, whether any tile works."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, found {dtype}"
+    if head_dim % 8 or not _SMALLEST_HEAD <= head_dim <= _LARGEST_HEAD:
+        return f"it takes head sizes that are multiples of 8 from {_SMALLEST_HEAD} to {_LARGEST_HEAD}, found {head_dim}"
+    if tile is None:
+        return None
+    if tile.query != QUERY_TILE:
+        return f"it takes query tiles of {QUERY_TILE} rows, found tiles of {tile.query} x {tile.key}"
+    if tile.key > 64 and head_dim > _LARGEST_HEAD_OF_128_KEYS:
+        return (
+            f"head sizes above {_LARGEST_HEAD_OF_128_KEYS} take key tiles of 64, found {tile.key} and head size "
+            f"{head_dim}"
+        )
+    return None
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raises BackendError for memory that flash-attn-4 would copy, or write to in another place."""
+    step = _ALIGNED_BYTES // tensor.element_size()
+    if tensor.data_ptr() % _ALIGNED_BYTES or any(stride % step for stride in tensor.stride()[:-1]):
+        raise BackendError(
+            f"the flash backend needs {name} at multiples of {_ALIGNED_BYTES} bytes, found strides {tensor.stride()} "
+            f"at address {tensor.data_ptr():#x}: call .contiguous() before attention"
+        )
+
+
+def _installed() -> bool:
+    """Also false where an older flash-attn, without the `cute` kernels, has the name."""
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ImportError:  # no flash_attn at all, or one that cannot be imported
+        return False

@@ -1,0 +1,180 @@
+"""An index lowered to the block lists of flash-attn-4: tiles that need no mask, and tiles that do.
+
+flash-attn-4 walks, for each query tile of each query head, first `mask_block_idx[:mask_block_cnt]` with the mask
+function, then `full_block_idx[:full_block_cnt]` without any mask, each from its last entry to its first. Only the first
+tile it walks of each list is checked against the end of K, so lists must ascend: the one tile that may reach past the
+end is the last of its list. Entries beyond the counts are never read, which is why lists need not be wider than the
+widest row, and why the whole tiles of an index without a window are its own list: not even copied.
+
+Shapes: B batch, H query heads, T query tiles, W listed key tiles, E masked tiles of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.topk import blocks, on_device
+from sparsekv.plans.patterns import TileShape
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """Key tiles of every query tile, in the two lists of flash-attn-4; both ascend and they share no tile."""
+
+    tile: TileShape
+    full_block_cnt_BHT: torch.Tensor  # int32
+    full_block_idx_BHTW: torch.Tensor  # int32; every key of these is visible to every row of the query tile
+    mask_block_cnt_BHT: torch.Tensor  # int32
+    mask_block_idx_BHTE: torch.Tensor  # int32; the diagonal, the ragged end, the edge of the window
+
+    def at(self, batch_rows: slice, queries: int, keys: int) -> BlockLists:
+        """The lists of these batch rows, for that many query rows and keys: flash-attn-4 refuses lists that are wider
+        than the keys or longer than the queries."""
+        here = (batch_rows, slice(None), slice(0, -(-queries // self.tile.query)))
+        width = slice(0, -(-keys // self.tile.key))
+        return replace(
+            self,
+            full_block_cnt_BHT=self.full_block_cnt_BHT[here],
+            full_block_idx_BHTW=self.full_block_idx_BHTW[(*here, width)],
+            mask_block_cnt_BHT=self.mask_block_cnt_BHT[here],
+            mask_block_idx_BHTE=self.mask_block_idx_BHTE[(*here, width)],
+        )
+
+
+def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_dense: bool = False) -> BlockLists:
+    """Sorts the listed tiles of every row by whether they need a mask.
+
+    Nothing asks the device, and temporaries are bounded whatever the length. A tile that no row sees is in no list.
+
+    Args:
+        index: tiles of each head; single columns are not looked at.
+        chunk: where the queries lie.
+        window: the layer's own sliding window.
+        list_dense: gives dense heads lists of every tile they see (then W may have to grow up to `widest`); without it
+            their lists are empty, for launches of their own.
+    """
+    batch, heads, rows = index.counts_BHT.shape
+    listed, masked = index.tiles_BHTW.shape[3], most_masked(chunk, index.tile, window)
+    width = max(1, listed, widest(chunk, index.tile, window) if list_dense else 0)
+    # Without a window and without dense heads in it, the whole tiles of a row are the first of its list as it stands.
+    as_it_stands = window is None and not list_dense and listed > 0
+    new = index.counts_BHT.new_zeros
+    lists = BlockLists(
+        tile=index.tile,
+        full_block_cnt_BHT=new((batch, heads, rows)),
+        full_block_idx_BHTW=index.tiles_BHTW if as_it_stands else new((batch, heads, rows, width)),
+        mask_block_cnt_BHT=new((batch, heads, rows)),
+        mask_block_idx_BHTE=new((batch, heads, rows, min(masked, width))),
+    )
+    bounds = _bounds(chunk, index, window)
+    for part in blocks(rows, batch * heads * width):
+        row_lists = _RowLists.of(index, bounds, part, list_dense)
+        lists.full_block_cnt_BHT[:, :, part] = row_lists.full_counts()
+        lists.mask_block_cnt_BHT[:, :, part] = row_lists.mask_counts()
+        lists.mask_block_idx_BHTE[:, :, part] = row_lists.masked_tiles(lists.mask_block_idx_BHTE.shape[3])
+        if not as_it_stands:
+            lists.full_block_idx_BHTW[:, :, part] = row_lists.whole_tiles(width)
+    return lists
+
+
+def widest(chunk: Chunk, tile: TileShape, window: int | None) -> int:
+    """The most key tiles that a dense row sees."""
+    tiles = chunk.key_tiles(tile)
+    return tiles if window is None else min(tiles, -(-(tile.query + window - 2) // tile.key) + 1)
+
+
+def most_masked(chunk: Chunk, tile: TileShape, window: int | None) -> int:
+    """The most tiles of a row that need a mask: those the diagonal crosses, and as many on the edge of a window."""
+    aligned = all(past % tile.key == 0 for past in chunk.past)
+    crossed = -(-tile.query // tile.key) + (not aligned or tile.query % tile.key != 0)
+    return crossed if window is None else crossed + -(-tile.query // tile.key) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Key tiles that the rows of a query tile see, int32 [B, T]: [start, stop), and those whole in it."""
+
+    start_BT: torch.Tensor
+    whole_start_BT: torch.Tensor
+    whole_stop_BT: torch.Tensor
+    stop_BT: torch.Tensor
+    windowed: bool
+
+
+def _bounds(chunk: Chunk, index: TileIndex, window: int | None) -> _Bounds:
+    device, query, key = index.counts_BHT.device, index.tile.query, index.tile.key
+    past_B1, length_B1 = on_device([chunk.past, chunk.lengths], device, torch.int32).unsqueeze(-1)
+    rows_T = torch.arange(index.counts_BHT.shape[2], device=device, dtype=torch.int32)
+    first_BT = past_B1 + rows_T * query
+    last_BT = torch.minimum(first_BT + query, length_B1) - 1
+    stop_BT = (last_BT // key + 1).masked_fill_(first_BT >= length_B1, 0)
+    start_BT = whole_start_BT = torch.zeros_like(stop_BT)
+    if window is not None:
+        start_BT = torch.minimum((first_BT - window + 1).clamp_(min=0) // key, stop_BT)
+        whole_start_BT = ((last_BT - window + 1).clamp_(min=0) + key - 1) // key
+    whole_stop_BT = torch.minimum(torch.maximum((first_BT + 1) // key, whole_start_BT), stop_BT)
+    whole_start_BT = torch.minimum(whole_start_BT, whole_stop_BT)
+    return _Bounds(start_BT, whole_start_BT, whole_stop_BT, stop_BT, window is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLists:
+    """Some rows, each one ascending list of tiles cut in three: masked [start, whole_start), whole, masked up to stop.
+
+    The cuts are places in the list. The list of a dense head is `first`, `first` + 1, and so on.
+    """
+
+    tiles_BHTW: torch.Tensor
+    first_BHT: torch.Tensor | None
+    dense_1H11: torch.Tensor
+    start_BHT: torch.Tensor
+    whole_start_BHT: torch.Tensor
+    whole_stop_BHT: torch.Tensor
+    stop_BHT: torch.Tensor
+
+    @classmethod
+    def of(cls, index: TileIndex, bounds: _Bounds, part: slice, list_dense: bool) -> _RowLists:
+        tiles_BHTW, counts_BHT = index.tiles_BHTW[:, :, part], index.counts_BHT[:, :, part]
+        dense_1H1 = index.dense_H[:, None]
+        first_B1T = bounds.start_BT[:, None, part]
+
+        def place(bound_BT: torch.Tensor) -> torch.Tensor:
+            bound_B1T = bound_BT[:, None, part]
+            # Padding of a list is below every bound, so what is not below is counted.
+            sparse_BHT = counts_BHT - (tiles_BHTW >= bound_B1T.unsqueeze(-1)).sum(-1, dtype=torch.int32)
+            return torch.where(dense_1H1, bound_B1T - first_B1T if list_dense else 0, sparse_BHT)
+
+        whole_stop_BHT, stop_BHT = place(bounds.whole_stop_BT), place(bounds.stop_BT)
+        start_BHT = whole_start_BHT = torch.zeros_like(stop_BHT)
+        if bounds.windowed:
+            start_BHT, whole_start_BHT = place(bounds.start_BT), place(bounds.whole_start_BT)
+        first_BHT = first_B1T.expand_as(stop_BHT) if list_dense else None
+        return cls(tiles_BHTW, first_BHT, dense_1H1.unsqueeze(-1), start_BHT, whole_start_BHT, whole_stop_BHT, stop_BHT)
+
+    def full_counts(self) -> torch.Tensor:
+        return self.whole_stop_BHT - self.whole_start_BHT
+
+    def mask_counts(self) -> torch.Tensor:
+        return self.whole_start_BHT - self.start_BHT + self.stop_BHT - self.whole_stop_BHT
+
+    def whole_tiles(self, width: int) -> torch.Tensor:
+        slot_W = torch.arange(width, device=self.stop_BHT.device)
+        return self._tiles_at(self.whole_start_BHT.unsqueeze(-1) + slot_W)
+
+    def masked_tiles(self, width: int) -> torch.Tensor:
+        slot_E = torch.arange(width, device=self.stop_BHT.device)
+        edge_BHT1 = (self.whole_start_BHT - self.start_BHT).unsqueeze(-1)
+        skipped_BHTE = torch.where(slot_E < edge_BHT1, 0, self.full_counts().unsqueeze(-1))
+        return self._tiles_at(self.start_BHT.unsqueeze(-1) + skipped_BHTE + slot_E)
+
+    def _tiles_at(self, place_BHTX: torch.Tensor) -> torch.Tensor:
+        listed = self.tiles_BHTW.shape[3]
+        sparse_BHTX = torch.zeros_like(place_BHTX, dtype=torch.int32)
+        if listed:
+            sparse_BHTX = self.tiles_BHTW.gather(-1, place_BHTX.clamp(max=listed - 1).long())
+        if self.first_BHT is None:
+            return sparse_BHTX
+        return torch.where(self.dense_1H11, (self.first_BHT.unsqueeze(-1) + place_BHTX).int(), sparse_BHTX)
