@@ -3,11 +3,28 @@
 `exit_code` is what the command line returns: 1 a check or gate failed, 2 usage, 3 plan and model do not match.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
 
 class SparseKVError(Exception):
-    """Base of every error that sparsekv raises on purpose."""
+    """Base of every error that sparsekv raises on purpose.
+
+    Attributes:
+        exit_code: of the command line.
+        facts: what had been found out when it failed, as JSON data; `--json` prints it beside the error.
+    """
 
     exit_code = 1
+    facts: Mapping[str, Any] = MappingProxyType({})
+
+    def with_facts(self, **facts: Any) -> Self:
+        """This error with facts to print beside it."""
+        self.facts = facts
+        return self
 
 
 class UsageError(SparseKVError):
@@ -17,7 +34,7 @@ class UsageError(SparseKVError):
 
 
 class PlanError(SparseKVError):
-    """A plan file that cannot be read, or whose content contradicts itself."""
+    """A file that is there, but is no plan (or no profile, no device cost), or whose content contradicts itself."""
 
     exit_code = 2
 
@@ -56,3 +73,7 @@ class GateError(SparseKVError):
     """No plan met the accuracy gate."""
 
     exit_code = 1
+
+
+class PlanWarning(UserWarning):
+    """Something works, but not quite as a plan, or whoever asked for one, says."""

@@ -16,17 +16,18 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
     """The UTF-8 text of a file of at most `limit` bytes.
 
     Raises:
-        PlanError: there is no such file, it cannot be read, it is longer, or it is not text.
+        UsageError: there is no such file, or it cannot be read.
+        PlanError: it is longer, or it is not text.
     """
     try:
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except IsADirectoryError:
-        raise PlanError(f"{path}: expected a file, found a folder; name the file in it") from None
+        raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
     except FileNotFoundError:
-        raise PlanError(f"{path}: expected a file, found none; check the path") from None
+        raise UsageError(f"{path}: expected a file, found none; check the path") from None
     except (OSError, ValueError) as error:
-        raise PlanError(f"{path}: cannot be read: {_reason(error)}") from None
+        raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
     return decode(data, str(path), limit)
 
 

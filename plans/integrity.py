@@ -31,7 +31,7 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
 
     Raises:
         PlanError: it is no plan, or contradicts itself.
-        UsageError: it cannot be written.
+        UsageError: there is no such file, or it cannot be read or written.
     """
     plan = parse_plan(read_text(path), os.fspath(path), signed=False)
     if plan == sign(plan):

@@ -20,7 +20,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file.
 
     Raises:
-        PlanError: the file cannot be read, is no plan, contradicts itself, or was changed since it was signed.
+        UsageError: there is no such file, or it cannot be read.
+        PlanError: it is no plan, contradicts itself, or was changed since it was signed.
     """
     return parse_plan(read_text(path), os.fspath(path))
 

@@ -10,7 +10,7 @@ import yaml
 from plans_samples import digest_of, full_plan, large_plan, small_plan
 
 from sparsekv.plans import yaml_tree
-from sparsekv.plans.errors import PlanError
+from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import MAX_BYTES
 from sparsekv.plans.reader import load_plan, parse_plan
 from sparsekv.plans.signature import sign
@@ -206,22 +206,22 @@ class TestIntegrity:
 
 class TestFiles:
     def test_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(PlanError, match=r"nowhere\.yaml: expected a file, found none"):
+        with pytest.raises(UsageError, match=r"nowhere\.yaml: expected a file, found none"):
             load_plan(tmp_path / "nowhere.yaml")
 
     def test_a_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(PlanError, match="found a folder"):
+        with pytest.raises(UsageError, match="found a folder"):
             load_plan(tmp_path)
 
     def test_a_file_used_as_folder(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")
-        with pytest.raises(PlanError, match="Not a directory"):
+        with pytest.raises(UsageError, match="Not a directory"):
             load_plan(tmp_path / "file" / "plan.yaml")
 
     def test_a_name_that_no_file_can_have(self) -> None:
-        with pytest.raises(PlanError, match="null byte"):
+        with pytest.raises(UsageError, match="null byte"):
             load_plan("a\0b")
-        with pytest.raises(PlanError, match="File name too long"):
+        with pytest.raises(UsageError, match="File name too long"):
             load_plan("a" * 5000)
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -229,7 +229,7 @@ class TestFiles:
         path = tmp_path / "plan.yaml"
         path.write_text(TEXT)
         path.chmod(0)
-        with pytest.raises(PlanError, match="Permission denied"):
+        with pytest.raises(UsageError, match="Permission denied"):
             load_plan(path)
 
     def test_an_endless_file(self) -> None:
