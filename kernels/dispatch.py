@@ -1,7 +1,8 @@
 """Which backend runs, and the two attention calls of a sparse layer.
 
-A backend is chosen once (`choose_backend`) and then named in every call; nothing falls back in silence. Triton is only
-imported when its kernels are used, and the device is only asked about when it is a GPU.
+A backend is chosen once (`choose_backend`) and then named in every call; nothing here falls back, and fallback.py never
+in silence. Triton and flash-attn-4 are only imported when their kernels are used, and the device is only asked about
+when it is a GPU.
 
 Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, Q the one query of a decode step, D head
 size.
@@ -18,17 +19,26 @@ import torch
 
 from sparsekv.kernels.decode.rows import DecodeRows as DecodeRows
 from sparsekv.kernels.decode.rows import check_rows
+from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
 from sparsekv.kernels.prefill.shapes import check_chunk, check_index, check_qkv
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
+from sparsekv.plans.patterns import TileShape
 
 BACKENDS = ("flash", "triton", "cpu", "reference")  # the first that can run is chosen; reference never is
+# Nobody has run the flash backend on a GPU yet: its lists and its column pass are tested in an emulator and in Triton's
+# interpreter only, and none of its times is known. Set this to True once benchmarks/check_kernels.py has found it right
+# and faster than triton on a Hopper GPU; until then "auto" passes it by, and `--backend flash` runs it.
+FLASH_VERIFIED = False
+_FLASH_UNVERIFIED = "not verified on hardware in this version; ask for it with --backend flash"
 _PREFILL = {
+    "flash": "sparsekv.kernels.prefill.flash.backend",
     "triton": "sparsekv.kernels.prefill.triton_backend",
     "cpu": "sparsekv.kernels.prefill.cpu",
     "reference": "sparsekv.kernels.prefill.reference_backend",
 }
 _DECODE = {
+    "flash": "sparsekv.kernels.decode.triton_backend",  # flash-attn-4 has no list of tokens
     "triton": "sparsekv.kernels.decode.triton_backend",
     "cpu": "sparsekv.kernels.decode.cpu",
     "reference": "sparsekv.kernels.decode.cpu",  # it is float32 and has one softmax already
@@ -77,12 +87,17 @@ class BackendChoice:
 
 
 def choose_backend(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, requested: str = "auto"
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    requested: str = "auto",
+    tile: TileShape | None = None,
 ) -> BackendChoice:
     """The first backend that runs on this device, or the requested one.
 
     Args:
         requested: "auto" or one of BACKENDS.
+        tile: of the plan; without one, backends are not asked whether they take its tiles.
 
     Raises:
         BackendError: there is no such backend, or it cannot run here; the message says why and what to do.
@@ -91,18 +106,29 @@ def choose_backend(
     if requested not in ("auto", *BACKENDS):
         raise BackendError(f"backend must be auto or one of {', '.join(BACKENDS)}, found {requested!r}")
     if requested != "auto":
-        obstacle = _obstacle(requested, device, dtype, head_dim)
+        obstacle = _obstacle(requested, device, dtype, head_dim, tile)
         if obstacle:
             raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}; use --backend auto")
         return BackendChoice(requested, "requested")
     rejected: list[tuple[str, str]] = []
     for name in ("flash", "triton", "cpu"):
-        obstacle = _obstacle(name, device, dtype, head_dim)
+        obstacle = _obstacle(name, device, dtype, head_dim, tile)
+        if name == "flash" and obstacle is None and not FLASH_VERIFIED:
+            obstacle = _FLASH_UNVERIFIED
         if obstacle is None:
             return BackendChoice(name, _reason(name, device), tuple(rejected))
         rejected.append((name, obstacle))
     why = "; ".join(f"{name}: {obstacle}" for name, obstacle in rejected)
     raise BackendError(f"no backend runs {dtype} with head size {head_dim} on {device} ({why})")
+
+
+def backends_after(name: str, q_BHSD: torch.Tensor, tile: TileShape | None = None) -> tuple[str, ...]:
+    """The backends behind `name` in the order of choice that take such tensors where they are; never another device."""
+    behind = BACKENDS[BACKENDS.index(name) + 1 :]
+    device, dtype, head_dim = q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[-1]
+    return tuple(
+        other for other in behind if other != "reference" and _obstacle(other, device, dtype, head_dim, tile) is None
+    )
 
 
 def prefill_attention(
@@ -172,15 +198,18 @@ def _module(backend: str, modules: dict[str, str]) -> Any:
 
 
 def _reason(name: str, device: torch.device) -> str:
-    return "Triton kernels for this GPU" if name == "triton" else f"torch operations for {device.type}"
+    named = {"flash": "flash-attn-4 for this GPU", "triton": "Triton kernels for this GPU"}
+    return named.get(name, f"torch operations for {device.type}")
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None = None
+) -> str | None:
     """Why a backend cannot run there; None when it can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
     if name == "flash":
-        return _flash_obstacle(device)
+        return _flash_obstacle(device, dtype, head_dim, tile)
     if name == "triton":
         return _triton_obstacle(device, head_dim)
     if name == "cpu" and device.type != "cpu":
@@ -188,15 +217,8 @@ def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int
     return None
 
 
-def _flash_obstacle(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return "it needs an NVIDIA GPU of the Hopper generation or newer"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs compute capability 9.0 (Hopper) or newer, found {major}.{minor}"
-    if find_spec("flash_attn") is None:
-        return "not built in this version (it will also need flash-attn-4: pip install 'sparsekv[flash]')"
-    return "not built in this version"
+def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None) -> str | None:
+    return device_obstacle(device) or shape_obstacle(dtype, head_dim, tile)
 
 
 def _triton_obstacle(device: torch.device, head_dim: int) -> str | None:

@@ -27,10 +27,19 @@ class Handle:
     def __init__(
         self, model: PreTrainedModel, engine: SparseEngine, backend: BackendChoice, chunking: Chunking
     ) -> None:
-        self.backend = backend
+        self._backend = backend
         self._engine = engine
         self._layouts = layouts_of(model)
         self._undo = attach(model, engine, chunking)
+
+    @property
+    def backend(self) -> BackendChoice:
+        """What computes prefill: the backend that was chosen, or the one that took over when it failed."""
+        fallback, choice = self._engine.fallback, self._backend
+        if fallback.backend == choice.name:
+            return choice
+        failed = tuple((name, f"it failed: {why}") for name, why in fallback.failed.items())
+        return BackendChoice(fallback.backend, "took over", choice.rejected + failed)
 
     @property
     def closed(self) -> bool:
@@ -117,7 +126,8 @@ def apply(
     check_attachable(model)
     info = describe_model(model)
     check_plan(plan, info, allow_mismatch)
-    choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend)
+    tile = plan.prefill.tile if prefill and plan.prefill else None
+    choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile)
     if prefill or decode:
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     chunking, phase = chunking or Chunking(), plan.decode if decode else None

@@ -5,10 +5,13 @@ Shapes: B batch, H query heads, S queries, D head size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.fallback import Fallback
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.plans.patterns import Dense, TileShape
@@ -19,7 +22,7 @@ from sparsekv.runtime.stats import Meter
 DEFAULT_TILE = TileShape()
 
 
-def attend_prefill(call: LayerCall, plan: PrefillPlan | None, backend: str, meter: Meter) -> torch.Tensor:
+def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback, meter: Meter) -> torch.Tensor:
     """Attention of the call's rows to everything before them, as the plan's bucket for this length says."""
     k_BGSD, v_BGSD = call.keys_values()
     heads = call.q_BHSD.shape[1]
@@ -31,9 +34,10 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, backend: str, mete
         return attend_dense(call, k_BGSD, v_BGSD)
     index = build_index(patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
     meter.add_sparse_prefill(computed_tiles(index), causal)
-    return prefill_attention(
-        call.q_BHSD, k_BGSD, v_BGSD, index, call.chunk, scale=call.scale, window=call.window, backend=backend
-    ).out_BHSD
+    attend = partial(
+        prefill_attention, call.q_BHSD, k_BGSD, v_BGSD, index, call.chunk, scale=call.scale, window=call.window
+    )
+    return fallback.run(lambda backend: attend(backend=backend), call.q_BHSD, tile).out_BHSD
 
 
 def attend_dense(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparsekv.kernels.fallback import Fallback
 from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.prefill import PrefillPlan
 from sparsekv.runtime.cache import Bytes
@@ -26,7 +27,7 @@ class SparseEngine:
     Args:
         prefill: patterns of the prefill phase.
         decode: segments of the decode phase.
-        backend: the kernel backend's name.
+        backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory.
         chunking: how long inputs are cut.
     """
@@ -44,7 +45,8 @@ class SparseEngine:
         self.meter = Meter()
         self._prefill = prefill
         self._decode = decode
-        self._backend = backend
+        self.fallback = Fallback(backend)
+        self._backend = backend  # of decode: there is one for each kind of device
         self._placement = placement or Placement()
         self._chunking = chunking or Chunking()
         self._memory = HostMemory()
@@ -71,4 +73,4 @@ class SparseEngine:
         return out
 
     def _attend_prefill(self, call: LayerCall) -> torch.Tensor:
-        return attend_prefill(call, self._prefill, self._backend, self.meter)
+        return attend_prefill(call, self._prefill, self.fallback, self.meter)

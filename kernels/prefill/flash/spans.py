@@ -122,5 +122,5 @@ class Part:
 
 
 def _batch_rows(x_BX: torch.Tensor, rows: slice) -> torch.Tensor:
-    """One row of an expanded batch has a stride of 0 in a dimension of 1, which would be compiled for: give it its own."""
+    """One row of an expanded batch keeps a stride of 0, which would be compiled for: give it one of its own."""
     return x_BX[rows.start].unsqueeze(0) if rows.stop - rows.start == 1 else x_BX[rows]
