@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G KV heads, S query rows of the chunk, K keys (p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def build_index(
         kind: BUILDERS[kind]([patterns[head] for head in heads], heads, call, rows) for kind, heads in kinds.items()
     }
     is_dense = [isinstance(pattern, Dense) for pattern in patterns]
-    return _merge(built, kinds, call, on_device(is_dense, call.device, torch.bool))
+    merged = _merge(built, kinds, call, on_device(is_dense, call.device, torch.bool))
+    return replace(merged, dense_heads=tuple(head for head, dense in enumerate(is_dense) if dense))
 
 
 def layer_lines(
