@@ -30,7 +30,7 @@ def index_adaptive(patterns: Sequence[Adaptive], heads: Sequence[int], call: Ind
     bound_Bh1 = on_device(bounds, call.device).unsqueeze(-1)
     mass_h1 = on_device([_share(pattern) for pattern in patterns], call.device, torch.float32)[:, None]
     tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), width)
-    for kind, own in _by_score(patterns).items():
+    for kind, own in _by_score(patterns).items() if width else ():
         for found in tile_scores(kind, [heads[place] for place in own], call, rows):
             into = on_device([own[place] for place in found.places], call.device)
             part = rows.part(found.rows)

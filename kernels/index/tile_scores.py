@@ -4,9 +4,11 @@ Antidiagonal (XAttention, its importance prediction), with s = STRIDE. Strided r
 which begin at token p = first + x s; strided key n is the keys n s .. n s + s - 1. Their score is the mean along the
 antidiagonal of the s x s products, so that every row and every key of both enters once:
 
-    z[x, n] = scale / s * sum over a < s of  q[min(p + s - 1 - a, last)] . k[n s + a]
+    z[x, n] = scale / s * sum over a < s of  q[min(p + (s - 1 - a - x % 2) mod s, last)] . k[n s + a]
 
-with the softmax scale of the layer (1 / sqrt(D) in the paper). A strided row sees strided key n when n s <= p, the last
+with the softmax scale of the layer (1 / sqrt(D) in the paper). Odd strided rows take the antidiagonal one further in,
+unlike in the paper: where i + j is odd throughout, so is i - j, and a diagonal an even number of tokens back would
+never be looked at. A strided row sees strided key n when n s <= p, the last
 of whose keys the layer's window shows to row p, and all of whose keys exist: what a ragged last key group holds lies in
 the diagonal tile, which is always computed. A group of rows that ends early repeats its last row. With y the softmax of
 z over the strided keys that x sees, and c_x the rows of x that are real (0 if x sees no strided key),
@@ -14,7 +16,8 @@ z over the strided keys that x sees, and c_x the rows of x that are real (0 if x
     score[m] = sum over x of  c_x / (sum of all c) * sum over the strided keys n of key tile m of  y[x, n]
 
 STRIDE is 16, the larger of the two strides that the paper uses: the products cost a sixteenth of those of dense
-attention, and the smallest tile still has 4 x 4 samples.
+attention, and the smallest tile still has 4 x 4 samples. On tiny-retriever (4K tokens, 64 x 64 tiles, a density of 0.25
+to 0.26 over all heads) the tiles chosen with strides 4, 8, 16 and 32 hold 88.3, 88.2, 88.0 and 87.6% of the attention.
 
 Pooled (FlexPrefill's query-aware index; MInference 1.0, section 3.2): mean queries against mean keys, each tile
 weighted by the keys of it that the average row sees, so that the diagonal tile does not count as a whole one:
@@ -156,12 +159,13 @@ def _fold_keys(kv_heads: Sequence[int], call: IndexCall) -> torch.Tensor:
 
 
 def _fold_queries(heads: Sequence[int], part: slice, call: IndexCall) -> torch.Tensor:
-    """The strided rows, each s rows side by side, last one first: [B, h, X, E]. Rows beyond the last repeat it."""
+    """The strided rows, each s rows side by side, in the order of their keys: [B, h, X, E]."""
     query = call.tile.query
     start, stop = part.start * query, min(part.stop * query, call.q_BHSD.shape[2])
     q_BhSD = take_heads(call.q_BHSD[:, :, start:stop], heads)
-    row_S = torch.arange(0, (part.stop - part.start) * query, device=call.device)
-    row_S = torch.unflatten(row_S, 0, (-1, STRIDE)).flip(1).flatten()
+    row_S = torch.arange((part.stop - part.start) * query, device=call.device)
+    row_Xs = torch.unflatten(row_S, 0, (-1, STRIDE)).flip(1)
+    row_S = torch.stack((row_Xs[0::2], row_Xs[1::2].roll(-1, 1)), 1).flatten()
     last = [min(max(count - start, 1), stop - start) - 1 for count in call.rows]
     folded = [q_BhSD[b].index_select(1, row_S.clamp(max=last[b])) for b in range(call.batch)]
     return torch.unflatten(torch.stack(folded), 2, (-1, STRIDE)).flatten(3)

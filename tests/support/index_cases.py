@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 
@@ -54,6 +54,12 @@ budgets: st.SearchStrategy[Budget] = st.one_of(
     st.integers(0, 700).map(tokens),
     st.floats(0.01, 1.0).map(lambda x: fraction(round(x, 2))),
 )
+adaptive_: st.SearchStrategy[Pattern] = st.builds(
+    Adaptive,
+    score=st.sampled_from(["antidiagonal", "pooled"]),
+    mass=st.one_of(st.just(1.0), st.floats(0.001, 0.999)),
+    max_tiles=budgets,
+)
 patterns_: st.SearchStrategy[Pattern] = st.one_of(
     st.just(Dense()),
     st.builds(AShape, sink=budgets, window=budgets),
@@ -65,6 +71,7 @@ patterns_: st.SearchStrategy[Pattern] = st.one_of(
         last_q=st.sampled_from([1, 7, 64]),
         max_tiles=budgets,
     ),
+    adaptive_,
 )
 
 

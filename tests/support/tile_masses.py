@@ -30,7 +30,8 @@ def antidiagonal_scores(products, past, first, last, length, key, window=None) -
             begin, end = group * STRIDE, group * STRIDE + STRIDE - 1
             if begin <= start and (window is None or start - end < window):
                 square = products[square_rows][:, begin : end + 1]
-                means[group] = np.fliplr(square).trace() / STRIDE
+                odd = (start - first) // STRIDE % 2  # the antidiagonal one further in, and the corner it leaves
+                means[group] = np.fliplr(np.roll(square, odd, axis=1)).trace() / STRIDE
         rows = min(last - start + 1, STRIDE)
         if not means:
             continue
@@ -49,7 +50,8 @@ def pooled_scores(q, k, scale, past, first, last, key, window=None) -> dict[int,
     weights = {}
     for tile in visible_tiles(first, last, key, window):
         keys = range(tile * key, min((tile + 1) * key, length))
-        pairs = sum(j <= i and (window is None or i - j < window) for i in range(first, last + 1) for j in keys)
+        i, j = np.arange(first, last + 1)[:, None], np.array(keys)[None]
+        pairs = int(((j <= i) & ((i - j < window) if window is not None else True)).sum())
         mean = k[keys.start : keys.stop].mean(0)
         weights[tile] = float(query @ mean) * scale + math.log(pairs / (last - first + 1))
     top = max(weights.values())

@@ -29,6 +29,8 @@ MIXED = (
     VerticalSlash(vertical=tokens(3), slash=tokens(9), max_tiles=tokens(512)),
     BlockSparse(keep=tokens(256)),
     AShape(sink=tokens(1), window=tokens(0)),
+    Adaptive(mass=0.6, max_tiles=fraction(0.7)),
+    Adaptive(score="pooled", mass=0.8, max_tiles=tokens(320)),
 )
 
 
@@ -139,9 +141,6 @@ def test_batch_rows_without_queries_or_without_tokens_hold_nothing() -> None:
 def test_bad_calls_say_what_was_expected() -> None:
     layer = make_layer(MIXED[:2], Chunk((0,), (100,)), TILES[1])
     q, k, chunk, tile = layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile
-    adaptive = Adaptive(mass=0.9, max_tiles=tokens(512))
-    with pytest.raises(UnsupportedError, match="'adaptive' cannot be executed yet"):
-        build_index([adaptive, Dense()], q, k, chunk, tile, scale=1.0)
     with pytest.raises(UnsupportedError, match="found 64 x 128"):
         build_index(MIXED[:2], q, k, chunk, TileShape(query=64, key=128), scale=1.0)
     with pytest.raises(ShapeError, match="2 heads and 1 rows, found 3 patterns"):
