@@ -14,11 +14,12 @@ import torch
 
 from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.options import Family, PlanOptions
 from sparsekv.planner.profile_data import Candidate, SelectorChoice
 from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 
 PUBLISHED_LAST_Q = 64
 PUBLISHED_STEP = 50
@@ -160,6 +161,35 @@ class BlockSparseRay:
         return BlockSparse(keep=tokens((size + 1) * self.key_tile))
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptiveRay:
+    """A growing share of the estimated attention; what is left out halves every 32 sizes, and at last is nothing."""
+
+    score: ScoreKind
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "adaptive"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return f"adaptive({self.score})"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return len(_MASSES)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`."""
+        return Adaptive(score=self.score, mass=_MASSES[size], max_tiles=tokens(max_tiles))
+
+
+# Down to a share of 1e-6 left out: a plan file holds six digits.
+_MASSES = (*(1.0 - 2.0 ** (-n / 32) for n in range(1, 32 * 20)), 1.0)
+
+
 def search_space(options: PlanOptions, length: int) -> tuple[Ray, ...]:
     """The rays to search at a length, of the families asked for: our own, or those of MInference 1.0."""
     rays = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
@@ -227,6 +257,8 @@ def _own(tile: TileShape, length: int) -> tuple[Ray, ...]:
         AShapeRay(tile.key, 4096),
         *(VerticalSlashRay(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),
         BlockSparseRay(tile.key),
+        AdaptiveRay("antidiagonal"),
+        AdaptiveRay("pooled"),
     )
 
 
