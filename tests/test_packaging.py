@@ -16,6 +16,7 @@ FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "run
 FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTION = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # where it is not called what is imported
+EXTRA = {"flash_attn": "flash", "cutlass": "flash"}  # imported by the backend that an extra installs, and nowhere else
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -67,6 +68,8 @@ def test_every_imported_package_is_a_declared_dependency() -> None:
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     foreign = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"sparsekv"}
+    assert {EXTRA[name] for name in foreign & EXTRA.keys()} <= PROJECT["optional-dependencies"].keys()
+    foreign -= EXTRA.keys()
     assert {DISTRIBUTION.get(name, name) for name in foreign} - declared == set()
 
 

@@ -6,8 +6,11 @@ import sys
 import pytest
 import torch
 
+from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.kernels.prefill.flash import limits
 from sparsekv.plans.errors import BackendError
+from sparsekv.plans.patterns import TileShape
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def test_a_gpu_gets_triton_and_is_told_about_flash(gpu) -> None:
     gpu(9, 0)
     choice = choose_backend("cuda", torch.bfloat16, 128)
     assert choice.name == "triton"
-    assert "not built in this version" in dict(choice.rejected)["flash"]
+    assert "pip install 'sparsekv[flash]'" in dict(choice.rejected)["flash"]
     gpu(8, 6)
     assert "found 8.6" in dict(choose_backend("cuda", torch.bfloat16, 128).rejected)["flash"]
 
@@ -65,10 +68,70 @@ def test_impossible_request_is_refused_with_what_to_do(requested: str, message: 
         choose_backend("cpu", torch.float32, 64, requested)
 
 
-def test_flash_is_refused_even_where_it_will_run_one_day(gpu) -> None:
+@pytest.fixture
+def hopper(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU with flash-attn-4 installed."""
     gpu(9, 0)
-    with pytest.raises(BackendError, match="not built in this version"):
+    monkeypatch.setattr(limits, "_installed", lambda: True)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_that_nobody_has_measured_runs_on_request_only() -> None:
+    assert not dispatch.FLASH_VERIFIED, "then let auto choose it, and change this test"
+    choice = choose_backend("cuda", torch.bfloat16, 128)
+    assert choice.name == "triton"
+    assert dict(choice.rejected)["flash"] == "not verified on hardware in this version; ask for it with --backend flash"
+    assert choose_backend("cuda", torch.bfloat16, 128, "flash", TileShape()).name == "flash"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_is_chosen_first_once_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "FLASH_VERIFIED", True)
+    assert choose_backend("cuda", torch.bfloat16, 128).name == "flash"
+    choice = choose_backend("cuda", torch.bfloat16, 128, tile=TileShape(query=64, key=64))
+    assert choice.name == "triton"
+    assert "64 x 64" in dict(choice.rejected)["flash"]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tile", "message"),
+    [
+        (torch.float32, 128, None, "float16 and bfloat16"),
+        (torch.bfloat16, 512, None, "from 16 to 256, found 512"),
+        (torch.bfloat16, 256, TileShape(), "key tiles of 64"),
+        (torch.bfloat16, 128, TileShape(query=64, key=64), "query tiles of 128"),
+    ],
+)
+def test_flash_asked_for_where_it_cannot_run_says_why(dtype, head_dim: int, tile, message: str) -> None:
+    with pytest.raises(BackendError, match=f"'flash' cannot run on cuda: .*{message}.*use --backend auto"):
+        choose_backend("cuda", dtype, head_dim, "flash", tile)
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [
+        ((8, 0), "9.0 \\(Hopper\\), found 8.0"),
+        ((10, 0), "per 256 query rows on compute capability 10.0, ours are per 128"),
+        ((12, 0), "no block lists on compute capability 12.0"),
+        ((9, 0), "flash-attn-4 is not installed .pip install 'sparsekv\\[flash\\]'"),
+    ],
+    ids=str,
+)
+def test_gpus_that_flash_does_not_serve_are_named(gpu, monkeypatch, capability, message: str) -> None:
+    gpu(*capability)
+    monkeypatch.setattr(limits, "_installed", lambda: False)
+    with pytest.raises(BackendError, match=message):
         choose_backend("cuda", torch.bfloat16, 128, "flash")
+
+
+def test_an_older_flash_attn_is_not_taken_for_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("flash_attn_2_cuda.so: undefined symbol")
+
+    assert not limits._installed()
+    monkeypatch.setattr(limits, "find_spec", broken)
+    assert not limits._installed()
 
 
 def test_cpu_backend_is_refused_for_tensors_on_a_gpu(gpu) -> None:
@@ -92,7 +155,7 @@ def test_dispatch_imports_no_triton_and_starts_no_gpu() -> None:
         "import sys, torch\n"
         "from sparsekv.kernels.dispatch import choose_backend\n"
         "choose_backend('cpu', torch.float32, 64)\n"
-        "assert 'triton' not in sys.modules\n"
+        "assert not {'triton', 'flash_attn', 'cutlass'} & set(sys.modules)\n"
         "assert not torch.cuda.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

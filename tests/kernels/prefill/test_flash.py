@@ -1,0 +1,182 @@
+"""The flash backend without its GPU: its lists in an emulator, its calls on a stand-in, columns in the interpreter."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Case, assert_close, compare, draw
+from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
+
+from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.prefill.flash import backend, call, emulator
+from sparsekv.kernels.prefill.flash.limits import check_layout, shape_obstacle
+from sparsekv.kernels.prefill.flash.mask import mask_mod
+from sparsekv.kernels.tiles import AttentionOutput, Chunk
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import BackendError
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that the backend asks for holds NaN, so that an element that is never written shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch):
+    """flash-attn-4's stand-in where imports look for it."""
+    mask_mod.cache_clear()
+    for name, module in stand_in().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield
+    mask_mod.cache_clear()
+
+
+def run(case: Case, passes: backend.Passes = emulator.PASSES, want_lse: bool = True) -> AttentionOutput:
+    problem = draw(case)
+    found = backend.run(
+        problem.q_BHSD,
+        problem.k_BGKD,
+        problem.v_BGKD,
+        problem.index,
+        problem.chunk,
+        scale=problem.scale,
+        window=problem.window,
+        want_lse=want_lse,
+        passes=passes,
+    )
+    assert_close(found, problem)
+    return found
+
+
+EVERY_WAY = [(case, listed) for case in TILE_CASES for listed in ((0, 128) if case.dense_heads else (0,))]
+
+
+def _named(case: Case, listed: int) -> str:
+    return f"{case}, dense heads listed" if listed else str(case)
+
+
+@pytest.mark.parametrize(("case", "listed"), EVERY_WAY, ids=[_named(*way) for way in EVERY_WAY])
+def test_lists_and_dense_launches_compute_exactly_the_indexed_mask(
+    case: Case, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "LISTED_TILES", listed)
+    run(case)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", COLUMN_CASES, ids=str)
+def test_columns_join_the_softmax_of_the_tiles(case: Case) -> None:
+    run(case)
+
+
+@pytest.mark.parametrize("case", half(TILE_CASES), ids=str)
+@pytest.mark.usefixtures("flash_attn")
+def test_calls_into_flash_attn_4_mean_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "LISTED_TILES", 0)
+    run(case, backend.Passes(call.attend_lists, call.attend_dense))
+
+
+@pytest.mark.usefixtures("flash_attn")
+def test_one_mask_function_serves_every_length_and_names_its_window() -> None:
+    assert mask_mod(None) is mask_mod(None)
+    assert mask_mod(30) is mask_mod(30)
+    assert len({mask_mod(window).__cute_hash__ for window in (None, 30, 31)}) == 3
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tile", [SQUARE, TALL], ids=["128 x 128", "128 x 64"])
+def test_indices_as_the_builders_make_them_are_understood(tile: TileShape) -> None:
+    patterns = [
+        VerticalSlash(vertical=tokens(10), slash=tokens(60), last_q=16, max_tiles=tokens(384)),
+        AShape(sink=tokens(4), window=tokens(100)),
+        BlockSparse(keep=tokens(384)),
+        Dense(),
+    ]
+    q_BHSD, k_BGKD, v_BGKD = (torch.randn(1, heads, 600, 64) for heads in (4, 2, 2))
+    chunk = Chunk((0,), (600,))
+    index = build_index(patterns, q_BHSD, k_BGKD, chunk, tile, scale=0.125)
+    assert index.dense_heads == (3,)
+    found = emulator.prefill(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True)
+    answer = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True, backend="reference")
+    torch.testing.assert_close(found.out_BHSD, answer.out_BHSD, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.lse_BHS, answer.lse_BHS, atol=1e-4, rtol=1e-4)
+
+
+def test_the_emulator_would_show_a_mask_list_taken_without_its_mask() -> None:
+    def unmasked(part, lists):
+        emulator.attend_lists(part, _swapped(lists))
+
+    problem = draw(Case("x", lengths=(300,), tile=SQUARE, share=1.0))
+    found = backend.run(
+        problem.q_BHSD,
+        problem.k_BGKD,
+        problem.v_BGKD,
+        problem.index,
+        problem.chunk,
+        scale=problem.scale,
+        passes=backend.Passes(unmasked, emulator.attend_dense),
+    )
+    assert compare(found, problem).faults
+
+
+def _swapped(lists):
+    return replace(
+        lists,
+        full_block_cnt_BHT=lists.mask_block_cnt_BHT,
+        full_block_idx_BHTW=lists.mask_block_idx_BHTE,
+        mask_block_cnt_BHT=lists.full_block_cnt_BHT,
+        mask_block_idx_BHTE=lists.full_block_idx_BHTW,
+    )
+
+
+def test_log_sum_exp_is_only_returned_on_request() -> None:
+    assert run(Case("x", lengths=(70,), tile=SQUARE), want_lse=False).lse_BHS is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tile", "message"),
+    [
+        (torch.float32, 128, SQUARE, "float16 and bfloat16, found torch.float32"),
+        (torch.bfloat16, 100, SQUARE, "multiples of 8 from 16 to 256, found 100"),
+        (torch.bfloat16, 512, SQUARE, "multiples of 8 from 16 to 256, found 512"),
+        (torch.bfloat16, 256, SQUARE, "key tiles of 64, found 128 and head size 256"),
+        (torch.bfloat16, 192, SQUARE, "key tiles of 64, found 128 and head size 192"),
+        (torch.bfloat16, 128, TileShape(query=64, key=64), "query tiles of 128 rows, found tiles of 64 x 64"),
+    ],
+)
+def test_tensors_that_flash_attn_4_does_not_take_are_named(dtype, head_dim: int, tile: TileShape, message: str) -> None:
+    assert message in shape_obstacle(dtype, head_dim, tile)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_it_takes_has_no_obstacle(head_dim: int) -> None:
+    assert shape_obstacle(torch.bfloat16, head_dim, TALL) is None
+    assert shape_obstacle(torch.bfloat16, head_dim, None) is None
+    assert (shape_obstacle(torch.bfloat16, head_dim, SQUARE) is None) == (head_dim <= 128)
+
+
+def test_strides_that_would_be_copied_in_silence_are_refused() -> None:
+    q_BHSD = torch.empty(1, 2, 10, 68, dtype=torch.bfloat16)[..., :64]
+    with pytest.raises(BackendError, match=r"multiples of 16 bytes.*contiguous"):
+        check_layout("q", q_BHSD)
+    check_layout("q", q_BHSD.contiguous())
+
+
+def test_tensors_in_main_memory_are_refused_with_the_way_out() -> None:
+    problem = draw(Case("x", lengths=(70,), tile=SQUARE, dtype=torch.bfloat16))
+    with pytest.raises(BackendError, match=r"needs an NVIDIA GPU.*backend='triton'"):
+        backend.prefill(
+            problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk, scale=problem.scale
+        )

@@ -1,0 +1,156 @@
+"""Lowering an index to block lists, held against what each tile is: seen by every row, by some, or by none."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from attention_cases import Case, draw
+from flash_cases import SQUARE, TALL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsekv.kernels.prefill.flash.lists import lower, widest
+from sparsekv.kernels.prefill.flash.spans import HeadRun, Span, dense_runs, spans
+from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.plans.patterns import TileShape
+
+SMALL = TileShape(query=64, key=64)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    case: Case
+    list_dense: bool
+
+
+@st.composite
+def drawn(draw_from: st.DrawFn) -> Drawn:
+    past = draw_from(st.lists(st.integers(0, 400), min_size=1, max_size=2))
+    lengths = [start + draw_from(st.integers(0, 400)) for start in past]
+    lengths[0] += 1  # some row is no padding
+    case = Case(
+        "drawn",
+        past=tuple(past),
+        lengths=tuple(lengths),
+        heads=3,
+        dim=16,
+        tile=draw_from(st.sampled_from([SQUARE, TALL, SMALL, TileShape(query=64, key=128)])),
+        share=draw_from(st.sampled_from([0.0, 0.3, 0.8, 1.0])),
+        dense_heads=draw_from(st.sampled_from([(), (1,), (0, 2), (0, 1, 2)])),
+        window=draw_from(st.none() | st.integers(1, 500)),
+        spare_rows=draw_from(st.integers(0, 150)),
+        seed=draw_from(st.integers(0, 999)),
+    )
+    return Drawn(case, draw_from(st.booleans()))
+
+
+def sight(case: Case, chunk: Chunk, b: int, t: int, tile: int) -> tuple[bool, bool]:
+    """Whether every real row of a query tile sees every key of a key tile, and whether any sees any."""
+    past, length = chunk.past[b], chunk.lengths[b]
+    first = past + t * case.tile.query
+    i_M1 = torch.arange(first, max(first, min(first + case.tile.query, length)))[:, None]
+    j_N = torch.arange(tile * case.tile.key, (tile + 1) * case.tile.key)
+    seen_MN = (j_N <= i_M1) & (j_N < length)
+    if case.window is not None:
+        seen_MN &= i_M1 - j_N < case.window
+    return len(i_M1) > 0 and bool(seen_MN.all()), bool(seen_MN.any())
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn())
+def test_lists_hold_each_tile_once_where_it_belongs(one: Drawn) -> None:
+    problem = draw(one.case)
+    index, chunk, case = problem.index, problem.chunk, one.case
+    lists = lower(index, chunk, window=case.window, list_dense=one.list_dense)
+    checked = 0
+    for b, h, t in torch.cartesian_prod(*(torch.arange(size) for size in index.counts_BHT.shape)).tolist():
+        full = lists.full_block_idx_BHTW[b, h, t, : lists.full_block_cnt_BHT[b, h, t]].tolist()
+        mask = lists.mask_block_idx_BHTE[b, h, t, : lists.mask_block_cnt_BHT[b, h, t]].tolist()
+        assert len(full) == lists.full_block_cnt_BHT[b, h, t]  # the counts lie within the widths
+        assert len(mask) == lists.mask_block_cnt_BHT[b, h, t]
+        listed = index.tiles_BHTW[b, h, t, : index.counts_BHT[b, h, t]].tolist()
+        if h in case.dense_heads:
+            listed = range(chunk.key_tiles(case.tile)) if one.list_dense else []
+        kinds = {tile: sight(case, chunk, b, t, tile) for tile in listed}
+        assert full == [tile for tile, (whole, _) in kinds.items() if whole]
+        assert mask == [tile for tile, (whole, some) in kinds.items() if some and not whole]
+        checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("past", [0, 256, 77])
+def test_lists_are_no_wider_than_they_have_to_be(past: int, window: int | None) -> None:
+    case = Case("x", past=(past,), lengths=(past + 700,), tile=SQUARE, share=0.3, window=window)
+    problem = draw(case)
+    lists = lower(problem.index, problem.chunk, window=window)
+    assert lists.full_block_idx_BHTW.shape == problem.index.tiles_BHTW.shape
+    crossed = 1 if past % 128 == 0 else 2
+    assert lists.mask_block_idx_BHTE.shape[3] <= crossed + (0 if window is None else 2)
+    if window is None:  # the index's own memory
+        assert lists.full_block_idx_BHTW is problem.index.tiles_BHTW
+
+
+def test_a_dense_head_in_a_window_needs_no_list_of_every_tile() -> None:
+    assert widest(Chunk((0,), (1 << 20,)), SQUARE, 1024) == 10
+    assert widest(Chunk((0,), (1 << 20,)), SQUARE, None) == 8192
+    assert widest(Chunk((0,), (300,)), SQUARE, 1024) == 3
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_lowering_a_long_prompt_asks_the_device_for_nothing(window: int | None) -> None:
+    """On meta tensors there is nothing to ask for."""
+    shape, device = (1, 32, 8192), "meta"
+    index = TileIndex(
+        SQUARE,
+        torch.empty((*shape, 400), dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty((1, 32, 0), dtype=torch.int32, device=device),
+        torch.empty((*shape, 0), dtype=torch.int32, device=device),
+        torch.empty(32, dtype=torch.bool, device=device),
+    )
+    lists = lower(index, Chunk((0,), (1 << 20,)), window=window)
+    assert lists.mask_block_idx_BHTE.shape[3] <= 3
+
+
+def test_an_index_without_lists_gives_empty_ones_of_a_width_that_can_be_passed() -> None:
+    problem = draw(Case("x", lengths=(300,), tile=SQUARE, share=0.0))
+    assert problem.index.tiles_BHTW.shape[3] == 0
+    lists = lower(problem.index, problem.chunk)
+    assert lists.full_block_idx_BHTW.shape[3] == lists.mask_block_idx_BHTE.shape[3] == 1
+    assert not lists.full_block_cnt_BHT.any()
+    assert not lists.mask_block_cnt_BHT.any()
+
+
+def test_a_uniform_batch_is_one_launch_and_a_ragged_one_is_cut_where_it_changes() -> None:
+    assert list(spans(Chunk.uniform(4, 7, 90))) == [Span(slice(0, 4), 7, 90)]
+    chunk = Chunk((0, 0, 0, 5), (9, 9, 8, 8))
+    assert list(spans(chunk)) == [Span(slice(0, 2), 0, 9), Span(slice(2, 3), 0, 8), Span(slice(3, 4), 5, 8)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "runs"),
+    [
+        ((), 4, []),
+        (range(8), 4, [(0, 8, 0, 2)]),
+        ((4, 5, 6, 7), 4, [(4, 8, 1, 2)]),
+        ((1, 2, 7), 4, [(1, 3, 0, 1), (7, 8, 1, 2)]),
+        ((3, 4, 5, 6, 7, 8), 4, [(4, 8, 1, 2), (3, 4, 0, 1), (8, 9, 2, 3)]),
+        ((0, 2), 1, [(0, 1, 0, 1), (2, 3, 2, 3)]),
+    ],
+)
+def test_dense_heads_are_cut_into_launches_that_keep_the_grouping(heads, group: int, runs) -> None:
+    assert list(dense_runs(list(heads), group)) == [HeadRun(slice(a, b), slice(c, d)) for a, b, c, d in runs]
+
+
+@given(st.sets(st.integers(0, 23)), st.sampled_from([1, 2, 3, 4, 8]))
+def test_every_dense_head_is_in_one_launch_beside_its_own_kv_head(heads: set[int], group: int) -> None:
+    seen = []
+    for run in dense_runs(sorted(heads), group):
+        count, kv_count = run.heads.stop - run.heads.start, run.kv_heads.stop - run.kv_heads.start
+        assert count % kv_count == 0
+        for place in range(count):
+            head = run.heads.start + place
+            assert run.kv_heads.start + place // (count // kv_count) == head // group
+            seen.append(head)
+    assert sorted(seen) == sorted(heads)

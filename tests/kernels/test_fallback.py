@@ -1,0 +1,140 @@
+"""Broken kernels: the next backend computes the same, once with a warning, never where the answer could be wrong."""
+
+import warnings
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import every_head, plan_for
+
+from sparsekv.kernels import dispatch, fallback
+from sparsekv.kernels.dispatch import backends_after
+from sparsekv.kernels.fallback import BackendWarning, Fallback
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import BackendError, ShapeError
+from sparsekv.plans.patterns import AShape
+from sparsekv.runtime.apply import apply
+
+Q = torch.zeros(1, 1, 4, 64)
+
+
+class CompilationError(Exception):
+    """Like Triton's and the CuTe compiler's: of no class that a caller could name."""
+
+
+FAULTS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    CompilationError("at 12:3: ptxas died"),
+    RuntimeError("Triton Error [CUDA]: invalid argument"),
+    AssertionError("inputs must be on CUDA device"),
+    TypeError("_flash_attn_fwd() got an unexpected keyword argument 'mask_mod'"),
+    ImportError("libcute_dsl_runtime.so: cannot open shared object file"),
+    BackendError("the flash backend needs q at multiples of 16 bytes"),
+]
+
+
+class Calls:
+    """A call that raises on some backends, and notes where it ran."""
+
+    def __init__(self, **faults: Exception) -> None:
+        self.faults, self.names = faults, []
+
+    def __call__(self, backend: str) -> str:
+        self.names.append(backend)
+        if backend in self.faults:
+            raise self.faults[backend]
+        return f"by {backend}"
+
+
+@pytest.fixture
+def chain(monkeypatch: pytest.MonkeyPatch):
+    """A device on which flash, triton and nothing else would run."""
+    runs = {"flash": None, "triton": None, "cpu": "not on cuda"}
+    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: runs[name])
+
+
+@pytest.mark.usefixtures("chain")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_next_backend_computes_and_the_broken_one_is_not_tried_again(fault: Exception) -> None:
+    calls, keeper = Calls(flash=fault), Fallback("flash")
+    with pytest.warns(BackendWarning, match="flash backend failed.*triton computes") as caught:
+        assert keeper.run(calls, Q) == "by triton"
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keeper.run(calls, Q) == "by triton"
+    assert calls.names == ["flash", "triton", "triton"]
+    assert keeper.backend == "triton"
+    assert type(fault).__name__ in keeper.failed["flash"]
+
+
+@pytest.mark.usefixtures("chain")
+def test_last_backend_that_takes_the_tensors_raises_what_it_met() -> None:
+    calls, keeper = Calls(flash=FAULTS[0], triton=FAULTS[1]), Fallback("flash")
+    with pytest.warns(BackendWarning), pytest.raises(CompilationError, match="ptxas"):
+        keeper.run(calls, Q)
+    assert calls.names == ["flash", "triton"]
+
+
+@pytest.mark.usefixtures("chain")
+def test_wrong_input_is_not_the_backends_fault() -> None:
+    calls, keeper = Calls(flash=ShapeError("q and k must share batch")), Fallback("flash")
+    with pytest.raises(ShapeError):
+        keeper.run(calls, Q)
+    assert keeper.backend == "flash"
+    assert calls.names == ["flash"]
+
+
+@pytest.mark.usefixtures("chain")
+def test_interrupts_go_through() -> None:
+    def interrupted(backend: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Fallback("flash").run(interrupted, Q)
+
+
+@pytest.mark.usefixtures("chain")
+def test_a_broken_device_computes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "_alive", lambda device: False)
+    calls, keeper = Calls(flash=RuntimeError("CUDA error: an illegal memory access was encountered")), Fallback("flash")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        keeper.run(calls, Q)
+    assert calls.names == ["flash"]
+
+
+def test_tensors_on_a_gpu_are_never_handed_to_the_cpu() -> None:
+    on_meta = torch.empty(1, 1, 4, 64, device="meta")  # as good as a GPU: not main memory
+    assert backends_after("triton", on_meta) == ()
+    assert backends_after("flash", on_meta) == ()
+    assert backends_after("triton", Q) == ("cpu",)
+    assert backends_after("cpu", Q) == ()
+
+
+def test_a_run_survives_a_broken_kernel_with_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = tiny_model(layers=2), random_tokens(1, 330)
+    plan = plan_for(model, every_head(model, AShape(sink=tokens(10), window=tokens(60))))
+    with torch.no_grad(), apply(model, plan, backend="cpu"):
+        expected = model(prompt).logits
+    tried = []
+
+    def broken(*args: object, **kwargs: object) -> None:
+        tried.append(kwargs["scale"])
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None if name != "flash" else "not here")
+    monkeypatch.setattr("sparsekv.kernels.prefill.triton_backend.prefill", broken)
+    with torch.no_grad(), apply(model, plan, backend="triton") as handle:
+        with pytest.warns(BackendWarning) as caught:
+            torch.testing.assert_close(model(prompt).logits, expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(model(prompt).logits, expected)
+        assert handle.backend.name == "cpu"
+        assert "out of memory" in dict(handle.backend.rejected)["triton"]
+    assert len([warning for warning in caught if warning.category is BackendWarning]) == 1
+    assert len(tried) == 1
+    with torch.no_grad(), apply(model, plan, backend="triton") as another, pytest.warns(BackendWarning):
+        model(prompt)
+    assert another.backend.name == "cpu"
+    assert len(tried) == 2  # another handle tries for itself
