@@ -37,18 +37,19 @@ def mask_mod(window: int | None) -> Callable[..., Any]:
 
     if window is None:
 
-        @cute.jit  # type: ignore[untyped-decorator]
+        @cute.jit
         def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
             past = scalar_to_ssa(seqlen_info.seqlen_k - seqlen_info.seqlen_q, Int32)
             return causal(row + past, key)
 
     else:
 
-        @cute.jit  # type: ignore[untyped-decorator]
+        @cute.jit
         def seen(batch, head, row, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
             past = scalar_to_ssa(seqlen_info.seqlen_k - seqlen_info.seqlen_q, Int32)
             return causal_in_window(row + past, key, scalar_to_ssa(window, Int32))
 
     # Hashing the source would miss that the predicate itself is defined elsewhere.
     seen.__cute_hash__ = f"sparsekv causal, window {window}"
-    return seen
+    mask: Callable[..., Any] = seen
+    return mask
