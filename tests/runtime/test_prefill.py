@@ -8,7 +8,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
 from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash
 from sparsekv.runtime.apply import apply
 from sparsekv.runtime.capture import AttentionCall, capture_attention
 
@@ -85,6 +85,8 @@ def test_reset_starts_counting_anew():
     [
         VerticalSlash(vertical=tokens(20), slash=tokens(64), max_tiles=tokens(256)),
         BlockSparse(keep=tokens(192)),
+        Adaptive(mass=0.5, max_tiles=tokens(384)),
+        Adaptive(score="pooled", mass=0.5, max_tiles=tokens(384)),
         A_SHAPE,
     ],
     ids=lambda pattern: pattern.pattern,
@@ -97,3 +99,22 @@ def test_every_pattern_runs_and_saves(pattern, backend: str):
         assert handle.backend.name == backend
         assert torch.isfinite(logits(model, prompt)).all()
         assert handle.stats().prefill_density < 0.8
+
+
+@pytest.mark.parametrize("cuts", [(), (192,), (150, 400)], ids=["one piece", "on a tile", "off a tile"])
+def test_adaptive_heads_beside_others_compute_what_the_reference_does(cuts: tuple[int, ...]):
+    model = tiny_model(layers=2)
+    prompt = random_tokens(2, 600)
+    patterns = [
+        Adaptive(mass=0.3, max_tiles=tokens(384)),
+        BlockSparse(keep=tokens(256)),
+        Adaptive(score="pooled", mass=0.6, max_tiles=tokens(512)),
+        Dense(),
+    ]
+    found = {}
+    for backend in ("cpu", "reference"):
+        with apply(model, plan_for(model, every_head(model, *patterns)), backend=backend) as handle:
+            found[backend] = logits(model, prompt, *cuts)
+            assert handle.stats().prefill_density < 0.95
+    torch.testing.assert_close(found["cpu"], found["reference"], atol=2e-4, rtol=2e-4)
+    assert not torch.allclose(found["cpu"], logits(model, prompt), atol=1e-3)

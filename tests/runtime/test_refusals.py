@@ -5,15 +5,13 @@ from functools import partial
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
+from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import BertConfig, BertModel, GenerationConfig
 
 from sparsekv.plans.budget import tokens
-from sparsekv.plans.errors import BackendError, PlanMismatchError, PromptError, UnsupportedError
-from sparsekv.plans.patterns import Adaptive
+from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
 from sparsekv.plans.records import Retention
 from sparsekv.runtime.apply import apply
-from sparsekv.runtime.checks import PlanWarning
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +131,12 @@ def test_a_plan_for_other_weights_only_warns(model):
 
 
 def test_fields_that_nothing_executes_yet(model):
-    adaptive = every_head(model, Adaptive(mass=0.9, max_tiles=tokens(256)))
     kept = Retention(layers=(0,), keep=tokens(64), sink=4, recent=16, score="attention_sum", observe=16)
     local = decode_plan(segment(0, (1, 2), 8, scope="local"))
-    plan = plan_for(model, adaptive, local).model_copy(update={"kv_cache": (kept,)})
+    plan = plan_for(model, None, local).model_copy(update={"kv_cache": (kept,)})
     with pytest.raises(UnsupportedError) as refused:
         apply(model, plan)
-    assert all(field in str(refused.value) for field in ("adaptive", "scope", "kv_cache"))
+    assert all(field in str(refused.value) for field in ("scope", "kv_cache"))
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
