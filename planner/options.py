@@ -61,7 +61,7 @@ class PlanOptions:
         phases: which phases get a plan; the others run dense.
         crossover: whether lengths at which dense is measured to be faster go dense.
         preset: "minference" for the search of MInference 1.0 as published.
-        families: pattern families of the search.
+        families: pattern families of the search; adaptive only when asked for.
         tile: tile shape; None for 64 x 64 under the preset and on CUDA up to 32K tokens, where the finer choice keeps
             more for the same tiles (benchmarks/RESULTS.md), else 128 x 128, which kernels compute fastest.
         backend: prefill backend, or "auto".
