@@ -85,7 +85,7 @@ def _pooled(heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[T
     k_BGMD = mean_pool(call.k_BGKD[:, :, : call.chunk.longest], call.tile.key, call.chunk.lengths)
     k_BhMD = take_heads(k_BGMD, [head // call.group_size for head in heads])
     for part in blocks(call.row_tiles, call.batch * len(heads) * call.key_tiles):
-        seen_BRM = _mean_keys_seen(rows.part(part), _tiles_up_to(part, call), call)
+        seen_BRM = _mean_keys_seen(rows.part(part), tiles_up_to(part, call), call)
         logits_BhRM = (q_BhTD[:, :, part] @ k_BhMD[:, :, : seen_BRM.shape[2]].mT).mul_(call.scale)
         logits_BhRM.add_(seen_BRM.log()[:, None]).clamp_(min=_HIDDEN)
         any_BR1 = (seen_BRM > 0).any(-1, keepdim=True)
@@ -140,7 +140,7 @@ def _even_groups(heads: Sequence[int], group_size: int) -> list[dict[int, list[i
     return list(even.values())
 
 
-def _tiles_up_to(part: slice, call: IndexCall) -> int:
+def tiles_up_to(part: slice, call: IndexCall) -> int:
     """Key tiles that the last of these row tiles can see in any batch row; at least 1."""
     ends = (min(past + part.stop * call.tile.query, length) for past, length in _places(call))
     return max(1, ceil_div(max(ends), call.tile.key))
@@ -175,7 +175,7 @@ def _score_rows(
     heads: Sequence[int], k_BGJE: torch.Tensor, part: slice, rows: RowTiles, call: IndexCall
 ) -> torch.Tensor:
     """Scores of a block of row tiles, by one product of all heads: [B, h, R, M]."""
-    tiles, strides = _tiles_up_to(part, call), call.tile.key // STRIDE
+    tiles, strides = tiles_up_to(part, call), call.tile.key // STRIDE
     k_BGJE = k_BGJE[:, :, : tiles * strides]
     q_BGYE = torch.unflatten(_fold_queries(heads, part, call), 1, (k_BGJE.shape[1], -1)).flatten(2, 3)
     logits_BGYJ = scaled_scores(q_BGYE, k_BGJE, call.scale / STRIDE)

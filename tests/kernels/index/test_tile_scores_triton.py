@@ -1,0 +1,89 @@
+"""Antidiagonal scores by the Triton kernel against the torch ones, which are held to loops elsewhere."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from index_cases import TILES, Layer, layers, make_layer
+
+from sparsekv.kernels.index.call import IndexCall
+from sparsekv.kernels.index.device.tile_scores import tile_scores_by_triton
+from sparsekv.kernels.index.tile_scores import tile_scores
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import BackendError
+from sparsekv.plans.patterns import Dense, TileShape
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
+
+
+def joined(found, call: IndexCall, heads: list[int]) -> torch.Tensor:
+    """[B, h, T, key tiles]; every head and row tile must come exactly once, with no NaN."""
+    shape = (call.batch, len(heads), call.row_tiles, call.key_tiles)
+    joined_BhTM = torch.full(shape, torch.nan, device=call.device)
+    for part in found:
+        into = joined_BhTM[:, list(part.places), part.rows]
+        assert into.isnan().all()
+        into = torch.zeros_like(into)
+        into[..., : part.scores_BhRM.shape[-1]] = part.scores_BhRM
+        joined_BhTM[:, list(part.places), part.rows] = into
+    assert not joined_BhTM.isnan().any()
+    return joined_BhTM
+
+
+def check(layer: Layer, heads: list[int], atol: float = 2e-6) -> torch.Tensor:
+    call = IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
+    expected = joined(tile_scores("antidiagonal", heads, call, call.locate()), call, heads)
+    found = joined(tile_scores_by_triton(heads, call, call.locate()), call, heads)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+    return found
+
+
+@needs_interpreter
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(layers(st.just(Dense())), st.data())
+def test_the_kernel_scores_as_torch_does_with_poison_all_around(layer: Layer, data: st.DataObject) -> None:
+    heads = sorted(data.draw(st.sets(st.sampled_from(range(len(layer.patterns))), min_size=1, max_size=2)))
+    check(layer, heads)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("window", [None, 150])
+def test_long_rows_take_several_steps_and_blocks(tile: TileShape, window: int | None) -> None:
+    layer = make_layer([Dense()] * 2, Chunk((1030,), (1800,)), tile, window=window, size=24)
+    found = check(layer, [1])
+    assert (found.sum(-1) - 1.0).abs().max() < 1e-5
+
+
+@needs_interpreter
+def test_parts_of_the_row_tiles_join_without_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer([Dense()] * 3, Chunk((7, 64), (500, 400)), TILES[0], kv_heads=3, spare=20)
+    whole = check(layer, [0, 2])
+    monkeypatch.setattr("sparsekv.kernels.topk.blocks.__defaults__", (150,))
+    torch.testing.assert_close(check(layer, [0, 2]), whole, atol=1e-6, rtol=1e-5)
+
+
+@needs_interpreter
+def test_a_head_size_that_does_not_fit_is_refused() -> None:
+    layer = make_layer([Dense()], Chunk((0,), (64,)), TILES[0], size=12)
+    call = IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, None)
+    with pytest.raises(BackendError, match="multiples of 8"):
+        list(tile_scores_by_triton([0], call, call.locate()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_gpu_scores_as_torch_does_and_twice_alike(dtype: torch.dtype, size: int) -> None:
+    for tile in TILES:
+        for window in (None, 700):
+            chunk = Chunk((192, 0), (5000, 3333))
+            layer = make_layer([Dense()] * 4, chunk, tile, kv_heads=2, window=window, dtype=dtype, size=size, spare=60)
+            layer = layer.to("cuda")
+            first, second = (check(layer, [0, 1, 3], atol=1e-5) for _ in range(2))
+            assert torch.equal(first, second)
