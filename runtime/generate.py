@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.runtime.cache import reserve
 from sparsekv.runtime.load import LoadedModel
 
 _LEAST_CHUNK = 16
@@ -90,14 +91,19 @@ def generate_stream(
     ids_BS = torch.tensor([list(prompt_ids)], device=loaded.model.device)
     generate: Any = loaded.model.generate
     started = time.perf_counter()
+    new_tokens = min(max_new_tokens, room)
+    if chunk is not None and cache is None:
+        cache = DynamicCache(config=loaded.model.config)
+    if cache is not None:
+        reserve(cache, len(prompt_ids) + new_tokens)
     with torch.no_grad(), _seeded(chosen, ids_BS.device):
         if chunk is not None:
-            cache = DynamicCache(config=loaded.model.config) if cache is None else cache
+            assert cache is not None
             _prefill_most(loaded.model, ids_BS, cache, chunk)
         out_BS = generate(
             ids_BS,
             attention_mask=torch.ones_like(ids_BS),  # or it is guessed from what may be a padding token in the text
-            max_new_tokens=min(max_new_tokens, room),
+            max_new_tokens=new_tokens,
             past_key_values=cache,
             streamer=stream,
             **_sampling_options(chosen),

@@ -57,8 +57,8 @@ class SparseEngine:
         return HostStore(self._placement.hot, self._memory) if layer in self._placement.layers else DeviceStore()
 
     def release(self) -> None:
-        """Gives host memory that no cache uses any more back to the system."""
-        self._memory.trim()
+        """Gives host memory back to the system as soon as no cache uses it."""
+        self._memory.close()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """One row behind a past is decode; everything else is prefill, after which the tail starts anew."""

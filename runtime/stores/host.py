@@ -5,8 +5,9 @@ size), all before them in pinned host memory, token-major, so that one token's k
 contiguous read. What the ring takes from the device and what lies on the host add up to a DeviceStore of the same
 tokens. Source of the idea: OmniKV (ICLR 2025), the context bank.
 
-Tokens leave on a lane of their own (lane.py), packed piece by piece through one small buffer, so that the attention
-and the MLP of their layer run meanwhile; whoever reads the host part comes after them.
+Tokens leave on a lane of their own (lane.py), so that the attention and the MLP of their layer run meanwhile; whoever
+reads the host part comes after them. What was written to `room` lies packed already, and its copy needs no core of
+the device; other tensors are packed piece by piece through one small buffer.
 
 Shapes: B batch, G KV heads, S tokens, C tokens on the host, R slots of the ring, M wanted tokens, D head size,
 P = 2 for key and value; g is 1 (a choice shared by all heads) or G.
@@ -25,6 +26,7 @@ from sparsekv.plans.budget import Budget
 from sparsekv.runtime.stores.base import Gathered, Layout, check_layout, check_rows, grown
 from sparsekv.runtime.stores.lane import Lane, Ticket
 from sparsekv.runtime.stores.memory import Block, HostMemory
+from sparsekv.runtime.stores.packed import empty_packed, packed, unpacked
 
 _COPY_TOKENS = 16_384  # packing a long prompt in pieces bounds the device memory it takes
 
@@ -99,7 +101,7 @@ class HostStore:
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of its own on the device: attention reads it there while it is copied to the host."""
         check_layout(None if self._ring_PBGRD is None else self._ring_PBGRD[0], layout)
-        return layout.empty(tokens), layout.empty(tokens)
+        return unpacked(empty_packed(tokens, layout))
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Appends what was written."""
@@ -117,15 +119,11 @@ class HostStore:
         """Keys and values of all tokens, brought to the compute device for as long as the caller holds them."""
         ring_PBGRD, host_CBPGD = self._buffers()
         self._lane().order(self._written)
-        pairs, batch, heads, _, size = ring_PBGRD.shape
-        whole_PBGSD = ring_PBGRD.new_empty((pairs, batch, heads, self._length, size))
-        for first in range(0, self._hot_start, _COPY_TOKENS):
-            stop = min(first + _COPY_TOKENS, self._hot_start)
-            piece = host_CBPGD[first:stop].to(whole_PBGSD.device, non_blocking=True)
-            whole_PBGSD[:, :, :, first:stop] = piece.permute(2, 1, 3, 0, 4)
-        hot = self._slots_of(self._hot_start, self._length)
-        whole_PBGSD[:, :, :, self._hot_start :] = ring_PBGRD[:, :, :, hot]
-        return whole_PBGSD[0], whole_PBGSD[1]
+        whole_SBPGD = empty_packed(self._length, self._layout())
+        whole_SBPGD[: self._hot_start].copy_(host_CBPGD[: self._hot_start], non_blocking=True)
+        hot_PBGSD = ring_PBGRD[:, :, :, self._slots_of(self._hot_start, self._length)]
+        whole_SBPGD[self._hot_start :] = hot_PBGSD.permute(3, 1, 0, 2, 4)
+        return unpacked(whole_SBPGD)
 
     def gather(self, rows: DecodeRows) -> Gathered:
         """The wanted rows alone, side by side; only those that are not hot are read from the host."""
@@ -197,7 +195,7 @@ class HostStore:
         def copy() -> None:
             for begin in range(0, k_BGSD.shape[2], _COPY_TOKENS):
                 piece = slice(begin, begin + _COPY_TOKENS)
-                packed_SBPGD = _packed(k_BGSD[:, :, piece], v_BGSD[:, :, piece])
+                packed_SBPGD = packed(k_BGSD[:, :, piece], v_BGSD[:, :, piece])
                 at = first + begin
                 host_CBPGD[at : at + len(packed_SBPGD)].copy_(packed_SBPGD, non_blocking=True)
 
@@ -236,12 +234,3 @@ class HostStore:
         else:
             rows_nPD = host_CBPGD[token, batch, :, head].to(device)
             into_PBGMD[:, batch.to(device), head.to(device), place.to(device)] = rows_nPD.transpose(0, 1)
-
-
-def _packed(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
-    """[S, B, P, G, D], contiguous, as the host holds them."""
-    batch, heads, tokens, size = k_BGSD.shape
-    packed_SBPGD = k_BGSD.new_empty((tokens, batch, 2, heads, size))
-    packed_SBPGD[:, :, 0] = k_BGSD.permute(2, 0, 1, 3)
-    packed_SBPGD[:, :, 1] = v_BGSD.permute(2, 0, 1, 3)
-    return packed_SBPGD

@@ -60,7 +60,8 @@ class StreamLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device)
+        # ahead of the compute: a short packing kernel would else wait until a long attention kernel runs dry
+        self.stream = torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> Ticket:
         """Queues `work` behind the current stream."""

@@ -43,6 +43,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
+        self._keeps = True
         self._free: dict[torch.device, list[Block]] = {}
         self._lanes: dict[torch.device, Lane] = {}
 
@@ -68,10 +69,12 @@ class HostMemory:
 
     def give(self, block: Block, device: torch.device) -> None:
         """Takes a block back, for the next that asks."""
-        self._free.setdefault(device, []).append(block)
+        if self._keeps:
+            self._free.setdefault(device, []).append(block)
 
-    def trim(self) -> None:
-        """Gives blocks that nobody uses back to the system."""
+    def close(self) -> None:
+        """Gives blocks that nobody uses back to the system, and from here on those that come back."""
+        self._keeps = False
         self._free.clear()
 
 

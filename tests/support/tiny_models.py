@@ -41,6 +41,8 @@ def tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 32,
+    hidden: int = 64,
+    ffn: int = 96,
     context: int = 4096,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -50,8 +52,8 @@ def tiny_model(
     config_class, model_class = ARCHITECTURES[architecture]
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=hidden,
+        intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

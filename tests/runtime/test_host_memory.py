@@ -1,0 +1,304 @@
+"""Copies to the host run late and in any company, and everybody who reads them comes after them."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+from transformers import DynamicCache
+
+from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.plans.budget import Budget, fraction, tokens
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.cache import reserve
+from sparsekv.runtime.placement import Placement, layouts_of, place_layers
+from sparsekv.runtime.stores import memory, packed
+from sparsekv.runtime.stores.base import Layout
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.host import HostStore
+from sparsekv.runtime.stores.lane import InlineLane
+from sparsekv.runtime.stores.memory import HostMemory, check_room
+
+BATCH, GROUPS, SIZE = 2, 3, 4
+CPU = torch.device("cpu")
+LAYOUT = Layout(BATCH, GROUPS, SIZE, torch.float32, CPU)
+
+
+class LateLane:
+    """Does nothing before somebody waits: the worst that a stream of its own may do."""
+
+    def __init__(self):
+        self.waiting, self.given = [], 0
+
+    def run(self, work, reads):
+        self.given += 1
+        self.waiting.append((self.given, work))
+        return self.given
+
+    def order(self, ticket):
+        while self.waiting and ticket is not None and self.waiting[0][0] <= ticket:
+            self.waiting.pop(0)[1]()
+
+    finish = order
+
+    def settle(self):
+        self.order(self.given)
+
+
+class LateMemory(HostMemory):
+    def __init__(self):
+        super().__init__()
+        self.late = LateLane()
+
+    def lane(self, device):
+        return self.late
+
+
+def rows(count: int, seed: int):
+    return torch.randn(2, BATCH, GROUPS, count, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(store, chunks, pieces=False):
+    given = [rows(count, seed) for seed, count in enumerate(chunks)]
+    for k, v in given:
+        if pieces:
+            k_room, v_room = store.room(k.shape[2], Layout.of(k))
+            k_room.copy_(k)
+            v_room.copy_(v)
+            store.commit(k_room, v_room)
+        else:
+            store.append(k.clone(), v.clone())
+    return torch.cat([k for k, _ in given], 2), torch.cat([v for _, v in given], 2)
+
+
+def holds(store, k, v):
+    return all(torch.equal(seen, given) for seen, given in zip(store.view(), (k, v), strict=True))
+
+
+CHUNKS = st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_size=12)
+HOT = [tokens(0), tokens(1), tokens(7), tokens(300), fraction(0.1), fraction(1.0)]
+
+
+@pytest.mark.parametrize("hot", HOT, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(chunks=CHUNKS, pieces=st.booleans(), ahead=st.sampled_from([0, 100, 3000]))
+def test_a_view_comes_after_copies_however_late(hot: Budget, chunks: list[int], pieces: bool, ahead: int):
+    store = HostStore(hot, LateMemory())
+    store.reserve(ahead)
+    assert holds(store, *filled(store, chunks, pieces))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_lane_of_these_tests_is_late(late):
+    memory = LateMemory() if late else HostMemory()
+    store = HostStore(tokens(5), memory)
+    store.reserve(100)
+    store.append(*rows(20, 0))
+    store._host_CBPGD.zero_()
+    assert bool(store.view()[0][:, :, :15].any()) == late
+
+
+@pytest.mark.parametrize("heads", [1, GROUPS])
+def test_a_gather_comes_after_copies_however_late(heads):
+    store = HostStore(tokens(7), LateMemory())
+    k, v = filled(store, [90, 1, 30, 1])
+    chosen = torch.arange(0, 110, 11).int().expand(BATCH, heads, -1).contiguous()
+    found = store.gather(DecodeRows(chosen, 121, 122))
+    assert torch.equal(found.k_BGSD[:, :, :10], k[:, :, ::11][:, :, :10])
+    assert torch.equal(found.v_BGSD[:, :, :10], v[:, :, ::11][:, :, :10])
+
+
+def test_a_copy_of_a_store_has_what_was_still_under_way_and_goes_its_own_way():
+    shared = LateMemory()
+    store = HostStore(tokens(7), shared)
+    k, v = filled(store, [500, 1, 30])
+    assert shared.late.waiting
+    twin = copy.deepcopy(store)
+    more = rows(200, 9)
+    store.append(*more)
+    other = rows(300, 10)
+    twin.append(*other)
+    assert holds(twin, *(torch.cat(pair, 2) for pair in zip((k, v), other, strict=True)))
+    assert holds(store, *(torch.cat(pair, 2) for pair in zip((k, v), more, strict=True)))
+    assert copy.deepcopy(HostStore(tokens(1), shared)).length == 0
+
+
+def test_memory_goes_from_one_store_to_the_next():
+    shared = LateMemory()
+    first = HostStore(tokens(7), shared)
+    first.reserve(400, LAYOUT)
+    place = first._host_CBPGD.data_ptr()
+    filled(first, [300])
+    del first
+    gc.collect()
+    assert shared.late.waiting  # its copies have not run yet: they must not land in what the next one writes
+    second = HostStore(tokens(7), shared)
+    second.reserve(380, LAYOUT)
+    assert second._host_CBPGD.data_ptr() == place
+    assert holds(second, *filled(second, [100, 250]))
+    third = HostStore(tokens(7), shared)
+    third.reserve(400, LAYOUT)
+    assert third._host_CBPGD.data_ptr() != place
+    del second
+    gc.collect()
+    small = HostStore(tokens(7), shared)
+    small.reserve(40, LAYOUT)
+    assert small.bytes_host == (40 - 7) * 2 * BATCH * GROUPS * SIZE * 4  # not in the large block
+    shared.close()
+    del third, small
+    gc.collect()
+    assert shared._free == {}
+
+
+def test_a_store_that_grows_gives_its_old_block_back():
+    shared = HostMemory()
+    store = HostStore(tokens(7), shared)
+    filled(store, [100, 1000])
+    assert len(shared._free[CPU]) == 1
+    store.append(*rows(3000, 0))
+    assert len(shared._free[CPU]) == 2
+
+
+@pytest.mark.parametrize("make", [DeviceStore, lambda: HostStore(tokens(7))], ids=["device", "host"])
+@pytest.mark.parametrize("layout", [None, LAYOUT], ids=["at the first append", "at once"])
+def test_what_is_reserved_is_allocated_once_and_exactly(make, layout):
+    store = make()
+    store.reserve(1000, layout)
+    assert (store.bytes_device > 0) == (layout is not None)
+    pointers, k, v = set(), [], []
+    for seed, count in enumerate([600, 1, 1, 398]):
+        new = rows(count, seed)
+        store.append(*new)
+        k.append(new[0])
+        v.append(new[1])
+        pointers |= {t.data_ptr() for t in vars(store).values() if isinstance(t, torch.Tensor)}
+    assert len(pointers) == 2
+    assert store.bytes_device + store.bytes_host == 1000 * 2 * BATCH * GROUPS * SIZE * 4
+    store.append(*(last := rows(1, 7)))  # and beyond
+    assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
+    store.reserve(5000)
+    assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
+    assert store.bytes_device + store.bytes_host >= 5000 * 2 * BATCH * GROUPS * SIZE * 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def offloading(model):
+    return plan_for(model, None, decode_plan(segment(0, (1, 2), 8), offload=(1, 2), hot=4))
+
+
+def test_a_new_cache_has_its_memory_in_place_and_keeps_it(model):
+    prompt = random_tokens(2, 50)
+    with torch.no_grad(), apply(model, offloading(model)) as handle:
+        cache = handle.new_cache(60, batch=2)
+        before = handle.stats()
+        assert before.kv_bytes_device + before.kv_bytes_host == 3 * 60 * layouts_bytes(model, 2)
+        assert before.kv_bytes_host == 2 * 56 * layouts_bytes(model, 2)
+        expected = model(prompt).logits
+        found = model(prompt, past_key_values=cache)
+        assert found.past_key_values is cache
+        assert torch.equal(found.logits, expected)
+        after = handle.stats()
+        places = {layer.store._host_CBPGD.data_ptr() for layer in cache.layers[1:]}
+        cache.reset()
+        model(prompt, past_key_values=cache)
+        assert {layer.store._host_CBPGD.data_ptr() for layer in cache.layers[1:]} == places
+    assert (after.kv_bytes_device, after.kv_bytes_host) == (before.kv_bytes_device, before.kv_bytes_host)
+    with pytest.raises(UsageError, match="handle was closed"):
+        handle.new_cache(10)
+
+
+def layouts_bytes(model, batch):
+    layout = layouts_of(model)[0]
+    return batch * 2 * layout.heads * layout.size * layout.dtype.itemsize
+
+
+def test_a_cache_made_before_takes_note_of_what_is_reserved(model):
+    with torch.no_grad(), apply(model, offloading(model)) as handle:
+        cache = DynamicCache()
+        reserve(cache, 60)
+        model(random_tokens(1, 50), past_key_values=cache)
+        assert handle.stats().kv_bytes_device + handle.stats().kv_bytes_host == 3 * 60 * layouts_bytes(model, 1)
+        reserve(cache, 61)
+        assert cache.get_seq_length() == 50
+        twin = copy.deepcopy(cache)
+        a, b = (model(random_tokens(1, 1), past_key_values=one).logits for one in (cache, twin))
+    assert torch.equal(a, b)
+
+
+def test_the_machine_is_asked_before_it_runs_out_of_memory(monkeypatch):
+    check_room(1 << 20, 0)  # a small block
+    check_room(100 << 30, None)  # nobody knows
+    check_room(100 << 30, 101 << 30)
+    with pytest.raises(UsageError, match=r"100\.0 GiB more of host memory.*found 60\.0 GiB"):
+        check_room(100 << 30, 60 << 30)
+    assert memory.available_bytes() is None or memory.available_bytes() > 1 << 20
+    monkeypatch.setattr(memory, "_of_group", lambda: 5)
+    assert memory.available_bytes() == 5
+
+
+def test_pages_are_memory_like_any_other():
+    data = memory._pages(3 * 4096 + 5)
+    assert data.shape == (3 * 4096 + 5,)
+    assert not data.any()
+    whole = memory.Block(data).view((3, 1024), torch.float32)
+    whole.fill_(2.0)
+    assert whole.sum() == 3 * 1024 * 2
+
+
+def test_on_a_cpu_the_lane_is_no_lane():
+    assert isinstance(HostMemory().lane(CPU), InlineLane)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(None, {4, 5}), (0, set()), (1, {5}), (2, {4, 5}), (3, {4, 5, 6}), (4, {4, 5, 6, 7}), ((0, 7), {0, 7})],
+)
+def test_layers_go_to_the_host_as_asked_and_those_that_decode_reads_least_first(asked, expected):
+    plan = decode_plan(segment(1, (4, 5, 6), 100), offload=(4, 5), hot=33)
+    assert place_layers(plan, 8, asked) == Placement(frozenset(expected), tokens(33))
+
+
+def test_without_a_plan_the_last_layers_go_to_the_host():
+    assert place_layers(None, 8, None) == Placement()
+    assert place_layers(None, 8, 3).layers == {5, 6, 7}
+
+
+@pytest.mark.parametrize("asked", [9, -1, (8,), (0, -2)])
+def test_layers_that_are_not_there_are_refused(asked):
+    with pytest.raises(UsageError, match=r"0(-7| to 8)"):
+        place_layers(None, 8, asked)
+
+
+def test_dense_layers_in_host_memory_give_the_dense_tokens(model):
+    prompt = random_tokens(2, 1500)
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with apply(model, plan_for(model), kv_host_layers=(0, 2)) as handle:
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert handle.stats().kv_bytes_host > 0
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_was_written_to_room_is_not_packed_again(monkeypatch):
+    store, made = HostStore(tokens(3), LateMemory()), []
+    store.reserve(50, LAYOUT)
+    k, v = store.room(40, LAYOUT)
+    given = rows(40, 0)
+    k.copy_(given[0])
+    v.copy_(given[1])
+    monkeypatch.setattr(packed, "empty_packed", lambda *args: made.append(args))
+    store.commit(k, v)
+    store._memory.late.settle()
+    assert made == []
+    store.append(*rows(1, 1))  # what it evicts is
+    with pytest.raises(TypeError):
+        store._memory.late.settle()
+    assert made == [(1, LAYOUT)]

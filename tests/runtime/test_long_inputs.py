@@ -1,0 +1,305 @@
+"""Long inputs run in pieces and give what the whole gives, wherever nothing is known to stand against it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_plans import every_head, plan_for
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import AShape, Dense
+from sparsekv.runtime import long_inputs
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.chunking import Chunking
+
+CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
+ONE_PIECE = Chunking(above=20, rows=1 << 20)
+WHOLE = Chunking(above=1 << 30)
+SLIDING = {"mistral": {"sliding_window": 30}}
+MIXED = {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0}
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """Pieces of each layer that ran in pieces (the comparison before the first one included)."""
+    seen = []
+    real = long_inputs.forward_in_pieces
+
+    def counted(layer, given, engine, pieces, into):
+        seen.append(len(pieces))
+        return real(layer, given, engine, pieces, into)
+
+    monkeypatch.setattr(long_inputs, "forward_in_pieces", counted)
+    return seen
+
+
+def close(found, expected):
+    tolerance = 2e-4 if expected.dtype == torch.float32 else 0.04
+    return (found.float() - expected.float()).norm() <= tolerance * expected.float().norm()
+
+
+def logits_of(model, prompt, chunking, plan=None, **options):
+    with torch.no_grad(), apply(model, plan or plan_for(model), chunking=chunking):
+        return model(prompt, **options).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pieces_give_the_logits_of_the_unmodified_model(architecture, batch, dtype, cuts):
+    model, prompt = tiny_model(architecture, dtype=dtype), random_tokens(batch, 90)
+    with torch.no_grad():
+        expected = model(prompt).logits
+    assert close(logits_of(model, prompt, CUT), expected)
+    assert cuts == [2] + [-(-90 // (17 // batch))] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_piece_gives_the_very_bits_of_the_layers_own_forward(architecture, dtype, cuts):
+    model, prompt = tiny_model(architecture, dtype=dtype), random_tokens(2, 90)
+    plan = plan_for(model, every_head(model, AShape(sink=tokens(1), window=tokens(30)), Dense()))
+    expected = logits_of(model, prompt, WHOLE, plan)
+    assert cuts == []
+    assert torch.equal(logits_of(model, prompt, ONE_PIECE, plan), expected)
+    assert cuts == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3"])
+def test_sliding_layers_keep_their_window(architecture, cuts):
+    kinds = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    model = tiny_model(architecture, **SLIDING.get(architecture, MIXED | kinds))
+    prompt = random_tokens(1, 90)
+    with torch.no_grad():
+        expected = model(prompt).logits
+    assert close(logits_of(model, prompt, CUT), expected)
+    assert close(logits_of(model, prompt, CUT, use_cache=False), expected)
+    assert max(cuts) == 6
+
+
+@pytest.mark.parametrize("options", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}], ids=str)
+def test_biases_and_ungrouped_heads_are_those_of_the_model(options, cuts):
+    model, prompt = (
+        tiny_model(**({"kv_heads": 4} if "num_key_value_heads" in options else options)),
+        random_tokens(1, 90),
+    )
+    for name, value in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(value)
+    with torch.no_grad():
+        expected = model(prompt).logits
+    assert close(logits_of(model, prompt, CUT), expected)
+    assert max(cuts) == 6
+
+
+def test_the_last_hidden_state_is_normed_in_pieces_and_whole():
+    model, prompt = tiny_model("qwen3"), random_tokens(2, 70)
+    with torch.no_grad():
+        expected = model.model(prompt).last_hidden_state
+        with apply(model, plan_for(model), chunking=CUT):
+            torch.testing.assert_close(model.model(prompt).last_hidden_state, expected, atol=2e-4, rtol=2e-4)
+            assert model(prompt, logits_to_keep=1).logits.shape[1] == 1
+
+
+def traces(model):
+    return [
+        (sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_closing_leaves_no_forward_behind(architecture):
+    model = tiny_model(architecture)
+    before = traces(model)
+    handle = apply(model, plan_for(model), chunking=CUT)
+    assert all("forward" in vars(layer) for layer in [*model.model.layers, model.model.norm])
+    with torch.no_grad():
+        model(random_tokens(1, 50))
+    handle.close()
+    assert traces(model) == before
+
+
+def test_a_forward_that_somebody_put_before_ours_stays(cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    layer, calls = model.model.layers[1], []
+    original = layer.forward
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    layer.forward = own
+    with torch.no_grad():
+        expected = model(prompt).logits
+        with apply(model, plan_for(model), chunking=CUT):
+            assert close(model(prompt).logits, expected)
+    assert layer.forward is own
+    assert len(calls) == 2
+    assert cuts == [2, 3, 3]
+
+
+def test_a_forward_that_somebody_put_over_ours_outlives_the_handle():
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    with torch.no_grad():
+        expected = model(prompt).logits
+        with apply(model, plan_for(model), chunking=CUT):
+            layer = model.model.layers[0]
+            ours = layer.forward
+            layer.forward = over = lambda *args, **kwargs: ours(*args, **kwargs)
+        assert layer.forward is over
+        assert torch.equal(model(prompt).logits, expected)
+
+
+def test_a_copy_of_an_attached_model_computes_with_its_own_weights():
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    with torch.no_grad(), apply(model, plan_for(model), chunking=CUT):
+        before = model(prompt).logits
+        twin = copy.deepcopy(model)
+        for value in twin.model.layers.parameters():
+            value.zero_()
+        assert not torch.allclose(twin.model(prompt).last_hidden_state, model.model(prompt).last_hidden_state)
+        assert torch.equal(model(prompt).logits, before)
+
+
+PARTS = ["self_attn", "self_attn.q_proj", "self_attn.o_proj", "mlp", "mlp.down_proj", "input_layernorm"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_hook_inside_a_layer_sees_all_rows_at_once(name, cuts):
+    model, prompt, seen = tiny_model(), random_tokens(1, 50), []
+    module = model.model.layers[1].get_submodule(name)
+
+    def hook(module, args, output):
+        first = output[0] if isinstance(output, tuple) else output
+        seen.append(first.shape[1])
+
+    with torch.no_grad():
+        expected = model(prompt).logits
+        handle = module.register_forward_hook(hook)
+        with apply(model, plan_for(model), chunking=CUT):
+            assert close(model(prompt).logits, expected)
+            handle.remove()
+            assert close(model(prompt).logits, expected)
+    assert seen == [50]
+    assert cuts == [2, 3, 3, 3, 3, 3]
+
+
+def test_a_hook_on_every_module_there_is_stops_the_cutting(cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    hook = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        logits_of(model, prompt, CUT)
+    finally:
+        hook.remove()
+    assert cuts == []
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_what_a_hook_on_a_layer_keeps_is_not_overwritten(where, cuts):
+    model, prompt, kept = tiny_model(), random_tokens(1, 50), []
+
+    def run():
+        kept.clear()
+        out = model(prompt).logits
+        return out, [tensor.clone() for tensor in kept]
+
+    for layer in model.model.layers:
+        if where == "before":
+            layer.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+        else:
+            layer.register_forward_hook(lambda module, args, output: kept.append(output))
+    with torch.no_grad():
+        expected, states = run()
+        with apply(model, plan_for(model), chunking=CUT):
+            found, found_states = run()
+    assert close(found, expected)
+    assert len(found_states) == 3
+    assert all(close(a, b) for a, b in zip(found_states, states, strict=True))
+    assert cuts == [2, 3, 3, 3]
+
+
+def test_what_a_hook_on_a_layer_returns_goes_on(cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    with torch.no_grad():
+        expected = model(prompt).logits
+    assert close(logits_of(model, prompt, CUT), expected)
+    assert cuts == [2, 3, 3, 3]
+
+
+def test_hidden_states_that_are_asked_for_are_those_of_each_layer(cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    with torch.no_grad():
+        expected = model(prompt, output_hidden_states=True)
+        with apply(model, plan_for(model), chunking=CUT):
+            found = model(prompt, output_hidden_states=True)
+            assert cuts == []
+            assert close(model(prompt).logits, expected.logits)
+            model.config.output_hidden_states = True
+            again = model(prompt)
+            model.config.output_hidden_states = False
+    for out in (found, again):
+        assert len(out.hidden_states) == 4
+        assert all(close(a, b) for a, b in zip(out.hidden_states, expected.hidden_states, strict=True))
+    assert cuts == [2, 3, 3, 3]  # once nobody asks, the hooks that transformers leaves behind do not matter
+
+
+def test_embeddings_of_the_caller_are_not_overwritten(cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(prompt)
+        before, expected = embeddings.clone(), model(prompt).logits
+        with apply(model, plan_for(model), chunking=CUT):
+            assert close(model(inputs_embeds=embeddings).logits, expected)
+            assert torch.equal(embeddings, before)
+            held = []
+            model.get_input_embeddings().register_forward_hook(lambda module, args, output: held.append(output))
+            assert close(model(prompt).logits, expected)
+    assert torch.equal(held[0], before)
+    assert cuts == [2, 3, 3, 3, 3, 3, 3]
+
+
+def test_the_layers_own_forward_runs_wherever_something_is_unknown(cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    with apply(model, plan_for(model), chunking=CUT):
+        expected = model(prompt).logits.detach()  # with gradients on
+        with torch.no_grad():
+            assert close(model(prompt, something_else=torch.ones(2)).logits, expected)
+            model(prompt[:, :20])  # short
+            position = model.model.rotary_emb(torch.ones(1), torch.arange(50)[None])
+            layer, states = model.model.layers[0], torch.randn(1, 50, 64)
+            alone = layer(states, position_embeddings=position)  # a layer by itself
+    assert cuts == []
+    with torch.no_grad():
+        torch.testing.assert_close(layer(states, position_embeddings=position), alone, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_compute_something_else_run_whole_and_one_warning_says_so(monkeypatch, cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    original = LlamaAttention.forward
+
+    def gated(self, hidden_states, **kwargs):
+        out, weights = original(self, hidden_states, **kwargs)
+        return out * 1.1, weights
+
+    monkeypatch.setattr(LlamaAttention, "forward", gated)
+    with torch.no_grad():
+        expected = model(prompt).logits
+        with apply(model, plan_for(model), chunking=CUT), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = model(prompt).logits
+            model(prompt)
+    assert ["LlamaDecoderLayer" in str(warning.message) for warning in warned] == [True]
+    assert close(found, expected)
+    assert cuts == [2]
+
+
+@pytest.mark.parametrize(("batch", "length", "rows"), [(1, 100, 17), (3, 100, 17), (5, 100, 3), (1, 34, 17), (1, 2, 9)])
+def test_pieces_cover_every_token_once_in_order(batch, length, rows):
+    pieces = list(Chunking(above=0, rows=rows).pieces(batch, length))
+    assert [t for piece in pieces for t in range(piece.start, piece.stop)] == list(range(length))
+    assert all(batch * (piece.stop - piece.start) <= max(rows, batch) for piece in pieces)
