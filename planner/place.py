@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from importlib.metadata import version
-from typing import cast
-
-import torch
 
 from sparsekv import __version__
-from sparsekv.plans.records import DtypeName
-
-
-def device_name(device: torch.device) -> str:
-    """What plans and cost files call a device: "NVIDIA H200", "cpu x86_64"."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()}".strip()
-
-
-def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """ "bfloat16" for torch.bfloat16, and so on."""
-    return cast(DtypeName, str(dtype).removeprefix("torch."))
+from sparsekv.runtime.place import device_name as device_name
+from sparsekv.runtime.place import dtype_name as dtype_name
 
 
 def versions() -> dict[str, str]:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import warnings
 
 from sparsekv.plans.capability import unsupported
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.fingerprint import check_model
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-
-
-class PlanWarning(UserWarning):
-    """A plan that runs, but whose measured quality may not hold here."""
 
 
 def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
@@ -30,6 +26,33 @@ def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> No
         raise UnsupportedError(
             f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
         )
+
+
+def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
+    """Warns (`PlanWarning`) where cost and crossover of a plan were measured elsewhere: the plan runs, and right, but
+    whether sparse is faster here nobody has measured.
+
+    Args:
+        plan: the plan; one without targets (an import) claims nothing.
+        device: where it is going to run, by its name.
+        backend: of its kernels.
+        dtype: of the model.
+    """
+    measured = [
+        f"{target.device} ({target.backend}, {target.dtype}{_devices(target.count)})" for target in plan.targets
+    ]
+    here = f"{device} ({backend}, {dtype})"
+    if measured and here not in measured:
+        warnings.warn(
+            f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
+            "slower than dense here. `sparsekv plan MODEL --profile FILE` recompiles it for this device",
+            PlanWarning,
+            stacklevel=3,
+        )
+
+
+def _devices(count: int) -> str:
+    return "" if count == 1 else f", {count} devices"
 
 
 def _sliding_filters(plan: Plan, found: ModelInfo) -> list[str]:

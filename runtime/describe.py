@@ -29,7 +29,15 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
     Raises:
         UnsupportedError: the architecture is not supported.
     """
-    config = model.config
+    described = describe_config(model.config, source, revision)
+    weights = weights_fingerprint(_weight_samples(model))
+    return described.model_copy(
+        update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},
+    )
+
+
+def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
+    """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`."""
     check_supported(config.model_type)
     groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
     facts = {
@@ -45,9 +53,7 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
         context_length=config.max_position_embeddings,
         rope=rope,
         attention=groups,
-        fingerprint=Fingerprint(
-            architecture=architecture_fingerprint(facts), weights=weights_fingerprint(_weight_samples(model))
-        ),
+        fingerprint=Fingerprint(architecture=architecture_fingerprint(facts)),
     )
 
 

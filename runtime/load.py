@@ -72,6 +72,20 @@ def load_model(
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
+def load_config(source: ModelSource | str) -> PreTrainedConfig:
+    """The config of a model, without its weights.
+
+    Raises:
+        UsageError: there is no such model, or no access to it.
+        UnsupportedError: its architecture is not supported.
+    """
+    found = resolve_model(source) if isinstance(source, str) else source
+    options: dict[str, Any] = {}
+    if not Path(found.path_or_id).is_dir():
+        options["local_files_only"] = needs_cache(found.path_or_id, None, False)
+    return _read_config(found, options)
+
+
 def torch_device(device: str) -> torch.device:
     """The device of that name; "auto" is the first GPU, or the CPU.
 

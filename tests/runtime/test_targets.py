@@ -1,0 +1,90 @@
+"""Where cost and crossover of a plan were measured, and whether that is here: told, never refused."""
+
+import warnings
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import every_head, plan_for
+
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import PlanWarning
+from sparsekv.plans.patterns import AShape
+from sparsekv.plans.records import Target
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.checks import check_target
+from sparsekv.runtime.place import device_name, dtype_name
+
+CPU = device_name(torch.device("cpu"))
+H200 = Target(device="NVIDIA H200", backend="flash", dtype="bfloat16")
+HERE = Target(device=CPU, backend="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def plan(model) -> Plan:
+    return plan_for(model, every_head(model, AShape(sink=tokens(64), window=tokens(64))))
+
+
+def warned(plan: Plan, model, **options) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apply(model, plan, **options).close()
+    return [str(warning.message) for warning in caught if issubclass(warning.category, PlanWarning)]
+
+
+@pytest.mark.parametrize("targets", [(), (HERE,), (H200, HERE)], ids=["imported", "here", "several"])
+def test_a_plan_that_was_measured_here_or_nowhere_runs_without_a_word(plan: Plan, model, targets) -> None:
+    assert warned(plan.model_copy(update={"targets": targets}), model) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "NVIDIA H200"},
+        {"backend": "triton"},
+        {"dtype": "bfloat16"},
+        {"count": 2},
+    ],
+    ids=str,
+)
+def test_another_device_backend_or_dtype_is_told_once_with_the_way_out(plan: Plan, model, change: dict) -> None:
+    (said,) = warned(plan.model_copy(update={"targets": (HERE.model_copy(update=change),)}), model)
+    assert f"not on {CPU} (cpu, float32)" in said
+    assert "--profile FILE" in said
+    assert str(next(iter(change.values()))) in said
+
+
+def test_a_plan_measured_elsewhere_still_runs_as_it_says(plan: Plan, model) -> None:
+    elsewhere = plan.model_copy(update={"targets": (H200,)})
+    with pytest.warns(PlanWarning, match=r"measured on NVIDIA H200 \(flash, bfloat16\)"):
+        handle = apply(model, elsewhere)
+    with torch.no_grad(), handle:
+        model(random_tokens(1, 700))
+        assert handle.stats().prefill_density < 1.0
+
+
+def test_nothing_of_a_plan_that_does_not_run_is_worth_a_warning(plan: Plan, model) -> None:
+    elsewhere = plan.model_copy(update={"targets": (H200,)})
+    assert warned(elsewhere, model, prefill=False, decode=False) == []
+    assert len(warned(elsewhere, model, decode=False)) == 1
+
+
+def test_a_program_that_applies_a_plan_again_and_again_is_told_once(plan: Plan, model) -> None:
+    elsewhere = plan.model_copy(update={"targets": (H200,)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            apply(model, elsewhere).close()
+    assert len([warning for warning in caught if warning.category is PlanWarning]) == 1
+
+
+def test_the_warning_names_every_place_that_was_measured(plan: Plan) -> None:
+    both = plan.model_copy(update={"targets": (H200, HERE)})
+    with pytest.warns(PlanWarning, match=r"NVIDIA H200 \(flash, bfloat16\), cpu \S+ \(cpu, float32\), not on other"):
+        check_target(both, "other", "triton", dtype_name(torch.float16))
