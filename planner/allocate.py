@@ -3,17 +3,23 @@
 Among candidates brought to the target cost, each head takes the one of least output error. The error is the mean of
 two: over all rows, and over the question and the answer (TAIL_WEIGHT), since a head that retrieves does so in a
 hundredth of the rows, which an error over all rows does not see.
+
+A target density bounds the mean over the heads that are sparse. Heads that the crossover makes dense stand outside:
+they are dense because that is faster, so that sparser neighbours would lose accuracy and win nothing that was asked
+for. The plan is then denser than its target, which `crossover_remarks` tells; without a crossover no head is dense and
+the target bounds the whole.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.crossover import dense_below
+from sparsekv.planner.crossover import longest_losing, pays
+from sparsekv.planner.fallback import Fallback, Mask
+from sparsekv.planner.mandatory import ROUNDING, too_low
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import causal_tiles, is_faster_at, prefill_estimate
+from sparsekv.planner.predict import layer_times, prefill_estimate
 from sparsekv.planner.profile_data import LengthProfile, Profile
 from sparsekv.planner.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
 from sparsekv.plans.errors import GateError, UsageError
@@ -21,8 +27,6 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
 
 TAIL_WEIGHT = 0.5
-# Densities in a profile are rounded; one that is the target but for rounding is the target.
-_ROUNDING = 1e-4
 # Candidates are fitted on one prompt; on the mean of all they may cost this much more than the target.
 TOLERANCE = 1.1
 
@@ -30,8 +34,8 @@ TOLERANCE = 1.1
 def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> PrefillPlan:
     """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last.
 
-    The density over all profiled heads of each bucket is at most its target. Heads, and whole lengths, that dense is
-    predicted to compute faster go dense, unless `options.crossover` is off.
+    The density over the sparse heads of each bucket is at most its target. Heads, layers, and lengths between the
+    profiled ones that dense is predicted to compute faster go dense, unless `options.crossover` is off.
 
     Args:
         profile: what was measured.
@@ -52,10 +56,12 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
         choices = [length.at_speedup(options.target_speedup) for length in work]
     else:
         choices = [length.at_density(target) for length, target in zip(work, targets, strict=True)]
-    buckets = [length.bucket(choice) for length, choice in zip(work, choices, strict=True)]
-    first = work[0].dense_bucket_below(choices[0]) if options.crossover and not buckets[0].dense else ()
+    buckets: list[PrefillBucket] = []
+    for length, choice in zip(work, choices, strict=True):
+        above = buckets[-1].up_to if buckets else None
+        buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
-    return PrefillPlan(tile=profile.tile, lengths=(*first, *buckets, last))
+    return PrefillPlan(tile=profile.tile, lengths=(*_joined(buckets), last))
 
 
 def ladder(entry: LengthProfile) -> tuple[float, ...]:
@@ -63,29 +69,49 @@ def ladder(entry: LengthProfile) -> tuple[float, ...]:
     return tuple(sorted({candidate.density for candidate in entry.candidates}))
 
 
+def _joined(buckets: list[PrefillBucket]) -> list[PrefillBucket]:
+    """Without dense buckets that a longer dense one follows."""
+    return [
+        bucket
+        for place, bucket in enumerate(buckets)
+        if not (bucket.dense and place + 1 < len(buckets) and buckets[place + 1].dense)
+    ]
+
+
 class _Length:
     """The allocation of one length."""
 
     def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: PlanOptions) -> None:
-        self._entry, self._cost, self._crossover = entry, cost, options.crossover
-        self._families = set(options.families)
-        self._own_family = np.array([candidate.family in self._families for candidate in entry.candidates])
+        self._entry, self._cost = entry, cost
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
         self._tables = ScoreTables.of(entry)
+        self._fallback = Fallback(cost, self._tables, profile.tile) if options.crossover else None
         self._error_LCH = (1.0 - TAIL_WEIGHT) * self._tables.error_LCH + TAIL_WEIGHT * self._tables.tail_error_LCH
+        self._own_C = np.array([candidate.family in options.families for candidate in entry.candidates])
 
     def at_density(self, target: float) -> Choice:
-        """Algorithm 1 at a target density."""
+        """Algorithm 1 at a target density, and what of it the crossover leaves sparse."""
         usable_LCH = self._usable(target)
-        error_LCH = np.where(usable_LCH, self._error_LCH, np.inf)
-        best_LH = np.where(usable_LCH.any(1), error_LCH.argmin(1), DENSE)
-        return self._within(np.where(self._tables.present_LH, best_LH, ABSENT), target)
+        allowed_LCH = np.broadcast_to(self._own_C[:, None], usable_LCH.shape)
+        if self._fallback is None:
+            return self._within(self._best(usable_LCH), allowed_LCH, target)
+        allowed_LCH = allowed_LCH & self._fallback.paying_candidates()
+        choice = self._without_losing_families(usable_LCH, allowed_LCH, self._fallback)
+        while True:  # each turn but the last makes a layer dense
+            sparse = self._fallback.without_losing_layers(choice)
+            choice = self._within(sparse, allowed_LCH, target)
+            if np.array_equal(choice, sparse):
+                return choice
 
     def at_speedup(self, target: float) -> Choice:
         """The least sparse choice that is predicted to be `target` times as fast as dense."""
+        choice, speedup = np.where(self._tables.present_LH, DENSE, ABSENT), 1.0
         for density in reversed(ladder(self._entry)):
-            choice = self.at_density(density)
+            try:
+                choice = self.at_density(density)
+            except UsageError:  # no room for mandatory tiles here, nor at lower densities
+                break
             estimate = prefill_estimate(self._cost, self._tables, choice, self._tile)
             speedup = estimate.dense_us / max(estimate.sparse_us, 1e-9)
             if speedup >= target:
@@ -97,29 +123,29 @@ class _Length:
             )
         return choice
 
-    def bucket(self, choice: Choice) -> PrefillBucket:
-        """The choice as a bucket; dense where dense is predicted to be faster."""
+    def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
+        """The choice as a bucket, behind a dense one for the lengths from `above` on at which it would not pay."""
+        length = self._entry.length
         groups = tuple(
             HeadGroup(layer=scores.layer, heads=(head,), pattern=self._tables.pattern(choice, row, head))
             for row, scores in enumerate(self._entry.layers)
             for head in np.flatnonzero(choice[row] >= 0).tolist()
         )
-        if not groups or (self._crossover and not self._is_faster(choice)):
-            return PrefillBucket(up_to=self._entry.length, dense=True)
-        return PrefillBucket(up_to=self._entry.length, heads=groups)
+        if not groups:
+            return [PrefillBucket(up_to=length, dense=True)]
+        below = None if self._fallback is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
+        dense = [PrefillBucket(up_to=below, dense=True)] if below else []
+        return [*dense, PrefillBucket(up_to=length, heads=groups)]
 
-    def dense_bucket_below(self, choice: Choice) -> tuple[PrefillBucket, ...]:
-        """A dense bucket for lengths that are too short for these patterns to pay."""
-        below = dense_below(
-            lambda length: is_faster_at(self._cost, self._tables, choice, self._tile, length), self._entry.length
-        )
-        return (PrefillBucket(up_to=below, dense=True),) if below else ()
+    def _pays_at(self, choice: Choice, length: int) -> bool:
+        times = layer_times(self._cost, self._tables, choice, self._tile, length)
+        return pays(float(times.sparse_us.sum()), float(times.dense_us.sum()))
 
-    def _usable(self, target: float) -> npt.NDArray[np.bool_]:
-        """[L, C, H]: of each ray the highest density within the target; without those that dense outruns."""
+    def _usable(self, target: float) -> Mask:
+        """[L, C, H]: of each ray the highest density within the target."""
         allowed: dict[str, int] = {}
         for place, candidate in enumerate(self._entry.candidates):
-            if candidate.family in self._families and candidate.density <= target * (1.0 + _ROUNDING):
+            if self._own_C[place] and candidate.density <= target * (1.0 + ROUNDING):
                 best = allowed.get(candidate.ray)
                 if best is None or self._entry.candidates[best].density < candidate.density:
                     allowed[candidate.ray] = place
@@ -133,52 +159,51 @@ class _Length:
         # A ray whose smallest pattern costs more than the target is not at the target cost.
         usable_LCH &= self._tables.density_LCH <= target * TOLERANCE
         if (self._tables.present_LH & ~usable_LCH.any(1)).any():
-            raise self._too_low(target)
-        return usable_LCH & ~self._outrun() if self._crossover else usable_LCH
+            raise too_low(target, self._entry.length, float(np.nanmin(self._tables.density_LCH, 1).max()))
+        return usable_LCH
 
-    def _too_low(self, target: float) -> UsageError:
-        least = float(np.nanmin(self._tables.density_LCH, 1).max())
-        return UsageError(
-            f"expected a target density that leaves room for the tiles every pattern computes (the first, the "
-            f"diagonal, the one before), found {target:g} at {self._entry.length} tokens, where they take up to "
-            f"{least:.3g}; raise it, or plan longer contexts or smaller tiles"
-        )
+    def _best(self, usable_LCH: Mask) -> Choice:
+        """The candidate of least error for each head; dense where none is usable."""
+        error_LCH = np.where(usable_LCH, self._error_LCH, np.inf)
+        best_LH = np.where(usable_LCH.any(1), error_LCH.argmin(1), DENSE)
+        return np.where(self._tables.present_LH, best_LH, ABSENT)
 
-    def _outrun(self) -> npt.NDArray[np.bool_]:
-        """[L, C, H]: candidates that cost more than a dense head of the same launch, index building included."""
-        length = self._entry.length
-        causal = causal_tiles(length, self._tile)
-        _, tile_us, column_us = self._cost.prefill_sparse.prices
-        index_C = np.array([self._cost.index_head_us(candidate.family, length) for candidate in self._entry.candidates])
-        tiles_LCH = self._tables.tiles_LCH * causal
-        sparse_LCH = tiles_LCH * tile_us + self._tables.columns_LCH * causal * column_us + index_C[None, :, None]
-        return np.asarray(sparse_LCH >= causal * tile_us)
+    def _without_losing_families(self, usable_LCH: Mask, allowed_LCH: Mask, fallback: Fallback) -> Choice:
+        """Each layer without the families whose index costs it more than they save; narrows `allowed_LCH` to that."""
+        choice = self._best(usable_LCH & allowed_LCH)
+        for row in range(len(choice)):
+            while (losing := fallback.losing_family(choice[row], row)) is not None:
+                allowed_LCH[row, [candidate.family == losing for candidate in self._entry.candidates]] = False
+                choice[row] = self._best(usable_LCH & allowed_LCH)[row]
+        return choice
 
-    def _within(self, choice: Choice, target: float) -> Choice:
-        """Moves heads to sparser candidates until the mean density, over all prompts, is within the target.
+    def _within(self, choice: Choice, allowed_LCH: Mask, target: float) -> Choice:
+        """Moves heads to sparser candidates until the mean density of sparse heads is within the target.
 
         Candidates were fitted on the first calibration prompt; on the others they cost a little more or less. The
         moves that add least error for the tiles they save come first.
         """
         tables = self._tables
-        limit = target * int((choice != ABSENT).sum())
-        density_LH = tables.take(tables.density_LCH, choice, 1.0)
+        limit = target * int((choice >= 0).sum())
+        density_LH = np.where(choice >= 0, tables.take(tables.density_LCH, choice, 0.0), 0.0)
         over = float(density_LH.sum()) - limit
         moved = choice.copy()
-        for _, saved, row, head, candidate in self._moves(choice, density_LH, target) if over > 0.0 else []:
+        for _, saved, row, head, candidate in self._moves(choice, density_LH, allowed_LCH, target) if over > 0 else []:
             moved[row, head] = candidate
             over -= saved
             if over <= 0.0:
                 break
-        if over > limit * _ROUNDING and not (moved == DENSE).any():
-            raise self._too_low(target)
+        if over > limit * ROUNDING:
+            raise self._unreached(target, target + over / int((choice >= 0).sum()))
         return moved
 
-    def _moves(self, choice: Choice, density_LH: Floats, target: float) -> list[tuple[float, float, int, int, int]]:
+    def _moves(
+        self, choice: Choice, density_LH: Floats, allowed_LCH: Mask, target: float
+    ) -> list[tuple[float, float, int, int, int]]:
         """One move a head: to its least-error candidate within the target. (error a tile, tiles, layer, head, to)."""
         moves = []
         for row, head in np.argwhere((choice >= 0) & (density_LH > target)).tolist():
-            within_C = self._own_family & (self._tables.density_LCH[row, :, head] <= target)
+            within_C = allowed_LCH[row, :, head] & (self._tables.density_LCH[row, :, head] <= target)
             if within_C.any():
                 error_C = np.where(within_C, self._error_LCH[row, :, head], np.inf)
                 candidate = int(error_C.argmin())
@@ -187,6 +212,12 @@ class _Length:
                 moves.append((max(added, 0.0) / saved, saved, row, head, candidate))
         return sorted(moves)
 
-    def _is_faster(self, choice: Choice) -> bool:
-        estimate = prefill_estimate(self._cost, self._tables, choice, self._tile)
-        return estimate.sparse_us < estimate.dense_us
+    def _unreached(self, target: float, found: float) -> UsageError:
+        least = float(np.nanmin(self._tables.density_LCH, 1).max())
+        if least > target:
+            return too_low(target, self._entry.length, least)
+        return UsageError(
+            f"expected candidates that come to a density of {target:g} over all calibration prompts at "
+            f"{self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts they cost more than on "
+            f"the one they were fitted on. Ask for {found * 1.005:.3g} with the same profile, or profile a lower one"
+        )

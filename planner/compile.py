@@ -7,9 +7,11 @@ decode first a smaller loss (fewer layers attend to chosen tokens), then a large
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsekv.planner.advice import after_a_missed_gate
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost import measure_cost
 from sparsekv.planner.cost_data import DeviceCost, HeadShape
@@ -22,6 +24,7 @@ from sparsekv.planner.profile import discard_partial, profile
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import check_model, digest_of, write_cost, write_profile
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.remarks import crossover_remarks, offload_remarks
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import Verification, verify
@@ -83,16 +86,24 @@ def compile_plan(
     started = time.monotonic()
     settled, measured = _profiled(loaded, options, profile_in, profile_out, progress)
     if cost_in is not None:
-        _check_cost(cost_in, measured)
+        check_cost(cost_in, measured)
     cost = cost_in or _measured_cost(loaded, settled, measured, progress)
     if cost_out is not None:
         write_cost(cost, cost_out)
-    plan, verification, attempts = _until_verified(loaded, settled, measured, cost, progress)
-    return PlanResult(plan, time.monotonic() - started, attempts, verification.reasons if verification else ())
+    found = _until_verified(loaded, settled, measured, cost, progress)
+    reasons = found.verification.reasons if found.verification else ()
+    told = remarks(found.plan, found.options, measured, cost)
+    return PlanResult(found.plan, time.monotonic() - started, found.attempts, (*reasons, *told))
 
 
-def compile_once(loaded: LoadedModel, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
-    """One plan from what was measured, unverified; `options` are settled for the profile.
+def compile_once(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
+    """One plan from what was measured, unverified.
+
+    Args:
+        model: what the plan is for, as the profile has it.
+        options: settled for the profile.
+        measured: the profile.
+        cost: of the device that the plan is for.
 
     Raises:
         UsageError, GateError: the profile does not reach the targets.
@@ -101,13 +112,19 @@ def compile_once(loaded: LoadedModel, options: PlanOptions, measured: Profile, c
     decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
     return Plan(
         status="unverified",
-        model=loaded.info,
+        model=model,
         targets=(Target(device=cost.device, backend=cost.backend, dtype=cost.dtype),),
         prefill=prefill,
         decode=decode,
         cost=predict(measured, cost, prefill, decode),
         provenance=_provenance(options, measured, cost),
     )
+
+
+def remarks(plan: Plan, options: PlanOptions, measured: Profile, cost: DeviceCost) -> tuple[str, ...]:
+    """What to know about a plan that its figures do not say; `options` are those it was compiled with."""
+    prefill = crossover_remarks(measured, cost, plan.prefill, options) if plan.prefill else ()
+    return (*prefill, *(offload_remarks(measured, cost, plan.decode) if plan.decode else ()))
 
 
 def _profiled(
@@ -140,6 +157,7 @@ def _measured_cost(
         dtype=loaded.model.dtype,
         tile=measured.tile,
         backend=options.backend,
+        offload=options.offload and "decode" in options.phases,
         progress=progress,
     )
 
@@ -149,8 +167,12 @@ def _head_shape(model: ModelInfo) -> HeadShape:
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
 
 
-def _check_cost(cost: DeviceCost, profile: Profile) -> None:
-    """Prices of other tiles or heads would move every crossover without a word."""
+def check_cost(cost: DeviceCost, profile: Profile) -> None:
+    """Prices of other tiles or heads would move every crossover without a word.
+
+    Raises:
+        UsageError: the cost is of others than the profile.
+    """
     expected, found = (_head_shape(profile.model), profile.tile), (cost.shape, cost.tile)
     if expected != found:
         raise UsageError(
@@ -159,26 +181,36 @@ def _check_cost(cost: DeviceCost, profile: Profile) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan, the options it came of, and what verification made of it (None: it was left out)."""
+
+    plan: Plan
+    options: PlanOptions
+    verification: Verification | None
+    attempts: int
+
+
 def _until_verified(
     loaded: LoadedModel, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None
-) -> tuple[Plan, Verification | None, int]:
-    plan = compile_once(loaded, options, measured, cost)
+) -> _Found:
+    plan = compile_once(loaded.info, options, measured, cost)
     if not options.verify_samples:
-        return plan, None, 0
+        return _Found(plan, options, None, 0)
     kit = prepare(loaded.tokenizer, Split.EVALUATION)
     for attempt in range(1, MOST_ATTEMPTS + 1):
         found = verify(loaded, plan, options, progress, kit)
         if found.passed:
             status = "verified" if found.conclusive else "unverified"
-            return plan.model_copy(update={"status": status, "quality": found.quality}), found, attempt
+            sound = plan.model_copy(update={"status": status, "quality": found.quality})
+            return _Found(sound, options, found, attempt)
         stricter = tightened(options, measured, found.missed)
         if stricter is None:
             break
-        options, plan = stricter, compile_once(loaded, stricter, measured, cost)
+        options, plan = stricter, compile_once(loaded.info, stricter, measured, cost)
     raise GateError(
         f"expected a plan that keeps the accuracy of dense, found none in {attempt} attempts; the last one missed it "
-        f"in {'; '.join(found.reasons)}. Raise --target-density or --decode-budget, loosen --max-accuracy-drop, "
-        "or verify on more samples"
+        f"in {'; '.join(found.reasons)}. {after_a_missed_gate(options, set(found.missed))}"
     )
 
 

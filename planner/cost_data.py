@@ -11,12 +11,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.parts import Count, Length, NonNegative, Part, Text
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.records import BackendName, DtypeName
 
 KIND = "sparsekv.cost"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PatternName = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
 
 
@@ -48,7 +49,7 @@ class Timing(Part):
 
 
 class DeviceCost(Part):
-    """Prices of one device.
+    """Prices of one device. The first price of every line is what a launch costs, however little it computes.
 
     Attributes:
         prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
@@ -57,10 +58,12 @@ class DeviceCost(Part):
         decode_dense: of (1, tokens attended), one step.
         decode_sparse: the same, over chosen tokens.
         decode_choose: of (1, tokens scored): choosing tokens in a filter layer.
+        decode_host: of (1, tokens attended, tokens of these read from host memory): a step of an offloaded layer
+            over chosen tokens; None where it was not asked for.
     """
 
     kind: Literal["sparsekv.cost"] = "sparsekv.cost"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     device: Text
     dtype: DtypeName
     backend: BackendName
@@ -73,6 +76,7 @@ class DeviceCost(Part):
     decode_dense: Line
     decode_sparse: Line
     decode_choose: Line
+    decode_host: Line | None = None
     timings: tuple[Timing, ...] = ()
 
     def prefill_dense_us(self, causal_tiles: float) -> float:
@@ -83,7 +87,7 @@ class DeviceCost(Part):
         """A sparse layer, index building included.
 
         Args:
-            tiles: whole tiles computed, over all heads.
+            tiles: whole tiles computed, over all heads, dense ones included.
             columns: single columns computed, in tiles, over all heads.
             heads: how many heads follow each data-dependent or static pattern.
             length: tokens of the prompt.
@@ -92,12 +96,20 @@ class DeviceCost(Part):
         return index + self.prefill_sparse.at(1.0, tiles, columns)
 
     def index_us(self, name: PatternName, heads: int, length: int) -> float:
-        """Building the index of `heads` heads of a pattern."""
-        return self.index[name].at(1.0, float(heads * length), float(heads) * length * length)
+        """Building the index of `heads` heads of a pattern.
+
+        Raises:
+            UsageError: this pattern was not measured.
+        """
+        return self._index(name).at(1.0, float(heads * length), float(heads) * length * length)
+
+    def index_launch_us(self, name: PatternName) -> float:
+        """What the first head of a pattern costs a layer before it adds any work."""
+        return self._index(name).prices[0]
 
     def index_head_us(self, name: PatternName, length: int) -> float:
         """What one head more adds to building the index of a pattern that other heads follow too."""
-        return self.index_us(name, 2, length) - self.index_us(name, 1, length)
+        return self.index_us(name, 1, length) - self.index_launch_us(name)
 
     def decode_dense_us(self, tokens: int) -> float:
         """One step of a layer that attends to everything."""
@@ -110,3 +122,15 @@ class DeviceCost(Part):
     def decode_choose_us(self, tokens: int) -> float:
         """Choosing tokens out of `tokens`, on top of a dense step."""
         return self.decode_choose.at(1.0, float(tokens))
+
+    def decode_host_us(self, tokens: int, cold: float) -> float | None:
+        """One step of an offloaded layer over `tokens` chosen ones, `cold` of which lie on the host; None: unknown."""
+        return None if self.decode_host is None else self.decode_host.at(1.0, float(tokens), cold)
+
+    def _index(self, name: PatternName) -> Line:
+        if name not in self.index:
+            raise UsageError(
+                f"expected a device cost with prices of {', '.join(sorted({*self.index, name}))}, found none of "
+                f"{name}; measure again (leave --cost out)"
+            )
+        return self.index[name]

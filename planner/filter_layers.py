@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.crossover import dense_below
+from sparsekv.planner.crossover import longest_losing, pays
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.predict import step_us
 from sparsekv.planner.profile_data import Profile, Reuse
@@ -37,9 +38,9 @@ Floats = npt.NDArray[np.float64]
 def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
     """The decode phase of a plan, one bucket a profiled length.
 
-    Lengths at which no assignment is cheaper than dense by `cost` go dense, unless `options.crossover` is off or rows
-    are offloaded: an offloaded layer that runs dense reads all its rows back in every step, and the prices in `cost`
-    are of rows that lie on the device.
+    Lengths at which no assignment is cheaper than dense by `cost` go dense, and the lengths below a profiled one at
+    which its segments would not pay, unless `options.crossover` is off or rows are offloaded: an offloaded layer that
+    runs dense reads all its rows back in every step.
 
     Raises:
         UsageError: the profile has no decode statistics, or a fixed layer does not exist.
@@ -48,10 +49,28 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     measured = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse is not None]
     if not measured:
         raise UsageError("expected a profile with decode statistics, found none; profile with the decode phase")
-    buckets = [_bucket(profile.model, length, reuse, cost, options) for length, reuse in measured]
-    first = _shortest(buckets[0], cost, measured[0][0], profile.model) if options.crossover else ()
-    lengths = (*first, *buckets[:-1], buckets[-1].model_copy(update={"up_to": None}))
+    buckets: list[DecodeBucket] = []
+    for length, reuse in measured:
+        above = (buckets[-1].up_to or 0) if buckets else 0
+        buckets += _buckets(profile.model, length, above, reuse, cost, options)
+    lengths = (*_joined(buckets), buckets[-1].model_copy(update={"up_to": None}))
     return DecodePlan(lengths=lengths, offload=_offload(lengths) if options.offload else None)
+
+
+def _joined(buckets: Sequence[DecodeBucket]) -> list[DecodeBucket]:
+    """All but the last, without dense buckets that a longer dense one follows."""
+    return [bucket for bucket, after in pairwise(buckets) if not (bucket.dense and after.dense)]
+
+
+def _buckets(
+    model: ModelInfo, length: int, above: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions
+) -> tuple[DecodeBucket, ...]:
+    """The bucket of a length, behind a dense one for the lengths from `above` on at which it would not pay."""
+    bucket = _bucket(model, length, reuse, cost, options)
+    if bucket.dense or not options.crossover:
+        return (bucket,)
+    below = longest_losing(lambda shorter: _pays(bucket, cost, shorter, model), length, above)
+    return (DecodeBucket(up_to=below, dense=True), bucket) if below else (bucket,)
 
 
 def _bucket(model: ModelInfo, length: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions) -> DecodeBucket:
@@ -60,7 +79,7 @@ def _bucket(model: ModelInfo, length: int, reuse: Reuse, cost: DeviceCost, optio
     chosen = _segments(model, length, reuse, kept, cost, options)
     segments = tuple(_segment(segment, reuse, options.decode_budget) for segment in chosen)
     bucket = DecodeBucket(up_to=length, dense=not segments, segments=segments)
-    if options.crossover and segments and step_us(bucket, cost, length, model.layers) >= _dense_us(cost, length, model):
+    if options.crossover and segments and not _pays(bucket, cost, length, model):
         return DecodeBucket(up_to=length, dense=True)
     return bucket
 
@@ -169,17 +188,9 @@ def _budget_place(measured: Sequence[Budget], wanted: Budget, length: int) -> in
     return max(fitting)[1]
 
 
-def _dense_us(cost: DeviceCost, length: int, model: ModelInfo) -> float:
-    return model.layers * cost.decode_dense_us(length)
-
-
-def _shortest(bucket: DecodeBucket, cost: DeviceCost, length: int, model: ModelInfo) -> tuple[DecodeBucket, ...]:
-    if bucket.dense:
-        return ()
-    below = dense_below(
-        lambda shorter: step_us(bucket, cost, shorter, model.layers) < _dense_us(cost, shorter, model), length
-    )
-    return (DecodeBucket(up_to=below, dense=True),) if below else ()
+def _pays(bucket: DecodeBucket, cost: DeviceCost, length: int, model: ModelInfo) -> bool:
+    step = step_us(bucket, cost, length, model.layers)
+    return step is not None and pays(step, model.layers * cost.decode_dense_us(length))
 
 
 def _offload(buckets: Sequence[DecodeBucket]) -> Offload | None:

@@ -1,17 +1,21 @@
-"""What a plan is predicted to cost on a device, from a profile and a device cost. Nothing is timed here."""
+"""What a plan is predicted to cost on a device, from a profile and a device cost. Nothing is timed here.
+
+Shapes: L profiled layers, H heads.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost_data import DeviceCost, PatternName
+from sparsekv.planner.mandatory import mandatory_a_row
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.tables import ABSENT, DENSE, Choice, ScoreTables
-from sparsekv.plans.decode import DecodeBucket, DecodePlan
+from sparsekv.planner.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
+from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload
 from sparsekv.plans.patterns import Dense, TileShape
 from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
 from sparsekv.plans.records import Cost, Estimate, Prediction
@@ -20,8 +24,8 @@ from sparsekv.plans.records import Cost, Estimate, Prediction
 def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, decode: DecodePlan | None) -> Cost:
     """Dense and sparse attention of each planned phase at every profiled length.
 
-    Patterns of the plan that the profile did not measure (a plan edited by hand) make their length unpredictable: it
-    is left out.
+    What has no price is left out: patterns of the plan that the profile did not measure (a plan edited by hand), and
+    decode with rows in host memory where `cost` was measured without.
     """
     lengths = []
     for entry in profile.lengths:
@@ -37,39 +41,59 @@ def causal_tiles(length: int, tile: TileShape) -> int:
     return Chunk.uniform(1, 0, length).causal_tiles(tile)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTimes:
+    """Attention of each profiled layer over a whole prompt, in microseconds: [L] each."""
+
+    dense_us: Floats
+    sparse_us: Floats  # as chosen; a layer without sparse heads runs the dense kernel
+
+
+def layer_times(
+    cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape, length: int | None = None
+) -> LayerTimes:
+    """The profiled layers over a prompt of `length` tokens (the profiled length by default) by these choices."""
+    tokens = length or tables.entry.length
+    causal = causal_tiles(tokens, tile)
+    tiles_LH, columns_LH = (share_LH * causal for share_LH in shares_at(tables, choice, tile, tokens))
+    heads_L = (choice != ABSENT).sum(1)
+    dense_L = np.array([cost.prefill_dense_us(float(heads) * causal) for heads in heads_L])
+    sparse_L = dense_L.copy()
+    for row, choice_H in enumerate(choice):
+        if kinds := heads_by_pattern(tables, choice_H):
+            tiles, columns = float(tiles_LH[row].sum()), float(columns_LH[row].sum())
+            sparse_L[row] = cost.prefill_sparse_us(tiles, columns, kinds, tokens)
+    return LayerTimes(dense_L, sparse_L)
+
+
+def shares_at(tables: ScoreTables, choice: Choice, tile: TileShape, length: int) -> tuple[Floats, Floats]:
+    """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
+
+    Budgets are in tokens: a row computes as many tiles at every length, as far as it has them. A head that computes r
+    tiles in every row of n computes 1 - (1 - r / n)^2 of the triangle.
+    """
+    tiles_LH = tables.take(tables.tiles_LCH, choice, 1.0)
+    columns_LH = tables.take(tables.columns_LCH, choice, 0.0)
+    if length == tables.entry.length:
+        return tiles_LH, columns_LH
+    stretch = tables.entry.length / length
+    least = min(1.0, mandatory_a_row(tile) * tile.key / length)
+
+    def at_length(share_LH: Floats) -> Floats:
+        row_LH = (1.0 - np.sqrt(np.maximum(0.0, 1.0 - share_LH))) * stretch
+        return np.asarray(1.0 - (1.0 - np.clip(row_LH, least, 1.0)) ** 2)
+
+    there_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH))
+    both_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH + columns_LH))
+    return there_LH, both_LH - there_LH
+
+
 def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape) -> Estimate:
     """Attention of a whole prefill over the profiled layers, when each head follows its choice."""
-    length = tables.entry.length
-    causal = causal_tiles(length, tile)
-    tiles_LH = tables.take(tables.tiles_LCH, choice, 1.0) * causal
-    columns_LH = tables.take(tables.columns_LCH, choice, 0.0) * causal
-    dense_us = sparse_us = 0.0
-    for row, (tiles_H, columns_H) in enumerate(zip(tiles_LH, columns_LH, strict=True)):
-        heads = int((choice[row] != ABSENT).sum())
-        layer_us = cost.prefill_dense_us(heads * causal)
-        dense_us += layer_us
-        kinds = heads_by_pattern(tables, choice[row])
-        sparse_us += (
-            cost.prefill_sparse_us(float(tiles_H.sum()), float(columns_H.sum()), kinds, length) if kinds else layer_us
-        )
-    return Estimate(dense_us=dense_us, sparse_us=sparse_us, density=tables.density(choice))
-
-
-def is_faster_at(cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape, length: int) -> bool:
-    """Whether the patterns chosen at the profiled length are predicted to beat dense at a shorter one.
-
-    Token budgets compute about as many tiles in a row there: that many that the profiled density comes out.
-    """
-    causal, most = causal_tiles(length, tile), -(-tables.entry.length // tile.key)
-    row_tiles = most * (1.0 - math.sqrt(max(0.0, 1.0 - tables.density(choice))))
-    causal_T = np.arange(1, -(-length // tile.query) + 1) * tile.query / tile.key
-    share = float(np.minimum(causal_T, row_tiles).sum() / causal_T.sum())
-    sparse_us = dense_us = 0.0
-    for choice_H in choice:
-        heads = int((choice_H != ABSENT).sum())
-        dense_us += cost.prefill_dense_us(heads * causal)
-        sparse_us += cost.prefill_sparse_us(heads * causal * share, 0.0, heads_by_pattern(tables, choice_H), length)
-    return sparse_us < dense_us
+    times = layer_times(cost, tables, choice, tile)
+    return Estimate(
+        dense_us=float(times.dense_us.sum()), sparse_us=float(times.sparse_us.sum()), density=tables.density(choice)
+    )
 
 
 def heads_by_pattern(tables: ScoreTables, choice_H: Choice) -> dict[PatternName, int]:
@@ -78,13 +102,8 @@ def heads_by_pattern(tables: ScoreTables, choice_H: Choice) -> dict[PatternName,
     return dict(Counter(candidates[place].family for place in choice_H.tolist() if place >= 0))
 
 
-def _of_prefill(profile: Profile, entry: LengthProfile, plan: PrefillPlan, cost: DeviceCost) -> Estimate | None:
-    tables = ScoreTables.of(entry)
-    choice = _choice_of(plan.bucket(entry.length), tables)
-    return None if choice is None else prefill_estimate(cost, tables, choice, profile.tile)
-
-
-def _choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
+def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
+    """What a bucket chose of the candidates of a length; None where it has a pattern that is none of them."""
     choice = np.where(tables.present_LH, DENSE, ABSENT)
     if bucket.dense:
         return choice
@@ -100,23 +119,45 @@ def _choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
     return choice
 
 
-def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate:
+def _of_prefill(profile: Profile, entry: LengthProfile, plan: PrefillPlan, cost: DeviceCost) -> Estimate | None:
+    tables = ScoreTables.of(entry)
+    choice = choice_of(plan.bucket(entry.length), tables)
+    return None if choice is None else prefill_estimate(cost, tables, choice, profile.tile)
+
+
+def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate | None:
     layers = profile.model.layers
     bucket = plan.bucket(length)
-    return Estimate(
-        dense_us=layers * cost.decode_dense_us(length),
-        sparse_us=step_us(bucket, cost, length, layers),
-        density=_decode_share(bucket, length, layers),
-    )
+    step = step_us(bucket, cost, length, layers, plan.offload)
+    if step is None:
+        return None
+    dense_us, share = layers * cost.decode_dense_us(length), _decode_share(bucket, length, layers)
+    return Estimate(dense_us=dense_us, sparse_us=step, density=share)
 
 
-def step_us(bucket: DecodeBucket, cost: DeviceCost, length: int, layers: int) -> float:
-    """Attention of one decode step over all layers, in microseconds."""
-    sparse = sum(
-        len(segment.layers) * cost.decode_sparse_us(segment.budget.resolve(length)) for segment in bucket.segments
-    )
+def step_us(
+    bucket: DecodeBucket, cost: DeviceCost, length: int, layers: int, offload: Offload | None = None
+) -> float | None:
+    """Attention of one decode step over all layers, in microseconds; None where rows in host memory have no price.
+
+    Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on the
+    device, are chosen more often: the price is rather too high.
+    """
+    hosted = frozenset(offload.layers if offload else ())
+    if hosted - bucket.sparse_layers:
+        return None  # it reads back everything it has, in every step
     choosing = len(bucket.segments) * cost.decode_choose_us(length)
-    return sparse + choosing + (layers - len(bucket.sparse_layers)) * cost.decode_dense_us(length)
+    total = choosing + (layers - len(bucket.sparse_layers)) * cost.decode_dense_us(length)
+    for segment in bucket.segments:
+        chosen, moved = segment.budget.resolve(length), len(hosted.intersection(segment.layers))
+        total += (len(segment.layers) - moved) * cost.decode_sparse_us(chosen)
+        if offload and moved:
+            away = max(0, length - offload.hot.resolve(length)) / length
+            fetched_us = cost.decode_host_us(chosen, chosen * away)
+            if fetched_us is None:
+                return None
+            total += moved * fetched_us
+    return total
 
 
 def _decode_share(bucket: DecodeBucket, length: int, layers: int) -> float:

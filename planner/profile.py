@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from sparsekv.kernels.dispatch import choose_backend
 from sparsekv.planner.collect import collected
+from sparsekv.planner.mandatory import check_targets
 from sparsekv.planner.observe import Pass
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.partial import Records
@@ -43,14 +44,17 @@ def profile(
             `discard_partial`.
 
     Raises:
-        UsageError, PromptError: options or prompts do not fit.
+        UsageError, PromptError: options or prompts do not fit; a target density leaves no room for the tiles that
+            every pattern computes.
         BackendError: the backend cannot run here.
     """
     model, info = loaded.model, loaded.info
-    chosen = choose_backend(model.device, model.dtype, info.attention[0].head_dim, options.backend)
+    head_dim = info.attention[0].head_dim
+    chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
     backend = cast(BackendName, chosen.name)
     source = PromptSource.of(loaded.tokenizer, options)
     prompts = {length: source.prompts(length) for length in options.lengths}
+    _check_targets(prompts, options)
     records = Records(out and _partial(out), _identity(loaded, options, prompts, backend))
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
     with (progress or NoProgress()).stage("profile", total=total) as step:
@@ -72,6 +76,12 @@ def profile(
         versions=versions(),
         lengths=tuple(_length(length, some, options, records, info.layers) for length, some in prompts.items()),
     )
+
+
+def _check_targets(prompts: Prompts, options: PlanOptions) -> None:
+    if "prefill" in options.phases and options.target_speedup is None:
+        tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
+        check_targets(tokens, options.target_density, options.tile_shape, options.families)
 
 
 def discard_partial(out: Path) -> None:

@@ -69,14 +69,26 @@ def check_model(profile: Profile, model: ModelInfo) -> None:
     Raises:
         PlanMismatchError: it is of another model.
     """
-    if profile.model.fingerprint != model.fingerprint:
-        part = "architecture"
-        if profile.model.fingerprint.architecture == model.fingerprint.architecture:
-            part = "weights"
-        raise PlanMismatchError(
-            f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
-            "profile this model again (leave --profile out)"
-        )
+    check_architecture(profile, model)
+    if profile.model.fingerprint.weights != model.fingerprint.weights:
+        raise _of_another(profile, model, "weights")
+
+
+def check_architecture(profile: Profile, model: ModelInfo) -> None:
+    """`check_model` where nobody knows the weights.
+
+    Raises:
+        PlanMismatchError: the profile is of a model of another architecture.
+    """
+    if profile.model.fingerprint.architecture != model.fingerprint.architecture:
+        raise _of_another(profile, model, "architecture")
+
+
+def _of_another(profile: Profile, model: ModelInfo, part: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
+        "profile this model again (leave --profile out)"
+    )
 
 
 def digest_of(record: BaseModel) -> str:
@@ -105,8 +117,9 @@ def _read(kind: type[Record], path: Path, what: str) -> Record:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the top"
+        schema = kind.model_fields["schema_version"].default
         raise PlanError(
-            f"expected a {what} of schema 1 in {path}, found at {where}: {first['msg']}; make it again"
+            f"expected a {what} of schema {schema} in {path}, found at {where}: {first['msg']}; make it again"
         ) from error
     if signed != digest_of(record):
         raise PlanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, Task, TaskError, make_sample, prepare
 from sparsekv.planner.tasks.types import Ids
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
+from sparsekv.plans.lengths import format_length
 
 # Rows before the answer that count as the question.
 QUESTION_ROWS = 64
@@ -63,7 +65,7 @@ class PromptSource:
         """The prompts of one length.
 
         Tasks take turns, so that a few samples see as many kinds of question as possible. Own texts are cut at
-        `length`.
+        `length`; those of less than half of it are left out, with a `PlanWarning`.
 
         Raises:
             UsageError: an unknown task.
@@ -117,11 +119,19 @@ def _task(name: str) -> Task:
 
 def _own(tokenizer: Any, texts: Sequence[str], length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
     encoded = [np.asarray(tokenizer(text)["input_ids"][:length], np.int32) for text in texts]
-    long_enough = [ids for ids in encoded if len(ids) >= max(SHORTEST, length // 2)]
+    least = max(SHORTEST, length // 2)
+    long_enough = [ids for ids in encoded if len(ids) >= least]
     if not long_enough:
         longest = max((len(ids) for ids in encoded), default=0)
         raise PromptError(
-            f"expected a calibration prompt of at least {max(SHORTEST, length // 2)} tokens to plan for {length}, "
+            f"expected a calibration prompt of at least {least} tokens to plan for {length}, "
             f"found {longest} in the longest of {len(encoded)}; give longer prompts, or shorter lengths"
+        )
+    if len(long_enough) < len(encoded):
+        warnings.warn(
+            f"{len(encoded) - len(long_enough)} of {len(encoded)} calibration prompts are shorter than {least} tokens "
+            f"and are not used to plan for {format_length(length)}",
+            PlanWarning,
+            stacklevel=3,
         )
     return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in long_enough[:samples])

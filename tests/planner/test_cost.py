@@ -7,21 +7,22 @@ from planner_models import TILE, made_up_cost
 from planner_profiles import made_up_length, made_up_profile
 
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost import measure_cost
+from sparsekv.planner.cost import measure_cost, timed_lengths
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
-from sparsekv.planner.crossover import dense_below
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.predict import causal_tiles, predict
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.decode import DecodeBucket, DecodePlan, Segment
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape
 from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
+
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=32)
 
 
 @pytest.fixture(scope="module")
 def measured() -> DeviceCost:
-    shape = HeadShape(heads=4, kv_heads=2, head_dim=32)
-    return measure_cost(shape, (2048,), device=torch.device("cpu"), dtype=torch.float32, tile=TILE)
+    return measure_cost(SHAPE, (2048,), device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True)
 
 
 def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost) -> None:
@@ -37,6 +38,7 @@ def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost)
 
 def test_the_lines_pass_near_what_was_timed(measured: DeviceCost) -> None:
     timed = [timing for timing in measured.timings if timing.what == "dense prefill"]
+    assert len(timed) == 2
     for timing in timed:
         assert measured.prefill_dense.at(*timing.features) == pytest.approx(timing.us, rel=0.5)
 
@@ -45,7 +47,44 @@ def test_it_says_where_it_was_measured(measured: DeviceCost) -> None:
     assert measured.backend == "cpu"
     assert measured.dtype == "float32"
     assert measured.device.startswith("cpu")
-    assert set(measured.index) == {"a_shape", "vertical_slash", "block_sparse"}
+    assert set(measured.index) == set(KNOWN_FAMILIES)
+
+
+def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(measured: DeviceCost) -> None:
+    timed = [timing.features for timing in measured.timings if timing.what == "host decode"]
+    assert len(timed) == 8
+    assert all(0 <= cold < chosen for _, chosen, cold in timed)
+    assert all(many > few for (_, _, many), (_, _, few) in zip(timed[::2], timed[1::2], strict=True))
+    assert measured.decode_host_us(200, 100.0) > 0
+    assert measured.decode_host_us(200, 200.0) >= measured.decode_host_us(200, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "device", "timed"),
+    [
+        (4, (4096, 8192), "cpu", (512, 1024, 4096)),
+        (4, (1024,), "cpu", (512, 1024)),
+        (256, (131072,), "cpu", (512, 1024)),
+        (32, (4096, 131072), "cuda", (512, 2048, 8192, 32768, 131072)),
+        (32, (1 << 20,), "cuda", (610, 2440, 9760, 39040, 156160)),
+    ],
+)
+def test_short_lengths_are_timed_for_launches_and_long_ones_for_work(heads, lengths, device, timed) -> None:
+    shape = HeadShape(heads=heads, kv_heads=2, head_dim=64 if heads < 32 else 128)
+    assert timed_lengths(shape, lengths, device) == timed
+
+
+def test_a_cost_without_offload_has_no_price_of_it() -> None:
+    assert made_up_cost().decode_host_us(200, 100.0) is None
+
+
+def test_the_first_head_of_a_family_pays_its_launch_and_every_head_its_work() -> None:
+    cost = made_up_cost(index={"a_shape": Line(prices=(100.0, 0.5, 0.001))})
+    assert cost.index_launch_us("a_shape") == 100.0
+    assert cost.index_head_us("a_shape", 10) == pytest.approx(5.1)
+    assert cost.index_us("a_shape", 3, 10) == pytest.approx(100.0 + 3 * 5.1)
+    with pytest.raises(UsageError, match="prices of a_shape, adaptive, found none of adaptive"):
+        cost.index_us("adaptive", 1, 10)
 
 
 def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
@@ -77,11 +116,6 @@ def test_a_length_with_patterns_that_were_not_profiled_is_not_predicted() -> Non
     own = HeadGroup(layer=0, heads=(0,), pattern=AShape(sink=tokens(7), window=tokens(7)))
     plan = PrefillPlan(tile=TILE, lengths=(PrefillBucket(up_to=None, heads=(own,)),))
     assert predict(profile, made_up_cost(), plan, None).lengths == ()
-
-
-@pytest.mark.parametrize(("pays_from", "found"), [(1, None), (1000, 512), (3000, 2048), (10**9, 4096)])
-def test_the_crossover_is_the_longest_length_that_does_not_pay(pays_from: int, found: int | None) -> None:
-    assert dense_below(lambda length: length >= pays_from, 8192) == found
 
 
 def test_a_line_needs_its_own_features() -> None:

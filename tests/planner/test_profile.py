@@ -15,7 +15,7 @@ from sparsekv.planner.profile import discard_partial, profile
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import write_profile
 from sparsekv.planner.tables import ScoreTables
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.describe import describe_model
 from sparsekv.runtime.load import LoadedModel
 
@@ -152,7 +152,8 @@ def test_one_phase_is_profiled_alone(loaded: LoadedModel) -> None:
 def test_own_prompts_are_calibrated_on_and_short_ones_refused(loaded: LoadedModel) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 40
     own = quick_options(prompts=(text, "short"), samples=3).settled(4096, "cpu")
-    found = profile(loaded, own)
+    with pytest.warns(PlanWarning, match="1 of 2 calibration prompts are shorter than 512 tokens.*plan for 1k"):
+        found = profile(loaded, own)
     assert found.lengths[0].prompt_tokens == (1024,)
     assert found.tasks == ()
     with pytest.raises(PromptError, match="at least 512 tokens to plan for 1024, found 5"):

@@ -50,7 +50,7 @@ def plan(reference: LoadedModel) -> Plan:
         tasks=("niah_multikey",),
     ).settled(reference.info.context_length, "cpu")
     cost = made_up_cost(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
-    return compile_once(reference, options, profile(reference, options), cost)
+    return compile_once(reference.info, options, profile(reference, options), cost)
 
 
 @pytest.fixture(scope="module")

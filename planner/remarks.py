@@ -1,0 +1,86 @@
+"""What to know about a plan besides its figures: where it is denser than asked for and why, what was not predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from sparsekv.planner.cost_data import DeviceCost
+from sparsekv.planner.mandatory import ROUNDING
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.predict import choice_of
+from sparsekv.planner.profile_data import LengthProfile, Profile
+from sparsekv.planner.tables import DENSE, ScoreTables
+from sparsekv.plans.decode import DecodePlan
+from sparsekv.plans.lengths import format_length
+from sparsekv.plans.prefill import PrefillPlan
+
+
+def crossover_remarks(
+    profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: PlanOptions
+) -> tuple[str, ...]:
+    """A line for each profiled length at which heads that go dense make the plan denser than its target.
+
+    Args:
+        profile: what the plan was compiled from.
+        cost: of the device that it was compiled for.
+        prefill: of the plan.
+        options: settled, of the plan.
+    """
+    if not options.crossover:
+        return ()
+    entries = [entry for entry in profile.lengths if entry.layers]
+    targets = (None,) * len(entries) if options.target_speedup else options.target_density or (None,) * len(entries)
+    device = f"on {cost.device} ({cost.backend}, {cost.dtype})"
+    lines = (_denser(entry, prefill, target, device) for entry, target in zip(entries, targets, strict=True))
+    return tuple(line for line in lines if line)
+
+
+def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float | None, device: str) -> str | None:
+    bucket, at = prefill.bucket(entry.length), format_length(entry.length)
+    if bucket.dense:
+        return (
+            f"prefill at {at} runs dense: sparse attention is not predicted to be faster there {device}; "
+            "--no-crossover keeps it sparse"
+        )
+    tables = ScoreTables.of(entry)
+    choice = choice_of(bucket, tables)
+    assert choice is not None, "allocated from this very profile"
+    density = tables.density(choice)
+    if target is None or density <= target * (1.0 + ROUNDING):
+        return None
+    whole_L = ~(choice >= 0).any(1)
+    heads = int((choice[~whole_L] == DENSE).sum())
+    return (
+        f"prefill at {at} computes {density:.3f} of the tiles, more than the target of {target:g}: dense is predicted "
+        f"to be faster for {_counted(int(np.sum(whole_L)), heads, len(choice))} {device}; the others keep to the "
+        "target, --no-crossover holds all heads to it"
+    )
+
+
+def _counted(layers: int, heads: int, of: int) -> str:
+    parts = [f"{layers} of {of} layers"] if layers else []
+    parts += [f"{heads} {'other ' if layers else ''}heads"] if heads else []
+    return " and ".join(parts)
+
+
+def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> tuple[str, ...]:
+    """What of decode with rows in host memory could not be predicted, and why."""
+    if decode.offload is None:
+        return ()
+    if cost.decode_host is None:
+        return (
+            "decode is not predicted: the device cost has no prices of rows in host memory; measure again with "
+            "--offload (leave --cost out)",
+        )
+    return tuple(_read_back(profile, decode, decode.offload.layers))
+
+
+def _read_back(profile: Profile, decode: DecodePlan, hosted: tuple[int, ...]) -> Iterator[str]:
+    for entry in profile.lengths:
+        if set(hosted) - decode.bucket(entry.length).sparse_layers:
+            yield (
+                f"decode at {format_length(entry.length)} is not predicted: layers whose rows are in host memory run "
+                "dense there and read all of them back in every step"
+            )
