@@ -78,11 +78,6 @@ class Records:
             _append(self._path, record.model_dump_json() + "\n")
         self._found[record.key] = record
 
-    def discard(self) -> None:
-        """Removes the file: the whole profile is written."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
     def _take_up(self, path: Path) -> None:
         try:
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

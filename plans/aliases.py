@@ -1,4 +1,4 @@
-"""What MODEL may be: an alias of one checkpoint, a hub id, or a folder; and the plan that lies in a folder."""
+"""What MODEL may be: an alias of one checkpoint, a hub id, or a folder."""
 
 from __future__ import annotations
 
@@ -82,25 +82,6 @@ def resolve_model(name: str) -> ModelSource:
         raise UsageError(_unknown(name))
     gated = any(alias.gated for alias in ALIASES if alias.checkpoint == name)
     return ModelSource("hub", name, f"{name} on the Hugging Face hub", gated)
-
-
-def find_plan(folder: str | Path) -> Path:
-    """The plan committed beside a model.
-
-    Raises:
-        UsageError: there is no such folder, or no plan in it.
-    """
-    path = _path(folder)
-    if not path.is_dir():
-        found = "a file; give a plan file with --plan" if path.exists() else "none; check the path"
-        raise UsageError(f"expected a model folder at {path}, found {found}")
-    plan = path / PLAN_NAME
-    if not plan.is_file():
-        raise UsageError(
-            f"expected a plan {PLAN_NAME} in {path}, found none; make one with `sparsekv plan {path} -o {plan}`, "
-            "or name one with --plan"
-        )
-    return plan
 
 
 def _path(name: str | Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv.plans import aliases
-from sparsekv.plans.aliases import ALIASES, PLAN_NAME, SHIPPED, find_plan, resolve_model
+from sparsekv.plans.aliases import ALIASES, SHIPPED, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.lengths import parse_length
 
@@ -120,14 +120,3 @@ def test_hub_ids_pass_through(name: str) -> None:
 def test_a_gated_checkpoint_is_gated_by_its_id_too() -> None:
     assert resolve_model("meta-llama/Llama-3.1-8B-Instruct").gated
     assert not resolve_model("Qwen/Qwen3-8B").gated
-
-
-def test_the_plan_beside_a_model(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"expected a plan sparsekv\.yaml in .*sparsekv plan .* -o"):
-        find_plan(folder)
-    (folder / PLAN_NAME).touch()
-    assert find_plan(str(folder)) == folder / PLAN_NAME
-    with pytest.raises(UsageError, match="found none; check the path"):
-        find_plan(folder / "missing")
-    with pytest.raises(UsageError, match="found a file; give a plan file with --plan"):
-        find_plan(folder / PLAN_NAME)

@@ -22,12 +22,12 @@ STOPPED = "stopped: run the same command again to go on"
 @dataclass(frozen=True)
 class Tool:
     base: Path
-    library: Path
+    stdlib: Path
 
     def __call__(self, name: str, *arguments: str) -> str:
         """Runs the tool in the work folder of that name and returns the last line that it prints."""
         lines: list[str] = []
-        folders = ["--work", self.base / name, "--out", out_of(self.base / name), "--stdlib", self.library]
+        folders = ["--work", self.base / name, "--out", out_of(self.base / name), "--stdlib", self.stdlib]
         settings = ["--smoke", "--device", "cpu", "--workers", "0", "--no-compile"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(map(str, parts))))

@@ -25,7 +25,9 @@ def text(sample: Sample, tokenizer: str = "shipped") -> str:
 
 
 def samples(task: str, length: int = 1000, count: int = 20, tokenizer: str = "shipped") -> list[Sample]:
-    return list(make_samples(TASKS[task], kit_named(tokenizer), length, seed=1, count=count))
+    drawn = list(make_samples(TASKS[task], kit_named(tokenizer), length, seed=1, count=count))
+    assert len(drawn) == count  # tests that assert sample by sample have seen that many
+    return drawn
 
 
 @pytest.mark.parametrize("tokenizer", NAMES)
@@ -54,6 +56,7 @@ def test_a_prompt_ends_with_the_beginning_of_its_answer(task: str) -> None:
 @pytest.mark.parametrize("tokenizer", NAMES)
 def test_a_prompt_begins_as_the_tokenizer_lets_every_text_begin(tokenizer: str) -> None:
     begins = list(tokenizer_named(tokenizer)("x")["input_ids"])[:-1]
+    assert len(TASKS) > len(RETRIEVAL) > 0
     for task in TASKS:
         prompt = make_sample(TASKS[task], kit_named(tokenizer), 600, 0, 0).prompt_ids.tolist()
         special = tokenizer_named(tokenizer).all_special_ids
