@@ -1,0 +1,1 @@
+"""`sparsekv bench`: kernels and prefill beside the fastest dense kernel of the same process."""

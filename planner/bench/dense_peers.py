@@ -1,0 +1,95 @@
+"""The dense kernels of this machine: every one that runs is timed and named, and ratios are against the fastest.
+
+Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.bench.rows import DensePeers
+from sparsekv.planner.bench.timing import Call, in_short, measure, once
+
+FLASH_ATTN = "flash-attn-4"
+_KERNELS = {
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+    "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# A peer this much slower than the fastest in one run cannot turn out to be the fastest.
+_OUT_OF_REACH = 1.5
+
+
+def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> dict[str, Call]:
+    """Causal attention of a whole prompt by every dense kernel that there may be for these tensors.
+
+    On a CPU, where torch's kernel does not know grouped heads, K and V may be repeated beforehand, which is then not
+    counted: what is compared with sparse is the kernel alone.
+    """
+    if q_BHSD.is_cuda:
+        calls: dict[str, Call] = {
+            name: partial(_torch_kernel, kernel, q_BHSD, k_BGSD, v_BGSD) for name, kernel in _KERNELS.items()
+        }
+        return calls | {FLASH_ATTN: partial(flash_attn_4, q_BHSD, k_BGSD, v_BGSD)}
+    chunk, scale = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2]), q_BHSD.shape[-1] ** -0.5
+    group = q_BHSD.shape[1] // k_BGSD.shape[1]
+    repeated = tuple(x_BGSD.repeat_interleave(group, 1) for x_BGSD in (k_BGSD, v_BGSD))
+    return {
+        "torch SDPA": lambda: dense_attention(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale),
+        "torch SDPA, K and V repeated beforehand": lambda: scaled_dot_product_attention(
+            q_BHSD, *repeated, is_causal=True
+        ),
+    }
+
+
+def time_dense(calls: Mapping[str, Call], length: int, device: torch.device, rounds: int) -> DensePeers:
+    """Tries every dense call once, and times those again, in turn, that may be the fastest."""
+    first_ms: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            call()
+            first_ms[name] = once(call, device)
+        except Exception as error:  # each library has its own
+            refused[name] = in_short(error)
+    near = {name for name, ms in first_ms.items() if ms <= _OUT_OF_REACH * min(first_ms.values())}
+    if rounds > 1 and len(near) > 1:
+        first_ms |= measure({name: calls[name] for name in near}, device, rounds)
+    return DensePeers(length, first_ms, refused)
+
+
+def dense_tflops(heads: int, head_dim: int, length: int, milliseconds: float) -> float:
+    """TFLOP/s of causal attention: two products of the lower half of the matrix."""
+    return 4.0 * heads * head_dim * length * (length + 1) / 2 / milliseconds / 1e9
+
+
+def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """flash-attn-4's dense causal kernel; queries are the last of the keys. [B, H, S, D].
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
+    found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True)
+    out_BSHD = found[0] if isinstance(found, tuple) else found
+    assert isinstance(out_BSHD, torch.Tensor)
+    return out_BSHD.transpose(1, 2)
+
+
+def _torch_kernel(kernel: SDPBackend, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    grouped = q_BHSD.shape[1] != k_BGSD.shape[1]
+    with sdpa_kernel(kernel):
+        try:
+            return scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
+        except RuntimeError as error:
+            if "No available kernel" in str(error):
+                raise RuntimeError("torch has no such kernel for these tensors") from error
+            raise
