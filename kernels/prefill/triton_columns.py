@@ -21,16 +21,23 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class ColumnLaunch:
-    """Rows of a program, columns gathered at once (a multiple of 32), warps, pipeline depth."""
+    """Rows of a program, columns gathered at once (a multiple of 32), warps, pipeline depth, most registers."""
 
     block_m: int
     block_c: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
-# The largest padded head size that a row is for, and its launch; ascending. Not tuned yet.
-_HALF = ((64, ColumnLaunch(128, 128, 8, 3)), (128, ColumnLaunch(128, 64, 8, 3)), (256, ColumnLaunch(128, 32, 8, 2)))
+# The largest padded head size that a row is for, and its launch; ascending. Not measured yet, only compiled for Hopper:
+# with 128 registers two programs share a multiprocessor, so that one loads while the other multiplies. That spills 12
+# bytes a thread at head size 64 and 72 at 128; at 256 the sums alone take 128 registers.
+_HALF = (
+    (64, ColumnLaunch(128, 64, 8, 3, 128)),
+    (128, ColumnLaunch(128, 64, 8, 3, 128)),
+    (256, ColumnLaunch(128, 32, 8, 2)),
+)
 # Without tensor cores every product is unrolled into registers; this only has to be right.
 _FLOAT32 = ((128, ColumnLaunch(32, 32, 4, 1)), (256, ColumnLaunch(16, 32, 4, 1)))
 
@@ -91,5 +98,5 @@ def add_columns(
             GROUP=H // G, D=D, BLOCK_D=block_d, TILE_M=index.tile.query, BLOCK_M=blocks.block_m,
             BLOCK_C=blocks.block_c, STAGES=blocks.stages, WINDOWED=window is not None and window < chunk.longest,
             PRECISION="ieee", UPCAST=interpreting() and q_BHSD.dtype == torch.bfloat16,
-            num_warps=blocks.warps,
+            num_warps=blocks.warps, **({"maxnreg": blocks.registers} if blocks.registers else {}),
         )  # fmt: skip

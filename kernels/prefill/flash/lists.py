@@ -48,6 +48,7 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
     """Sorts the listed tiles of every row by whether they need a mask.
 
     Nothing asks the device, and temporaries are bounded whatever the length. A tile that no row sees is in no list.
+    On a GPU it is one launch (triton_lists.py).
 
     Args:
         index: tiles of each head; single columns are not looked at.
@@ -56,28 +57,41 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
         list_dense: gives dense heads lists of every tile they see (then W may have to grow up to `widest`); without it
             their lists are empty, for launches of their own.
     """
-    batch, heads, rows = index.counts_BHT.shape
+    lists = empty_lists(index, chunk, window=window, list_dense=list_dense)
+    if not index.counts_BHT.is_cuda:
+        _fill(lists, index, _bounds(chunk, index, window), list_dense)
+        return lists
+    from sparsekv.kernels.prefill.flash.triton_lists import fill_in_one_launch
+
+    fill_in_one_launch(lists, index, chunk, window=window, list_dense=list_dense)
+    return lists
+
+
+def empty_lists(index: TileIndex, chunk: Chunk, *, window: int | None, list_dense: bool) -> BlockLists:
+    """Memory for what `lower` finds; the whole tiles may be the index's own list."""
+    shape, new = index.counts_BHT.shape, index.counts_BHT.new_empty
     listed, masked = index.tiles_BHTW.shape[3], most_masked(chunk, index.tile, window)
     width = max(1, listed, widest(chunk, index.tile, window) if list_dense else 0)
     # Without a window and without dense heads in it, the whole tiles of a row are the first of its list as it stands.
     as_it_stands = window is None and not list_dense and listed > 0
-    new = index.counts_BHT.new_zeros
-    lists = BlockLists(
+    return BlockLists(
         tile=index.tile,
-        full_block_cnt_BHT=new((batch, heads, rows)),
-        full_block_idx_BHTW=index.tiles_BHTW if as_it_stands else new((batch, heads, rows, width)),
-        mask_block_cnt_BHT=new((batch, heads, rows)),
-        mask_block_idx_BHTE=new((batch, heads, rows, min(masked, width))),
+        full_block_cnt_BHT=new(shape),
+        full_block_idx_BHTW=index.tiles_BHTW if as_it_stands else new((*shape, width)),
+        mask_block_cnt_BHT=new(shape),
+        mask_block_idx_BHTE=new((*shape, min(masked, width))),
     )
-    bounds = _bounds(chunk, index, window)
+
+
+def _fill(lists: BlockLists, index: TileIndex, bounds: _Bounds, list_dense: bool) -> None:
+    batch, heads, rows, width = lists.full_block_idx_BHTW.shape
     for part in blocks(rows, batch * heads * width):
         row_lists = _RowLists.of(index, bounds, part, list_dense)
         lists.full_block_cnt_BHT[:, :, part] = row_lists.full_counts()
         lists.mask_block_cnt_BHT[:, :, part] = row_lists.mask_counts()
         lists.mask_block_idx_BHTE[:, :, part] = row_lists.masked_tiles(lists.mask_block_idx_BHTE.shape[3])
-        if not as_it_stands:
+        if lists.full_block_idx_BHTW is not index.tiles_BHTW:
             lists.full_block_idx_BHTW[:, :, part] = row_lists.whole_tiles(width)
-    return lists
 
 
 def widest(chunk: Chunk, tile: TileShape, window: int | None) -> int:

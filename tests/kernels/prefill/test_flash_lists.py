@@ -1,6 +1,6 @@
 """Lowering an index to block lists, held against what each tile is: seen by every row, by some, or by none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from flash_cases import SQUARE, TALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.prefill.flash.lists import lower, widest
+from sparsekv.kernels.prefill.flash.lists import empty_lists, lower, widest
 from sparsekv.kernels.prefill.flash.spans import HeadRun, Span, dense_runs, spans
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
@@ -76,6 +76,27 @@ def test_lists_hold_each_tile_once_where_it_belongs(one: Drawn) -> None:
         assert mask == [tile for tile, (whole, some) in kinds.items() if some and not whole]
         checked += 1
     assert checked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
+@settings(max_examples=25, deadline=None)
+@given(drawn())
+def test_one_launch_on_the_device_finds_the_same_lists(one: Drawn) -> None:
+    from sparsekv.kernels.prefill.flash.triton_lists import fill_in_one_launch
+
+    case = replace(
+        one.case, lengths=tuple(min(n, p + 300) for p, n in zip(one.case.past, one.case.lengths, strict=True))
+    )
+    problem = draw(case)
+    index, chunk = problem.index, problem.chunk
+    expected = lower(index, chunk, window=case.window, list_dense=one.list_dense)
+    found = empty_lists(index, chunk, window=case.window, list_dense=one.list_dense)
+    fill_in_one_launch(found, index, chunk, window=case.window, list_dense=one.list_dense)
+    for counts, lists in (("full_block_cnt_BHT", "full_block_idx_BHTW"), ("mask_block_cnt_BHT", "mask_block_idx_BHTE")):
+        counts_BHT = getattr(expected, counts)
+        assert torch.equal(getattr(found, counts), counts_BHT)
+        used_BHTX = torch.arange(getattr(expected, lists).shape[3]) < counts_BHT[..., None]
+        assert torch.equal(getattr(found, lists)[used_BHTX], getattr(expected, lists)[used_BHTX])
 
 
 @pytest.mark.parametrize("window", [None, 300])
