@@ -28,13 +28,16 @@ import attention_cases
 import decode_cases
 from attention_cases import Case, Problem
 from decode_cases import DecodeCase
+from flash_timing import Goal, flash, flash_obstacle, print_goals, reach, time_dense_heads, time_parts
 from kernel_timing import SMALL_TILE, TILE, Shape, Timing, print_timings, time_decode, time_launches, time_prefill
 
 from sparsekv.kernels.dispatch import decode_attention, prefill_attention
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import AttentionOutput
+from sparsekv.plans.patterns import TileShape
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
+TALL_TILE = TileShape(query=128, key=64)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ VARIANTS = [
     Case("columns only", lengths=(600,), tile=TILE, dim=128, dtype=BFLOAT, columns=300, share=0.0),
     Case("size 96", lengths=(400,), tile=TILE, dim=96, dtype=BFLOAT, columns=100),
     Case("size 256", lengths=(400,), tile=TILE, dim=256, dtype=BFLOAT, columns=100),
+    Case("128 x 64 tiles, columns", lengths=(600,), heads=4, tile=TALL_TILE, dim=128, dtype=BFLOAT, columns=150),
+    Case("128 x 64 tiles, size 256", lengths=(600,), tile=TALL_TILE, dim=256, dtype=BFLOAT, columns=100, window=200),
+    Case("dense heads within groups", lengths=(600,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT,
+         dense_heads=(1, 2, 7), columns=100),
     Case("float32", lengths=(300,), tile=TILE, dtype=torch.float32, columns=50),
 ]  # fmt: skip
 LARGE = [
@@ -85,11 +92,12 @@ TINY = [
 
 
 def check_prefill(case: Case, device: str) -> list[Check]:
-    """The sparse kernel on this problem, and the dense one on the same tensors; long prompts on a sample of rows."""
+    """The sparse kernels on this problem, and the dense one on the same tensors; long prompts on a sample of rows."""
     problem = attention_cases.draw(case, device)
     rows = sampled_rows(problem)
-    found = sparse(problem, want_lse=True)
-    checks = [_check("triton prefill", case, attention_cases.compare(found, problem, rows))]
+    checks = [_check("triton prefill", case, attention_cases.compare(_triton(problem), problem, rows))]
+    if flash_obstacle(device, case.dtype, case.dim, case.tile) is None:
+        checks.append(_check("flash prefill", case, attention_cases.compare(_flash(problem), problem, rows)))
     dense = attention_cases.draw(replace(case, dense_heads=tuple(range(case.heads)), columns=0), device)
     output = dense_attention(
         dense.q_BHSD, dense.k_BGKD, dense.v_BGKD, dense.chunk, scale=dense.scale, window=dense.window
@@ -97,19 +105,14 @@ def check_prefill(case: Case, device: str) -> list[Check]:
     return [*checks, _check("torch dense", case, attention_cases.compare(output, dense, rows))]
 
 
-def sparse(problem: Problem, want_lse: bool = False) -> AttentionOutput:
-    """The Triton kernel through the public call."""
-    return prefill_attention(
-        problem.q_BHSD,
-        problem.k_BGKD,
-        problem.v_BGKD,
-        problem.index,
-        problem.chunk,
-        scale=problem.scale,
-        window=problem.window,
-        want_lse=want_lse,
-        backend="triton",
-    )
+def _triton(problem: Problem) -> AttentionOutput:
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
+    return prefill_attention(*tensors, scale=problem.scale, window=problem.window, want_lse=True, backend="triton")
+
+
+def _flash(problem: Problem) -> AttentionOutput:
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
+    return flash(*tensors, scale=problem.scale, window=problem.window, want_lse=True)
 
 
 def sampled_rows(problem: Problem, most: int = 64) -> torch.Tensor:
@@ -155,8 +158,8 @@ def check_everything(options: argparse.Namespace, device: str) -> list[Check]:
     print(f"\n{'kernel':16} {'case':42} {'error':>9} {'lse':>9}")
     checks = []
     for case in TINY if options.tiny else VARIANTS if options.quick else VARIANTS + LARGE:
-        checks += check_prefill(case, device)
-        for check in checks[-2:]:
+        for check in check_prefill(case, device):
+            checks.append(check)
             print_check(check)
     decode = decode_cases.CASES if options.tiny or options.quick else decode_cases.GPU_CASES
     for decode_case in decode[:2] if options.tiny else decode:
@@ -173,6 +176,7 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
         shape = Shape(256, 2, 1, 64, torch.float32)
         tables = {"prefill": time_prefill(shape, device, [(0.5, 8), (1.0, 0)])}
         tables["decode"] = time_decode(shape, device, [32])
+        tables["flash, its parts"] = time_parts(shape, device, 8) + time_dense_heads(shape, device)
         return tables | ({"launches": time_launches(shape, device)} if options.sweep else {})
     mixes = [(0.02, 0), (0.05, 0), (0.05, 1000), (0.05, 3000), (0.1, 0), (0.2, 0), (0.4, 0), (1.0, 0)]
     tables = {
@@ -184,10 +188,23 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
     tables["decode, 32/8 heads, size 128"] = [
         timing for tokens in (32768, 131072) for timing in time_decode(Shape(tokens), device, [512, 2048, 8192])
     ]
+    tables["flash, its parts"] = [timing for tokens in (32768, 131072) for timing in time_parts(Shape(tokens), device)]
+    tables["flash, dense heads"] = [
+        timing for tokens in (4096, 8192, 16384, 32768) for timing in time_dense_heads(Shape(tokens), device)
+    ]
     if options.sweep:
         tables["block sizes, size 128"] = time_launches(Shape(32768), device)
         tables["block sizes, size 64"] = time_launches(Shape(32768, dim=64), device)
     return tables
+
+
+def reach_everything(options: argparse.Namespace, device: str) -> list[Goal]:
+    """The table of goals, at the lengths that the options ask for."""
+    if options.quick:
+        return []
+    if options.tiny:
+        return reach(Shape(256, 2, 1, 64, torch.float32), device, (1,), 8)
+    return [goal for tokens in (32768, 131072) for goal in reach(Shape(tokens), device)]
 
 
 def main() -> int:
@@ -209,6 +226,8 @@ def main() -> int:
     tables = time_everything(options, device)
     for title, timings in tables.items():
         print_timings(title, timings)
+    goals = reach_everything(options, device)
+    print_goals("goals", goals)
 
     wrong = [check for check in checks if check.faults]
     print(f"\n{len(checks) - len(wrong)} of {len(checks)} checks right")
@@ -218,6 +237,7 @@ def main() -> int:
             "torch": torch.__version__,
             "checks": [asdict(check) for check in checks],
             "timings": {title: [asdict(timing) for timing in timings] for title, timings in tables.items()},
+            "goals": [asdict(goal) | {"reached": goal.reached} for goal in goals],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if wrong else 0

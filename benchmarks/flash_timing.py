@@ -1,0 +1,217 @@
+"""The flash backend beside Triton's, as rows of the table of goals; `check_kernels.py` calls it.
+
+Every row of a head holds so many whole tiles, drawn at random below the diagonal, and the diagonal tile where it says
+so; tiles count whole, the diagonal's too. What a goal is held against is dense flash-attn-4 in the same process. Without a
+Hopper GPU the emulator stands in for flash-attn-4: then numbers mean nothing, and this only shows that the script runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import attention_cases
+import torch
+from attention_cases import Seen
+from kernel_timing import TILE, Shape, Timing, median_ms, runs
+
+from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.prefill.flash import backend as flash_backend
+from sparsekv.kernels.prefill.flash import call, emulator
+from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
+from sparsekv.kernels.prefill.flash.lists import lower
+from sparsekv.kernels.prefill.flash.spans import Part
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.plans.patterns import TileShape
+
+# Share of the dense rate that the computed tiles reach, by whole tiles a row.
+FLASH_GOALS, TRITON_GOAL = {16: 0.85, 32: 0.89, 64: 0.93}, 0.65
+COLUMNS_GOAL = 1.08
+# (rows, columns at once, warps, pipeline depth, registers) of the pass over single columns.
+COLUMN_LAUNCHES = (
+    (128, 64, 8, 3, 128), (128, 64, 8, 3, None), (128, 64, 8, 2, 128), (128, 64, 8, 4, 128), (128, 32, 8, 3, 128),
+    (128, 32, 8, 3, None), (128, 128, 8, 2, None), (64, 64, 4, 3, 168), (64, 64, 4, 3, None), (64, 32, 4, 3, 168),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row: what was measured, and whether that is enough."""
+
+    what: str
+    tokens: int
+    milliseconds: float
+    found: float
+    goal: float
+    at_most: bool = False
+
+    @property
+    def reached(self) -> bool:
+        return self.found <= self.goal if self.at_most else self.found >= self.goal
+
+
+def flash_obstacle(device: str, dtype: torch.dtype, dim: int, tile: TileShape) -> str | None:
+    """Why the flash backend does not run such tensors; the emulator on a CPU takes any of its tiles."""
+    if device == "cpu":
+        return None if tile.query == TILE.query else "query tiles of 128 rows only"
+    return device_obstacle(torch.device(device)) or shape_obstacle(dtype, dim, tile)
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: TileIndex, chunk: Chunk, **how: object
+) -> AttentionOutput:
+    """The flash backend through the public call, or its emulator on a CPU."""
+    if q.is_cuda:
+        return prefill_attention(q, k, v, index, chunk, backend="flash", **how)
+    return emulator.prefill(q, k, v, index, chunk, **how)
+
+
+def row_index(shape: Shape, whole: int, columns: int, device: str, *, diagonal: bool = True) -> TileIndex:
+    """`whole` tiles in every row that has as many below the diagonal, and single columns outside of them."""
+    T = shape.tokens // TILE.query
+    t_T = torch.arange(T, device=device)
+    below_TN = t_T[None, :] < t_T[:, None]
+    luck_HTN = torch.rand((shape.heads, T, T), device=device).masked_fill_(~below_TN, -1.0)
+    least_HT1 = luck_HTN.topk(min(whole, T), -1).values[..., -1:]
+    marked_HTN = (luck_HTN >= least_HT1) & below_TN
+    if diagonal:
+        marked_HTN |= t_T[None, :] == t_T[:, None]
+    column_HC = torch.rand((shape.heads, shape.tokens), device=device).topk(columns).indices.sort().values
+    inside_HTC = marked_HTN.gather(2, (column_HC // TILE.key)[:, None].expand(-1, T, -1))
+    live_HTC = ~inside_HTC & (column_HC[:, None] // TILE.key < t_T[:, None])
+    dense_H = torch.zeros(shape.heads, dtype=torch.bool, device=device)
+    index = attention_cases.pack(TILE, Seen(marked_HTN[None], column_HC[None], live_HTC[None]), dense_H)
+    return TileIndex(
+        index.tile, index.tiles_BHTW, index.counts_BHT, index.columns_BHC, index.live_BHTN, dense_H, dense_heads=()
+    )
+
+
+def reach(shape: Shape, device: str, rows: tuple[int, ...] = (16, 32, 64), columns: int = 1024) -> list[Goal]:
+    """The goals that attention alone can reach or miss, and what each backend reaches."""
+    obstacle = flash_obstacle(device, shape.dtype, shape.dim, TILE)
+    if obstacle:
+        print(f"no flash rows: {obstacle}", file=sys.stderr)
+        return []
+    q, k, v = shape.tensors(device)
+    chunk, scale = Chunk((0,), (shape.tokens,)), shape.dim**-0.5
+    part = _part(q, k, v, scale)
+    dense_ms = median_ms(_dense(part), device)
+    dense_rate = shape.dense_flops / dense_ms
+    goals = [Goal("dense flash-attn-4: TFLOP/s", shape.tokens, dense_ms, dense_rate / 1e9, 0.0)]
+
+    def rated(name: str, whole: int, goal: float, ms: float, tiles: float) -> Goal:
+        rate = 4.0 * shape.dim * TILE.query * TILE.key * tiles / ms
+        what = f"{name}, {whole} whole tiles a row and the diagonal: rate over dense"
+        return Goal(what, shape.tokens, ms, rate / dense_rate, goal)
+
+    for whole in rows:
+        index = row_index(shape, whole, 0, device)
+        tiles = float(index.counts_BHT.sum())
+        for name, attend, goal in (
+            ("flash", flash, FLASH_GOALS.get(whole, 0.0)),
+            ("triton", _triton, TRITON_GOAL),
+        ):
+            ms = median_ms(lambda attend=attend, index=index: attend(q, k, v, index, chunk, scale=scale), device)
+            goals.append(rated(name, whole, goal, ms, tiles))
+        raw_ms = median_ms(_over_lists(part, index, chunk), device)
+        goals.append(rated("flash, lists made before", whole, FLASH_GOALS.get(whole, 0.0), raw_ms, tiles))
+    return goals + _column_goals(shape, device, part, columns)
+
+
+def _column_goals(shape: Shape, device: str, part: Part, columns: int) -> list[Goal]:
+    """32 tiles, the diagonal and the columns, over 40 tiles that are not masked at all."""
+    chunk = Chunk((0,), (shape.tokens,))
+    forty = row_index(shape, 40, 0, device, diagonal=False)
+    forty_ms = median_ms(_over_lists(part, forty, chunk), device)
+    index = row_index(shape, 32, columns, device)
+    tensors = (part.q_BHSD, part.k_BGKD, part.v_BGKD)
+    found = [Goal("flash, 40 whole tiles a row, no mask: ms", shape.tokens, forty_ms, forty_ms, 0.0)]
+    for name, attend, goal in (("flash", flash, COLUMNS_GOAL), ("triton", _triton, 0.0)):
+        ms = median_ms(lambda attend=attend: attend(*tensors, index, chunk, scale=part.scale), device)
+        what = f"{name}, 32 tiles, the diagonal and {columns} columns: time over that"
+        found.append(Goal(what, shape.tokens, ms, ms / forty_ms, goal, at_most=True))
+    return found
+
+
+def time_parts(shape: Shape, device: str, columns: int = 1024) -> list[Timing]:
+    """What a call of the flash backend is made of: lists, tiles, and the columns at every launch that fits."""
+    from sparsekv.kernels.prefill.triton_columns import ColumnLaunch, add_columns
+
+    if flash_obstacle(device, shape.dtype, shape.dim, TILE):
+        return []
+    q, k, v = shape.tensors(device)
+    chunk, part = Chunk((0,), (shape.tokens,)), _part(q, k, v, shape.dim**-0.5)
+    index = row_index(shape, 32, columns, device)
+    found = [Timing("flash: lists", shape.tokens, median_ms(lambda: lower(index, chunk), device))]
+    found.append(Timing("flash: tiles", shape.tokens, median_ms(_over_lists(part, index, chunk), device)))
+    tiles = AttentionOutput(part.out_BHSD, part.lse_BHS)
+    for numbers in COLUMN_LAUNCHES[:1] if device == "cpu" else COLUMN_LAUNCHES:
+        launch = ColumnLaunch(*numbers)
+
+        def columns_pass(launch: ColumnLaunch = launch) -> None:
+            add_columns(tiles, q, k, v, index, chunk, scale=part.scale, launch=launch)
+
+        m, c, warps, stages, registers = numbers
+        name = f"columns {m} x {c}, {warps} warps, {stages} stages, {registers or 'any'} registers"
+        if runs(name, columns_pass):
+            found.append(Timing(name, shape.tokens, median_ms(columns_pass, device)))
+    return found
+
+
+def time_dense_heads(shape: Shape, device: str) -> list[Timing]:
+    """A quarter of the heads dense: within the one launch, or in launches of their own (LISTED_TILES decides)."""
+    if flash_obstacle(device, shape.dtype, shape.dim, TILE):
+        return []
+    q, k, v = shape.tensors(device)
+    chunk, index = Chunk((0,), (shape.tokens,)), row_index(shape, 8, 0, device)
+    dense = tuple(range(0, shape.heads, 4))
+    index.dense_H[list(dense)] = True
+    index = TileIndex(
+        index.tile, index.tiles_BHTW, index.counts_BHT, index.columns_BHC, index.live_BHTN, index.dense_H, dense
+    )
+    found, kept = [], flash_backend.LISTED_TILES
+    try:
+        for name, most in (("listed", 1 << 20), ("alone", 0)):
+            flash_backend.LISTED_TILES = most
+            ms = median_ms(lambda: flash(q, k, v, index, chunk, scale=shape.dim**-0.5), device)
+            found.append(Timing(f"flash: a quarter of the heads dense, {name}", shape.tokens, ms))
+    finally:
+        flash_backend.LISTED_TILES = kept
+    return found
+
+
+def _triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: TileIndex, chunk: Chunk, scale: float) -> object:
+    return prefill_attention(q, k, v, index, chunk, scale=scale, backend="triton")
+
+
+def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return Part(q, k, v, torch.empty_like(q), lse, scale, None)
+
+
+def _over_lists(part: Part, index: TileIndex, chunk: Chunk) -> Callable[[], object]:
+    """The tiles alone, their lists made before."""
+    lists = lower(index, chunk).at(slice(0, 1), part.q_BHSD.shape[2], part.k_BGKD.shape[2])
+    attend = call.attend_lists if part.q_BHSD.is_cuda else emulator.attend_lists
+    return lambda: attend(part, lists)
+
+
+def _dense(part: Part) -> Callable[[], object]:
+    """Dense causal flash-attn-4 as a user calls it, on tensors in its own order."""
+    if not part.q_BHSD.is_cuda:
+        return lambda: emulator.attend_dense(part)
+    from flash_attn.cute import flash_attn_func
+
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (part.q_BHSD, part.k_BGKD, part.v_BGKD))
+    return lambda: flash_attn_func(q, k, v, causal=True)
+
+
+def print_goals(title: str, goals: list[Goal]) -> None:
+    """One table."""
+    print(f"\n{title}\n{'':84} {'tokens':>7} {'ms':>9} {'found':>8} {'goal':>9}")
+    for goal in goals:
+        wanted = f"{'<=' if goal.at_most else '>='} {goal.goal:.2f}" if goal.goal else ""
+        verdict = "" if not goal.goal else "reached" if goal.reached else "MISSED"
+        line = f"{goal.what:84} {goal.tokens:7} {goal.milliseconds:9.3f} {goal.found:8.3f} {wanted:>9} {verdict}"
+        print(line.rstrip(), flush=True)
