@@ -1,0 +1,112 @@
+"""A plan from files alone: the same plan, without the weights, and honest about what was not looked at."""
+
+from pathlib import Path
+
+import pytest
+from model_folders import save_model
+from planner_models import made_up_cost, quick_options
+from tiny_models import tiny_model
+
+from sparsekv.planner import recompile
+from sparsekv.planner.compile import compile_plan
+from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
+from sparsekv.planner.profile import profile
+from sparsekv.planner.profile_data import Profile
+from sparsekv.planner.profile_file import read_cost, read_profile
+from sparsekv.planner.recompile import compile_files
+from sparsekv.plans.errors import PlanMismatchError, UsageError
+from sparsekv.plans.writer import dump_plan
+from sparsekv.runtime import load
+from sparsekv.runtime.load import LoadedModel
+
+OPTIONS = quick_options(verify_samples=0, decode_loss=1.0)
+
+
+@pytest.fixture(scope="module")
+def measured(loaded: LoadedModel) -> Profile:
+    return profile(loaded, OPTIONS.settled(4096, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def cost(measured: Profile) -> DeviceCost:
+    return made_up_cost(tile=measured.tile)
+
+
+@pytest.fixture(scope="module")
+def folder(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(loaded.model, tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+
+
+def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
+    loaded: LoadedModel, measured: Profile, cost: DeviceCost, folder: Path
+) -> None:
+    first, second = (dump_plan(compile_files(str(folder), OPTIONS, measured, cost).plan) for _ in range(2))
+    assert first == second == dump_plan(compile_plan(loaded, OPTIONS, profile_in=measured, cost_in=cost).plan)
+
+
+def test_it_says_that_nobody_looked_at_the_weights(measured: Profile, cost: DeviceCost, folder: Path) -> None:
+    result = compile_files(str(folder), OPTIONS, measured, cost)
+    assert result.plan.status == "unverified"
+    assert result.plan.model.fingerprint == measured.model.fingerprint
+    assert any("weights" in remark and "were not read" in remark for remark in result.remarks)
+
+
+def test_a_profile_of_another_architecture_is_refused(measured: Profile, cost: DeviceCost, tmp_path: Path) -> None:
+    other = save_model(tiny_model(layers=2), tmp_path / "other")
+    with pytest.raises(PlanMismatchError, match="expected a profile of other, found one of tests/tiny"):
+        compile_files(str(other), OPTIONS, measured, cost)
+
+
+def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(
+    measured: Profile, cost: DeviceCost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(source: object) -> None:
+        raise UsageError("no network")
+
+    monkeypatch.setattr(recompile, "load_config", unreachable)
+    result = compile_files("tests/tiny", OPTIONS, measured, cost)
+    assert any("cannot be reached and was not checked" in remark for remark in result.remarks)
+    with pytest.raises(UsageError, match="no network"):
+        compile_files("tests/other", OPTIONS, measured, cost)
+
+
+def test_remarks_tell_what_the_crossover_made_dense(measured: Profile, folder: Path, cost: DeviceCost) -> None:
+    slow = cost.model_copy(update={"prefill_sparse": Line(prices=(0.0, 10.0, 10.0))})
+    crossing = quick_options(verify_samples=0, decode_loss=1.0, crossover=True)
+    result = compile_files(str(folder), crossing, measured, slow)
+    assert result.remarks[0].startswith("prefill at 1k runs dense")
+    assert result.prefill_density == 1.0
+    assert result.predicted_speedup == 1.0
+
+
+def test_an_offloaded_plan_says_when_its_decode_has_no_price(measured: Profile, folder: Path, cost: DeviceCost) -> None:
+    offloaded = quick_options(verify_samples=0, decode_loss=1.0, offload=True)
+    result = compile_files(str(folder), offloaded, measured, cost)
+    assert all(entry.decode is None for entry in result.plan.cost.lengths)
+    assert any("no prices of rows in host memory" in remark for remark in result.remarks)
+    priced = cost.model_copy(update={"decode_host": Line(prices=(5.0, 0.001, 0.01))})
+    result = compile_files(str(folder), offloaded, measured, priced)
+    assert all(entry.decode is not None for entry in result.plan.cost.lengths)
+
+
+def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, cost: DeviceCost, folder: Path) -> None:
+    with pytest.raises(UsageError, match="without the model's weights"):
+        compile_files(str(folder), quick_options(), measured, cost)
+    other = made_up_cost(shape=HeadShape(heads=8, kv_heads=2, head_dim=32))
+    with pytest.raises(UsageError, match="expected a device cost measured for"):
+        compile_files(str(folder), OPTIONS, measured, other)
+
+
+def test_the_files_are_written_again_where_asked_for(
+    measured: Profile, cost: DeviceCost, folder: Path, tmp_path: Path
+) -> None:
+    compile_files(
+        str(folder), OPTIONS, measured, cost, profile_out=tmp_path / "a.profile", cost_out=tmp_path / "a.cost"
+    )
+    assert read_profile(tmp_path / "a.profile") == measured
+    assert read_cost(tmp_path / "a.cost") == cost
