@@ -1,8 +1,8 @@
 """The flash backend beside Triton's, as rows of the table of goals; `check_kernels.py` calls it.
 
 Every row of a head holds so many whole tiles, drawn at random below the diagonal, and the diagonal tile where it says
-so; tiles count whole, the diagonal's too. What a goal is held against is dense flash-attn-4 in the same process. On a CPU
-the emulator stands in for flash-attn-4: then numbers mean nothing, and this only shows that the script runs.
+so; tiles count whole, the diagonal's too. What a goal is held against is dense flash-attn-4 in the same process. On a
+CPU the emulator stands in for flash-attn-4: then numbers mean nothing, and this only shows that the script runs.
 """
 
 from __future__ import annotations
