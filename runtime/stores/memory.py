@@ -26,8 +26,9 @@ _SPARE = 1 << 30  # of which this much is left alone
 class Block:
     """Bytes in host memory."""
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, registered: bool = False) -> None:
         self.data = data  # uint8, one dimension
+        self.registered = registered  # locked here, and unlocked when the block ceases to be
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first bytes as a contiguous tensor; it does not keep the block locked by itself."""
@@ -86,7 +87,7 @@ def _locked(nbytes: int, device: torch.device) -> Block:
         failed = int(cudart.cudaHostRegister(data.data_ptr(), nbytes, _PORTABLE))
     if failed:  # some sandboxes only know memory that the driver itself allocates
         return Block(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
-    block = Block(data)
+    block = Block(data, registered=True)
     weakref.finalize(block, _unlock, data, device).atexit = False  # the end of the process unlocks everything
     return block
 

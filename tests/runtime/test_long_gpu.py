@@ -1,0 +1,196 @@
+"""Long inputs on a CUDA device: copies on a stream of their own, in locked memory, and the peak of a whole model."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_plans import decode_plan, every_head, plan_for, segment
+
+from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.patterns import AShape, Dense
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.chunking import Chunking
+from sparsekv.runtime.stores.base import Layout
+from sparsekv.runtime.stores.host import HostStore
+from sparsekv.runtime.stores.lane import StreamLane
+from sparsekv.runtime.stores.memory import HostMemory
+
+pytestmark = pytest.mark.gpu
+BATCH, GROUPS, SIZE = 2, 2, 64
+CUT = Chunking(above=64, rows=100, output_bytes=1)
+
+
+class SlowLane(StreamLane):
+    """Rests before each copy, so that whoever does not wait for it reads what was there before."""
+
+    def run(self, work, reads):
+        def late():
+            torch.cuda._sleep(20_000_000)  # some 10 ms
+            work()
+
+        return super().run(late, reads)
+
+
+class SlowMemory(HostMemory):
+    def lane(self, device):
+        return self._lanes.setdefault(device, SlowLane(device))
+
+
+def rows(count):
+    return torch.randn(2, BATCH, GROUPS, count, SIZE, device="cuda", dtype=torch.bfloat16)
+
+
+def written(store, k, v):
+    k_room, v_room = store.room(k.shape[2], Layout.of(k))
+    k_room.copy_(k)
+    v_room.copy_(v)
+    store.commit(k_room, v_room)
+
+
+def holds(store, k, v):
+    return all(torch.equal(seen, given) for seen, given in zip(store.view(), (k, v), strict=True))
+
+
+def spoil():
+    """Takes whatever memory was just let go of and fills it with something else."""
+    for _ in range(4):
+        torch.full((4, BATCH, GROUPS, 4096, SIZE), torch.nan, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("hot", [tokens(0), tokens(100), fraction(0.3)], ids=str)
+@pytest.mark.parametrize(
+    "append", [lambda store, k, v: store.append(k.clone(), v.clone()), written], ids=["append", "room"]
+)
+def test_late_copies_neither_miss_nor_mix_anything(hot, append):
+    shared = SlowMemory()
+    for turn in range(10):
+        store, pairs = HostStore(hot, shared), []
+        store.reserve(9000 if turn % 2 else 0, Layout(BATCH, GROUPS, SIZE, torch.bfloat16, torch.device("cuda", 0)))
+        for count in (4096, 1, 1, 700, 2000):
+            k, v = rows(count)
+            pairs.append((k.clone(), v.clone()))
+            append(store, k, v)
+            del k, v
+            spoil()
+        twin = copy.deepcopy(store)
+        k, v = (torch.cat(tensors, 2) for tensors in zip(*pairs, strict=True))
+        assert holds(store, k, v), turn
+        assert holds(twin, k, v), turn
+        del store, twin
+        gc.collect()
+
+
+def test_a_gather_waits_for_late_copies():
+    for turn in range(10):
+        store = HostStore(tokens(50), SlowMemory())
+        store.reserve(5000)
+        k, v = rows(4000)
+        written(store, k, v)
+        chosen = torch.randperm(3900, device="cuda")[:64].sort().values.int().expand(BATCH, 1, -1).contiguous()
+        found = store.gather(DecodeRows(chosen, 3990, 4000))
+        assert torch.equal(found.k_BGSD[:, :, :64], k[:, :, chosen[0, 0].long()]), turn
+        assert torch.equal(found.v_BGSD[:, :, :64], v[:, :, chosen[0, 0].long()]), turn
+
+
+def test_nobody_waits_while_tokens_leave():
+    store = HostStore(tokens(100), SlowMemory())
+    store.reserve(50_000, Layout(BATCH, GROUPS, SIZE, torch.bfloat16, torch.device("cuda", 0)))
+    pieces = [rows(count) for count in (20_000, 20_000)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        store.append(*pieces[0])
+        written(store, *pieces[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert holds(store, *(torch.cat(tensors, 2) for tensors in zip(*pieces, strict=True)))
+
+
+def test_blocks_are_locked_exact_and_unlocked_in_the_end():
+    device, shared = torch.device("cuda", 0), HostMemory()
+    size = (3 << 20) + 4096
+    block = shared.take(size, device)
+    assert block.data.is_pinned()
+    assert block.data[4096:8192].is_pinned()
+    if block.registered:  # else the system only locks what the driver allocates
+        data = block.data
+        assert data.untyped_storage().nbytes() == size
+        shared.give(block, device)
+        again = shared.take(size - 5, device)
+        assert again is block
+        del block, again
+        gc.collect()
+        assert not data.is_pinned()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("hosts", [0, 3])
+def test_pieces_give_the_unmodified_models_logits(architecture, hosts):
+    model = tiny_model(architecture, head_dim=64, dtype=torch.bfloat16).cuda()
+    prompt, new = random_tokens(2, 1500).cuda(), random_tokens(2, 6, 1).cuda()
+
+    def run():
+        cache, seen = None, []
+        with torch.no_grad():
+            for piece in (prompt[:, :900], prompt[:, 900:], *new.split(1, 1)):
+                out = model(piece, past_key_values=cache)
+                cache = out.past_key_values
+                seen.append(out.logits)
+        return torch.cat(seen, 1).float()
+
+    dense = run()
+    full = AShape(sink=tokens(1), window=fraction(1.0))
+    decode = decode_plan(segment(0, (1, 2), fraction(1.0)), offload=(1, 2), hot=100)
+    with apply(
+        model, plan_for(model, every_head(model, full, Dense()), decode), chunking=CUT, kv_host_layers=hosts
+    ) as on:
+        found = run()
+    assert (on.stats().kv_bytes_host > 0) == (hosts > 0)
+    assert (found - dense).norm() / dense.norm() < 0.04
+
+
+def test_offloaded_layers_give_the_same_bits_run_after_run():
+    model = tiny_model(head_dim=64, layers=6, dtype=torch.bfloat16).cuda()
+    prompt = random_tokens(1, 6000).cuda()
+    with torch.no_grad(), apply(model, plan_for(model), chunking=CUT, kv_host_layers=6) as handle:
+        first = model(prompt, past_key_values=handle.new_cache(6100)).logits
+        for _ in range(20):
+            cache = handle.new_cache(6100)
+            assert torch.equal(model(prompt, past_key_values=cache).logits, first)
+
+
+def peak(model, prompt, chunking, hosts):
+    with torch.no_grad(), apply(model, plan_for(model), chunking=chunking, kv_host_layers=hosts) as handle:
+        model(prompt[:, :2000], logits_to_keep=1)
+        cache = handle.new_cache(prompt.shape[1])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("hosts", [0, 4])
+def test_the_peak_is_the_hidden_states_the_queries_and_little_else(hosts):
+    length, hidden, ffn, heads, kv_heads, size = 65_536, 1024, 4096, 8, 2, 128
+    model = tiny_model(
+        layers=4,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=size,
+        hidden=hidden,
+        ffn=ffn,
+        context=length,
+        dtype=torch.bfloat16,
+    ).cuda()
+    prompt = random_tokens(1, length).cuda()
+    states, queries, kv = 2 * length * hidden, 2 * length * heads * size, 2 * 2 * length * kv_heads * size
+    positions = 4 * 4 * length * size  # rotary angles in float32 and what becomes of them
+    piece = 4 * 2 * 4096 * ffn + 8 * 4096 * hidden * 4
+    bound = states + queries + queries // kv_heads + positions + piece + (2 * kv if hosts else 0)
+    assert peak(model, prompt, Chunking(above=8192, rows=4096, output_bytes=1), hosts) < 1.15 * bound
+    assert peak(model, prompt, Chunking(above=1 << 30), hosts) > 1.5 * bound
