@@ -44,7 +44,7 @@ def spans(chunk: Chunk) -> Iterator[Span]:
 
 @dataclass(frozen=True, slots=True)
 class HeadRun:
-    """Query heads of one launch, and the KV heads they read: whole groups, or some heads of one group."""
+    """Query heads of one launch, and the KV heads they read: whole groups, or a single head."""
 
     heads: slice
     kv_heads: slice
@@ -54,7 +54,9 @@ def dense_runs(heads: Sequence[int], group: int) -> Iterator[HeadRun]:
     """Cuts dense heads into launches that need no copy of K and V.
 
     A launch maps query heads to KV heads by division, so an arbitrary choice of heads would break the grouping.
-    Neighbouring whole groups keep it; neighbouring heads of one group share their one KV head.
+    Neighbouring whole groups keep it. What is left goes head by head: some heads of a group in one launch would be a
+    kernel of its own for every number of heads, ten seconds of compilation each, and save little, as one head of the
+    lengths that are not listed fills the GPU.
 
     Args:
         heads: dense query heads, ascending.
@@ -64,9 +66,8 @@ def dense_runs(heads: Sequence[int], group: int) -> Iterator[HeadRun]:
     whole = [kv for kv in sorted({head // group for head in heads}) if dense.issuperset(_members(kv, group))]
     for first, stop in _runs(whole):
         yield HeadRun(slice(first * group, stop * group), slice(first, stop))
-    for kv in sorted({head // group for head in heads} - set(whole)):
-        for first, stop in _runs([head for head in _members(kv, group) if head in dense]):
-            yield HeadRun(slice(first, stop), slice(kv, kv + 1))
+    for head in sorted(dense.difference(*(_members(kv, group) for kv in whole))):
+        yield HeadRun(slice(head, head + 1), slice(head // group, head // group + 1))
 
 
 def _members(kv_head: int, group: int) -> range:

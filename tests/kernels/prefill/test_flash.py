@@ -60,7 +60,7 @@ def run(case: Case, passes: backend.Passes = emulator.PASSES, want_lse: bool = T
     return found
 
 
-EVERY_WAY = [(case, listed) for case in TILE_CASES for listed in ((0, 128) if case.dense_heads else (0,))]
+EVERY_WAY = [(case, listed) for case in TILE_CASES for listed in ((0, 256) if case.dense_heads else (0,))]
 
 
 def _named(case: Case, listed: int) -> str:

@@ -155,9 +155,10 @@ def test_a_uniform_batch_is_one_launch_and_a_ragged_one_is_cut_where_it_changes(
         ((), 4, []),
         (range(8), 4, [(0, 8, 0, 2)]),
         ((4, 5, 6, 7), 4, [(4, 8, 1, 2)]),
-        ((1, 2, 7), 4, [(1, 3, 0, 1), (7, 8, 1, 2)]),
+        ((1, 2, 7), 4, [(1, 2, 0, 1), (2, 3, 0, 1), (7, 8, 1, 2)]),
         ((3, 4, 5, 6, 7, 8), 4, [(4, 8, 1, 2), (3, 4, 0, 1), (8, 9, 2, 3)]),
         ((0, 2), 1, [(0, 1, 0, 1), (2, 3, 2, 3)]),
+        ((0, 1, 2), 2, [(0, 2, 0, 1), (2, 3, 1, 2)]),
     ],
 )
 def test_dense_heads_are_cut_into_launches_that_keep_the_grouping(heads, group: int, runs) -> None:
