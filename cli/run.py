@@ -38,6 +38,15 @@ def run(
     top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
     seed: Seed = 0,
     chunk: Chunk = None,
+    kv_host_layers: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-host-layers",
+            metavar="N|LAYERS",
+            help="Keep the keys and values of N layers, or of layers such as 4-7,9, in host memory, in place of those "
+            "the plan moves. Dense decode reads them back at every step.",
+        ),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     backend: Backend = None,
@@ -50,6 +59,7 @@ def run(
 
     if dense and compare:
         raise UsageError("expected --dense or --compare, found both; --compare runs dense as well")
+    placed = _host_layers(kv_host_layers, dense)
     subject = subject_of(target, plan, model)
     used = None if dense else need_plan(subject)
     text = given_prompt(prompt, prompt_file)
@@ -68,6 +78,7 @@ def run(
         chat=not raw,
         max_new_tokens=max_new_tokens,
         chunk=chunk,
+        kv_host_layers=placed,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
     )
     if text is None:
@@ -76,6 +87,19 @@ def run(
         _compare(session, text, as_json)
     else:
         _answer(session, text, as_json)
+
+
+def _host_layers(text: str | None, dense: bool) -> int | tuple[int, ...] | None:
+    from sparsekv.cli.values import layers_from
+
+    if text is None:
+        return None
+    if dense:
+        raise UsageError(
+            "expected --kv-host-layers with a plan at work, found --dense; "
+            "--dense-prefill and --dense-decode together run dense and place keys and values"
+        )
+    return int(text) if text.isdecimal() else layers_from(text, "--kv-host-layers")
 
 
 def _answer(session: Session, text: str, as_json: bool) -> None:

@@ -28,6 +28,7 @@ class Session:
     max_new_tokens: int
     chunk: int | None  # most tokens prefilled at once
     sampling: Sampling
+    kv_host_layers: int | tuple[int, ...] | None = None  # in host memory; None is as the plan has it
 
     def conversation(self) -> Conversation:
         """A new one, about nothing yet."""
@@ -44,6 +45,7 @@ class Session:
             decode=self.decode,
             backend=self.backend,
             allow_mismatch=self.allow_mismatch,
+            kv_host_layers=self.kv_host_layers,
         )
 
     def once(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
