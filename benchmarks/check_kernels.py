@@ -76,6 +76,8 @@ LARGE = [
     Case("32K", lengths=(32768,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT, share=0.1),
     Case("32K, columns, dense head", lengths=(32768,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT,
          share=0.05, columns=1000, dense_heads=(3,)),
+    Case("40K, dense heads", lengths=(40960,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT, share=0.05,
+         columns=300, dense_heads=(1, 4, 5, 6, 7)),
     Case("32K, 64 tiles, columns", lengths=(32768,), heads=8, kv_heads=2, dim=128, dtype=BFLOAT, share=0.05,
          columns=3000),
     Case("32K, size 64, window", lengths=(32768,), heads=4, kv_heads=2, tile=TILE, dtype=BFLOAT, share=0.3,

@@ -22,8 +22,8 @@ from sparsekv.kernels.prefill.flash.spans import Part, Span, dense_runs, spans
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
 
-# Dense heads are listed while a row has at most this many key tiles: 32K tokens of 128, lists of 8 MB for 32 heads. From
-# there on a launch of a single head has more query tiles than twice the multiprocessors of an H200. Not measured yet.
+# Dense heads are listed while a row has at most this many key tiles: 32K tokens of 128, lists of 8 MB for 32 heads.
+# Beyond, a launch of a single head has about twice as many query tiles as an H200 has multiprocessors. Not measured yet.
 LISTED_TILES = 256
 
 
