@@ -23,7 +23,7 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
 
 # Dense heads are listed while a row has at most this many key tiles: 32K tokens of 128, lists of 8 MB for 32 heads.
-# Beyond, a launch of a single head has about twice as many query tiles as an H200 has multiprocessors. Not measured yet.
+# Beyond, a launch of a single head has about twice as many query tiles as an H200 has multiprocessors. Not measured.
 LISTED_TILES = 256
 
 
