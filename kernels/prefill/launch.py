@@ -1,7 +1,7 @@
 """Block sizes of the Triton prefill kernel, by GPU generation and head size.
 
-Chosen so that registers hold (head size 256 spills a few) and shared memory fits: 160 KiB on Hopper at head size 128,
-under 99 KiB elsewhere.
+Chosen so that registers hold (on Hopper, head size 256 spills a few) and shared memory fits: 160 KiB on Hopper at head
+size 128, under 99 KiB elsewhere. benchmarks/kernel_resources.py shows both for GPUs that are not at hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Launch:
 
 # The largest padded head size that a row is for, and its launch; ascending.
 _HOPPER = ((128, Launch(128, 128, 64, 8, 2, 3)), (256, Launch(128, 64, 32, 8, 2, 3)))
-_AMPERE = ((128, Launch(64, 64, 32, 4, 2, 2)), (256, Launch(64, 32, 32, 4, 2, 2)))
+_AMPERE = ((128, Launch(64, 64, 32, 4, 2, 2)), (256, Launch(32, 32, 32, 4, 2, 2)))
 _ROCM = ((128, Launch(64, 32, 32, 4, 1, 1)), (256, Launch(32, 32, 32, 4, 1, 1)))
 # Without tensor cores every product is unrolled into registers; this only has to be right.
 _FLOAT32 = ((128, Launch(32, 32, 32, 4, 1, 1)), (256, Launch(16, 32, 32, 4, 1, 1)))
@@ -52,6 +52,10 @@ def _rows_of(device: torch.device) -> tuple[tuple[int, Launch], ...]:
         return _AMPERE  # the interpreter: any block size will do
     if torch.version.hip is not None:
         return _ROCM
-    major, _ = torch.cuda.get_device_capability(device)
+    return table_of(torch.cuda.get_device_capability(device)[0])
+
+
+def table_of(major: int) -> tuple[tuple[int, Launch], ...]:
+    """The launches for NVIDIA GPUs of this major compute capability, by the largest padded head size."""
     # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
     return _HOPPER if major in (9, 10) else _AMPERE

@@ -1,0 +1,205 @@
+"""Registers, spills and shared memory of every Triton kernel, compiled for GPUs that this machine need not have.
+
+    python benchmarks/kernel_resources.py                          # every generation in the table below
+    python benchmarks/kernel_resources.py --capability 80 --kernel prefill --json
+
+Kernels are launched as the backends launch them, on tensors in main memory, up to the point where a GPU would be
+needed: what is compiled is what would run, specialisations and block sizes included. Exit status 1 when a kernel needs
+more shared memory than the GPU has. Spilled bytes are read from the machine code (its stack).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
+import attention_cases
+from attention_cases import Case
+
+from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.prefill import launch
+from sparsekv.kernels.tiles import AttentionOutput
+from sparsekv.plans.patterns import TileShape
+
+# Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+REGISTERS = 65_536  # of a multiprocessor, on all of them
+TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)
+
+
+@dataclass(frozen=True)
+class Built:
+    """One compiled kernel."""
+
+    capability: int
+    kernel: str
+    case: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    warps: int
+
+    @property
+    def programs(self) -> int:
+        """How many fit on a multiprocessor at once, by registers and shared memory."""
+        by_registers = REGISTERS // (self.registers * 32 * self.warps)
+        return min(by_registers, SHARED[self.capability] // max(1, self.shared_bytes))
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
+    """Inside, kernels are compiled for that GPU and not launched; yields (name, compiled kernel) as they come."""
+    built: list[tuple[str, object]] = []
+    launching = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):  # type: ignore[no-untyped-def]
+        compiled = launching(self, *args, grid=grid, warmup=True, **options)
+        built.append((self.__name__, compiled))
+        return compiled
+
+    def rows_of(device: torch.device) -> object:
+        return launch.table_of(capability // 10)
+
+    driver.set_active(_Target(capability))
+    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(launch, "_rows_of", rows_of):
+        yield built
+
+
+@dataclass(frozen=True)
+class _Target:
+    """As much of a Triton driver as compiling needs."""
+
+    capability: int
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every variant of sparse prefill that users meet."""
+    from sparsekv.kernels.prefill import triton_backend
+
+    for dim, columns, window, tile in (
+        (64, 100, None, TILE), (128, 0, None, TILE), (128, 100, None, TILE), (128, 100, 200, TILE),
+        (128, 100, None, SMALL_TILE), (256, 100, None, TILE),
+    ):  # fmt: skip
+        case = Case("", lengths=(600,), heads=4, tile=tile, dim=dim, dtype=torch.bfloat16, columns=columns)
+        p = attention_cases.draw(replace(case, window=window), "cpu")
+
+        def call(p: attention_cases.Problem = p) -> object:
+            with mock.patch.object(triton_backend, "check_device"):
+                return triton_backend.prefill(
+                    p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
+                )
+
+        extras = f"{', columns' if columns else ''}{', window' if window else ''}"
+        yield f"head size {dim}, {tile.query} tiles{extras}", call
+
+
+def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The pass that adds single columns behind the flash backend."""
+    from sparsekv.kernels.prefill import triton_columns
+
+    for dim in (64, 128, 256):
+        case = Case("", lengths=(600,), heads=4, tile=TILE, dim=dim, dtype=torch.bfloat16, columns=100)
+        p = attention_cases.draw(case, "cpu")
+        found = AttentionOutput(torch.zeros_like(p.q_BHSD), torch.zeros(p.q_BHSD.shape[:3]))
+
+        def call(p: attention_cases.Problem = p, found: AttentionOutput = found) -> object:
+            with mock.patch.object(triton_columns, "check_device"):
+                return triton_columns.add_columns(
+                    found, p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
+                )
+
+        yield f"head size {dim}", call
+
+
+def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Decode over chosen tokens."""
+    from sparsekv.kernels.decode import triton_backend
+
+    for dim in (64, 128):
+        q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
+        rows = DecodeRows(torch.arange(0, 500, 2, dtype=torch.int32)[None, None], 590, 600)
+
+        def call(q=q, k=k, v=v, rows=rows) -> object:  # type: ignore[no-untyped-def]
+            with mock.patch.object(triton_backend, "check_device"):
+                return triton_backend.decode(q, k, v, rows, scale=0.1)
+
+        yield f"head size {dim}", call
+
+
+CASES = {"prefill": prefill_cases, "columns": column_cases, "decode": decode_cases}
+
+
+def build(capability: int, kernels: list[str]) -> Iterator[Built]:
+    """Compiles these kernels for one GPU."""
+    for kernel in kernels:
+        for case, call in CASES[kernel]():
+            with compiling_for(capability) as built:
+                call()
+            for name, compiled in built:
+                registers, stack = _resources(compiled.asm["cubin"])  # type: ignore[attr-defined]
+                meta = compiled.metadata  # type: ignore[attr-defined]
+                yield Built(capability, name, case, registers, stack, meta.shared, meta.num_warps)
+
+
+def _resources(machine_code: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", told))
+    return int(numbers["REG"]), int(numbers["STACK"])
+
+
+def main() -> int:
+    """Prints a line a kernel."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", choices=sorted(SHARED), default=sorted(SHARED))
+    parser.add_argument("--kernel", nargs="+", choices=sorted(CASES), default=sorted(CASES))
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = [built for capability in asked.capability for built in _told(build(capability, asked.kernel), asked.json)]
+    if asked.json:
+        print(json.dumps([asdict(built) | {"programs": built.programs} for built in found], indent=1))
+    return int(any(built.shared_bytes > SHARED[built.capability] for built in found))
+
+
+def _told(some: Iterator[Built], quiet: bool) -> Iterator[Built]:
+    for built in some:
+        if not quiet:
+            print(
+                f"sm_{built.capability:<4} {built.kernel:16} {built.case:44} {built.registers:4} registers "
+                f"{built.spilled_bytes:5} spilled {built.shared_bytes:7} shared {built.programs:3} programs",
+                flush=True,
+            )
+        yield built
+
+
+if __name__ == "__main__":
+    sys.exit(main())

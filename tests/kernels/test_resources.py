@@ -1,0 +1,33 @@
+"""Kernels compiled for GPUs that this machine does not have: no spilled registers, shared memory that suffices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
+
+
+def resources(*arguments: str) -> list[dict[str, object]]:
+    # In a process of its own: here, Triton was imported as an interpreter.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--json", *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, object]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_prefill_and_decode_do_not_spill_registers(capability: str) -> None:
+    found = resources("--capability", capability, "--kernel", "prefill", "decode")
+    usual = [built for built in found if "head size 256" not in str(built["case"])]
+    assert {built["kernel"] for built in usual} >= {"prefill_kernel", "decode_kernel"}
+    assert not [built for built in usual if built["spilled_bytes"]]
+    large = [built for built in found if "head size 256" in str(built["case"])]
+    assert large
+    assert all(int(str(built["spilled_bytes"])) <= (128 if capability == "90" else 0) for built in large)
