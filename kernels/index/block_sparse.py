@@ -23,6 +23,8 @@ from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import ascending, blocks, on_device, top_mask
 from sparsekv.plans.patterns import BlockSparse
 
+_LOWEST = torch.finfo(torch.float32).min
+
 
 def index_block_sparse(
     patterns: Sequence[BlockSparse], heads: Sequence[int], call: IndexCall, rows: RowTiles
@@ -39,7 +41,8 @@ def index_block_sparse(
     k_BhMD = take_heads(k_BGMD, [head // call.group_size for head in heads])
     tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), width)
     for part in blocks(call.row_tiles, call.batch * len(heads) * call.key_tiles):
-        scores_BhRM = (q_BhTD[:, :, part] @ k_BhMD.mT).mul_(call.scale)
+        # A NaN compares with nothing: a row of them would choose fewer tiles than it counts.
+        scores_BhRM = (q_BhTD[:, :, part] @ k_BhMD.mT).mul_(call.scale).nan_to_num_(nan=_LOWEST)
         counts_BhR = _mark_limits(scores_BhRM, keep_Bh1, rows.part(part))
         chosen_BhRM = top_mask(scores_BhRM, counts_BhR, width)
         tiles_BhTW[:, :, part], counts_BhT[:, :, part] = ascending(chosen_BhRM, width, NO_TILE), counts_BhR

@@ -7,14 +7,15 @@ from masks import brute_heads
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.call import IndexCall
 from sparsekv.kernels.index.lines import score_lines
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
+from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash
 
 S = 1024
 COLUMNS = (5, 300, 301, 770)
 OFFSETS = {0: 11.0, 190: 10.0, 517: 9.0}  # and how strongly each is looked at
 TILE = TileShape(query=64, key=64)
+FEW_LINES = VerticalSlash(vertical=tokens(9), slash=tokens(9), max_tiles=tokens(512))
 
 
 def planted_lines() -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,3 +80,13 @@ def test_chunks_of_a_prompt_see_the_columns_of_the_whole_prompt() -> None:
         r.tiles for r in rows
     ]
     assert last.columns_BHC[0, 0].tolist() == list(COLUMNS)
+
+
+@pytest.mark.parametrize("pattern", [BlockSparse(keep=tokens(256)), FEW_LINES], ids=["block_sparse", "vertical_slash"])
+def test_queries_that_are_not_numbers_list_as_many_tiles_as_they_count(pattern: Pattern) -> None:
+    q_BHSD, k_BGKD = torch.randn(1, 2, 700, 16), torch.randn(1, 1, 700, 16)
+    q_BHSD[:, 1] = torch.nan
+    index = build_index((pattern,) * 2, q_BHSD, k_BGKD, Chunk.uniform(1, 0, 700), TileShape(), scale=0.25)
+    listed_BHT = (index.tiles_BHTW != NO_TILE).sum(-1)
+    assert torch.equal(listed_BHT, index.counts_BHT.long())
+    assert (index.counts_BHT > 0).all()
