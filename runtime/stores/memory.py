@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,17 @@ def _locked(nbytes: int, device: torch.device) -> Block:
     with torch.cuda.device(device):
         failed = int(cudart.cudaHostRegister(data.data_ptr(), nbytes, _PORTABLE))
     if failed:  # some sandboxes only know memory that the driver itself allocates
+        _forget_error(device)
         return Block(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
     block = Block(data, registered=True)
     weakref.finalize(block, _unlock, data, device).atexit = False  # the end of the process unlocks everything
     return block
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps an error until somebody asks for it: the next launch would be blamed for it."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _unlock(data: torch.Tensor, device: torch.device) -> None:

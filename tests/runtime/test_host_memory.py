@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -252,6 +253,57 @@ def test_pages_are_memory_like_any_other():
     whole = memory.Block(data).view((3, 1024), torch.float32)
     whole.fill_(2.0)
     assert whole.sum() == 3 * 1024 * 2
+
+
+class Cudart:
+    """Counts what is locked."""
+
+    def __init__(self, failure=0):
+        self.failure, self.locked, self.log = failure, {}, []
+
+    def cudaHostRegister(self, pointer, nbytes, flags):
+        if not self.failure:
+            self.locked[pointer] = nbytes
+        return self.failure
+
+    def cudaHostUnregister(self, pointer):
+        self.log.append("unlock")
+        return self.locked.pop(pointer) * 0
+
+
+def cuda_with(monkeypatch, cudart):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cudart.log.append("wait"))
+    monkeypatch.setattr(memory, "_forget_error", lambda device: cudart.log.append("forget"))
+
+
+def test_a_locked_block_is_unlocked_when_nobody_has_it_and_nothing_is_under_way(monkeypatch):
+    cuda, shared, cudart = torch.device("cuda", 0), HostMemory(), Cudart()
+    cuda_with(monkeypatch, cudart)
+    block = shared.take(5 << 20, cuda)
+    assert cudart.locked == {block.data.data_ptr(): 5 << 20}
+    shared.give(block, cuda)
+    assert shared.take(5 << 20, cuda) is block
+    shared.close()
+    shared.give(block, cuda)
+    assert cudart.locked
+    del block
+    gc.collect()
+    assert cudart.locked == {}
+    assert cudart.log == ["wait", "unlock"]
+
+
+def test_where_memory_cannot_be_locked_the_drivers_own_serves(monkeypatch):
+    cuda, cudart, made = torch.device("cuda", 0), Cudart(failure=801), []
+    cuda_with(monkeypatch, cudart)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, pin_memory=False, **kw: made.append(pin_memory) or empty(*args, **kw)
+    )
+    assert len(HostMemory().take(1 << 20, cuda).data) == 1 << 20
+    assert made == [True]
+    assert cudart.log == ["forget"]
 
 
 def test_on_a_cpu_the_lane_is_no_lane():
