@@ -18,9 +18,9 @@ Shapes: G KV heads, F frequencies, J token positions, M clusters, X dimensions o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -35,27 +35,13 @@ _PLACE_UNIT = 16  # whole numbers up to 256 are exact in bfloat16: of such units
 class Layout:
     """Which dimensions serve what. Slices of structures that no head has are empty."""
 
-    sink: slice
-    columns: slice
-    place: slice
-    tiles: slice
-    slashes: slice
-    base: slice
+    parts: Mapping[str, slice]
+    column_codes: int  # how many heads of a group can have columns of their own
+    tile_code: int  # X
+    frequencies: int  # F
 
-    @property
-    def column_codes(self) -> int:
-        """How many heads of a group can have columns of their own."""
-        return self.columns.stop - self.columns.start
-
-    @property
-    def frequencies(self) -> int:
-        """F."""
-        return (self.slashes.stop - self.slashes.start) // 2
-
-    @property
-    def tile_code(self) -> int:
-        """X."""
-        return self.tiles.stop - self.tiles.start
+    def __getitem__(self, structure: str) -> slice:
+        return self.parts[structure]
 
 
 def layout_for(families: Collection[BenchFamily], head_dim: int, group: int) -> Layout:
@@ -63,15 +49,13 @@ def layout_for(families: Collection[BenchFamily], head_dim: int, group: int) -> 
     slashes, tiles = "vertical_slash" in families, bool({"block_sparse", "adaptive"} & set(families))
     columns = min(group, head_dim // 8) if slashes else 0
     place = 2 if "a_shape" in families else 0
-    base = head_dim // 8
-    left = head_dim - 1 - columns - place - base
+    left = head_dim - 1 - columns - place - head_dim // 8  # the last for the base
     code = 0 if not tiles else left // 5 if slashes else left // 2
     pairs = (left - code) // 2 if slashes else 0
-    cuts = [0]
-    for width in (1, columns, place, code, 2 * pairs):
-        cuts.append(cuts[-1] + width)
-    parts = [slice(start, stop) for start, stop in pairwise(cuts)]
-    return Layout(*parts, base=slice(cuts[-1], head_dim))
+    cuts = [0, *accumulate((1, columns, place, code, 2 * pairs)), head_dim]
+    names = ("sink", "columns", "place", "tiles", "slashes", "base")
+    parts = {name: slice(start, stop) for name, (start, stop) in zip(names, pairwise(cuts), strict=True)}
+    return Layout(parts, columns, code, pairs)
 
 
 def slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,11 +41,11 @@ def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor
         return calls | {FLASH_ATTN: partial(flash_attn_4, q_BHSD, k_BGSD, v_BGSD)}
     chunk, scale = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2]), q_BHSD.shape[-1] ** -0.5
     group = q_BHSD.shape[1] // k_BGSD.shape[1]
-    repeated = tuple(x_BGSD.repeat_interleave(group, 1) for x_BGSD in (k_BGSD, v_BGSD))
+    k_BHSD, v_BHSD = (x_BGSD.repeat_interleave(group, 1) for x_BGSD in (k_BGSD, v_BGSD))
     return {
         "torch SDPA": lambda: dense_attention(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale),
         "torch SDPA, K and V repeated beforehand": lambda: scaled_dot_product_attention(
-            q_BHSD, *repeated, is_causal=True
+            q_BHSD, k_BHSD, v_BHSD, is_causal=True
         ),
     }
 

@@ -13,7 +13,8 @@ import torch
 
 from sparsekv.kernels.index.bits import unpack_bits
 from sparsekv.kernels.tiles import TileIndex
-from sparsekv.planner.bench.planted import HeadTruth, Planted
+from sparsekv.planner.bench.planted import Planted
+from sparsekv.planner.bench.structure import HeadTruth
 
 _BLOCK_ELEMENTS = 1 << 26  # of a block of scores
 _ROW_TILES = 64  # that hot tiles are looked for in
@@ -45,7 +46,8 @@ class RowCheck:
 
 def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
     """Rows spread evenly, the last one among them."""
-    return tuple(sorted({(place + 1) * length // count - 1 for place in range(min(count, length))}))
+    count = min(count, length)
+    return tuple((place + 1) * length // count - 1 for place in range(count))
 
 
 def find_planted(planted: Planted, index: TileIndex) -> Recall:

@@ -90,13 +90,12 @@ def diffuse_pattern(family: BenchFamily, length: int, density: float, tile: Tile
     Raises:
         UsageError: a family whose density the attention decides.
     """
-    row = _row_tiles(length, density, tile)
     if family == "vertical_slash":
-        columns = round(_COLUMN_SHARE / 2 * row)
-        bound = tokens(max(_MANDATORY, row - columns) * tile.key)
-        return VerticalSlash(
-            vertical=tokens(columns * tile.key), slash=bound, last_q=last_q_for(length), max_tiles=bound
-        )
+        # A row sees the lines that begin before it: beside the tiles that all rows have, late rows compute more.
+        seen_last = max(2.0, density * _tiles(length, tile) - 2 * _MANDATORY)
+        columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some lie in tiles
+        bound = _whole_tiles((1 - _COLUMN_SHARE) * seen_last + _MANDATORY, tile)
+        return VerticalSlash(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
     if family == "adaptive":
         raise UsageError("expected patterns whose budgets fix their density, found 'adaptive'; leave it out")
     return pattern_for(sizes_for(family, length, density, tile), length, density, tile)

@@ -15,8 +15,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
 def flags_of(command: str) -> set[str]:
-    group = get_command(app)
-    return {flag for parameter in group.commands[command].params for flag in parameter.opts} | {"--help"}
+    found = get_command(app).commands[command]
+    parts = getattr(found, "commands", {"": found}).values()  # a command, or a group of some
+    return {flag for part in parts for parameter in part.params for flag in parameter.opts} | {"--help"}
 
 
 COMMANDS = tuple(get_command(app).commands)

@@ -1,0 +1,213 @@
+"""`sparsekv bench prefill`: a model end to end, by its plan and dense.
+
+Dense is the fastest way there is: the unmodified model, or this runtime with the fastest dense kernel; each is tried at
+every length. Runs alternate, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.planner.bench.prefill_runs import Run, Setting, Way, layer_flops, only_layers, run_prefill
+from sparsekv.planner.bench.random_model import BenchModel
+from sparsekv.planner.bench.rows import DensePeers, PrefillRow
+from sparsekv.planner.bench.timing import free_memory, in_short
+from sparsekv.planner.place import device_name, dtype_name
+from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.lengths import format_length
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.checks import check_plan
+from sparsekv.runtime.describe import attention_groups
+
+# A first run as long as this is no warm-up: what is prepared once does not show in it.
+_LONG_MS = 5000.0
+_WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
+_OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBench:
+    """How to time.
+
+    Attributes:
+        repeats: runs of each, alternating.
+        chunk: most tokens given to the model at once; None is all.
+        backend: of sparse attention, or "auto".
+        kv_host_layers: layers whose keys and values go to host memory, in place of what the plan says.
+        dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
+    """
+
+    lengths: tuple[int, ...]
+    repeats: int = 3
+    chunk: int | None = None
+    backend: str = "auto"
+    kv_host_layers: int | None = None
+    dense_layers: int | None = None
+    seed: int = 0
+    allow_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.lengths or self.repeats < 1:
+            raise UsageError("expected at least one length and one repeat, found none")
+        if self.dense_layers is not None and self.dense_layers < 1:
+            raise UsageError(f"expected at least one layer to measure dense on, found {self.dense_layers}")
+
+
+def bench_prefill(
+    subject: BenchModel, plan: Plan, words: str, bench: PrefillBench, progress: Progress | None = None
+) -> Iterator[PrefillRow]:
+    """Times every length, and gives one row each as soon as it is known.
+
+    Args:
+        words: what the plan is, for the rows.
+
+    Raises:
+        PromptError: a length is beyond the model's context.
+        PlanMismatchError, UnsupportedError: the plan is not for this model.
+        BackendError: the backend cannot run here.
+        UsageError: dense is to be measured on more layers than there are.
+    """
+    model, info = subject.model, subject.info
+    if max(bench.lengths) > info.context_length:
+        raise PromptError(
+            f"expected lengths within the model's context of {info.context_length} tokens, found {max(bench.lengths)}"
+        )
+    if bench.dense_layers is not None and bench.dense_layers + 1 > info.layers:
+        raise UsageError(f"expected --dense-layers below the model's {info.layers} layers, found {bench.dense_layers}")
+    check_plan(plan, info, bench.allow_mismatch)
+    tile = plan.prefill.tile if plan.prefill else None
+    backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
+    setting = Setting(model, plan, bench.backend, bench.kv_host_layers, bench.chunk)
+    with (progress or NoProgress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the plan warns of was said above
+        for length in bench.lengths:
+            step.advance(0, note=f"{format_length(length)} tokens")
+            blank = PrefillRow(
+                subject.name,
+                length,
+                backend,
+                device_name(model.device),
+                dtype_name(model.dtype),
+                subject.weights,
+                words,
+                info.layers,
+                note=subject.note,
+            )
+            yield _row(blank, setting, bench)
+            free_memory(model.device)
+            step.advance()
+
+
+def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow:
+    ids_1S = _prompt(setting, blank.length, bench.seed)
+    try:
+        sparse = [_warmed(setting, setting.sparse(), ids_1S)]
+    except Exception as error:  # out of memory, or a kernel that fails
+        blank, sparse = _noted(blank, f"sparse: {in_short(error)}"), []
+    tried, refused = _try_dense(setting, bench, ids_1S)
+    ways, dense_note = setting.dense(), ""
+    if bench.dense_layers is not None:
+        dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}"
+    elif tried:
+        _alternate(setting, ways, tried, sparse, ids_1S, bench.repeats)
+    timed_ms = {name: statistics.median(run.milliseconds for run in runs) for name, runs in tried.items()}
+    peers = DensePeers(blank.length, timed_ms, refused)
+    row = _noted(replace(blank, dense_peers=peers), dense_note)
+    if peers.fastest:
+        row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak=_peak(tried[peers.fastest], bench))
+    return _with_sparse(row, setting, sparse) if sparse else row
+
+
+def _try_dense(
+    setting: Setting, bench: PrefillBench, ids_1S: torch.Tensor
+) -> tuple[dict[str, list[Run]], dict[str, str]]:
+    """One run of each way, and why others do not run."""
+    tried: dict[str, list[Run]] = {}
+    refused: dict[str, str] = {}
+    few = bench.dense_layers
+    for name, way in (setting.dense() if few is None else setting.dense_in_memory()).items():
+        try:
+            run = _warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)
+            tried[name] = [run]
+        except Exception as error:
+            refused[name] = in_short(error)
+        free_memory(setting.device)
+    return tried, refused
+
+
+def _alternate(
+    setting: Setting,
+    ways: dict[str, Way],
+    tried: dict[str, list[Run]],
+    sparse: list[Run],
+    ids_1S: torch.Tensor,
+    repeats: int,
+) -> None:
+    """The other repeats: dense ways that may be the fastest, and sparse, every other round backwards."""
+    least = min(runs[0].milliseconds for runs in tried.values())
+    near = [name for name, runs in tried.items() if runs[0].milliseconds <= _OUT_OF_REACH * least]
+    turns = [(tried[name], ways[name]) for name in near] + ([(sparse, setting.sparse())] if sparse else [])
+    for number in range(1, repeats):
+        for runs, way in turns[:: -1 if number % 2 else 1]:
+            runs.append(run_prefill(setting, way, ids_1S))
+
+
+def _warmed(setting: Setting, way: Way, ids_1S: torch.Tensor) -> Run:
+    """A run after kernels were compiled with a short prompt; a short run is repeated, so that nothing is new to it."""
+    if setting.device.type == "cuda":
+        run_prefill(setting, way, ids_1S[:, :_WARM_UP_TOKENS])
+    run = run_prefill(setting, way, ids_1S)
+    return run if run.milliseconds > _LONG_MS else run_prefill(setting, way, ids_1S)
+
+
+def _extrapolated(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int) -> Run:
+    """The whole model's time, from one layer and from `layers` more."""
+    model = setting.model
+    count = model.config.num_hidden_layers
+    with only_layers(model, 1):
+        one = _warmed(setting, way, ids_1S)
+    with only_layers(model, 1 + layers):
+        more = _warmed(setting, way, ids_1S)
+    each = (more.milliseconds - one.milliseconds) / layers
+    return Run(one.milliseconds + (count - 1) * each, None, None)
+
+
+def _with_sparse(row: PrefillRow, setting: Setting, runs: list[Run]) -> PrefillRow:
+    milliseconds = statistics.median(run.milliseconds for run in runs)
+    stats, plan = runs[-1].stats, setting.plan.prefill
+    if stats is None:
+        return replace(row, sparse_ms=milliseconds, sparse_peak=runs[-1].peak)
+    tile = plan.tile if plan else TileShape()  # what the runtime counts in where there is no plan
+    head_dim = attention_groups(setting.model.config)[0].head_dim
+    attention = 4.0 * head_dim * tile.query * tile.key * stats.prefill_tiles_computed
+    return replace(
+        row,
+        sparse_ms=milliseconds,
+        sparse_peak=runs[-1].peak,
+        density=stats.prefill_density,
+        tflops=(layer_flops(setting.model, row.length) + attention) / milliseconds / 1e9,
+        kv_device=stats.kv_bytes_device,
+        kv_host=stats.kv_bytes_host,
+    )
+
+
+def _prompt(setting: Setting, length: int, seed: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(1, setting.model.config.vocab_size, (1, length), generator=random).to(setting.device)
+
+
+def _peak(runs: list[Run], bench: PrefillBench) -> int | None:
+    peaks = [run.peak for run in runs if run.peak is not None]
+    return max(peaks) if peaks and bench.dense_layers is None else None
+
+
+def _noted(row: PrefillRow, note: str) -> PrefillRow:
+    return replace(row, note="; ".join(part for part in (row.note, note) if part))

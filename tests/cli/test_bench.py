@@ -1,0 +1,94 @@
+"""bench: rows that scripts rely on, and what is refused."""
+
+import pytest
+from model_folders import save_model, sparse_plan
+from tiny_models import tiny_model
+
+from sparsekv.plans.writer import write_plan
+
+RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
+KERNELS = ("bench", "kernels", "--lengths", 512, "--heads", 2, "--kv-heads", 1, "--head-dim", 32, "--tile", 64)
+KERNELS += ("--density", "50%", "--repeats", 1, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tiny_model(context=1024)
+    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
+    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    return folder
+
+
+def test_kernels_prints_rows_with_the_keys_that_scripts_rely_on(sparsekv):
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "cpu", "--json")
+    assert done.code == 0, done.err
+    (row,) = done.data
+    assert list(row)[:9] == RELIED_ON
+    assert (row["name"], row["length"], row["backend"], row["dtype"]) == ("a_shape", 512, "cpu", "float32")
+    assert row["index_ms"] > 0
+    assert "planted" in done.err
+
+
+def test_kernels_says_for_people_what_is_planted_what_was_found_and_who_cannot_run(sparsekv):
+    done = sparsekv(*KERNELS, "--patterns", "mixed")
+    assert done.code == 0, done.err
+    for said in ("planted, not taken from a model", "torch SDPA", "speedup", "columns", "not", "flash: ", "triton: "):
+        assert said in done.out
+
+
+def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv):
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "triton", "--json")
+    assert done.code == 1
+    assert "cannot run" in done.data[0]["note"]
+    assert "nothing could be measured" in done.err
+
+
+def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
+    done = sparsekv("bench", "prefill", folder, "--lengths", 512, "--repeats", 1, "--device", "cpu", "--json")
+    assert done.code == 0, done.err
+    (row,) = done.data
+    assert list(row)[:9] == RELIED_ON
+    assert (row["weights"], row["plan"], row["layers"]) == ("loaded", "given", 3)
+    assert 0 < row["density"] < 1
+
+
+def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(sparsekv, folder):
+    call = (
+        "bench",
+        "prefill",
+        folder,
+        "--random-weights",
+        "--layers",
+        1,
+        "--lengths",
+        "2k,512",
+        "--density",
+        "0.3,50%",
+    )
+    done = sparsekv(*call, "--tile", 64, "--repeats", 1, "--device", "cpu")
+    assert done.code == 0, done.err
+    for said in ("weights: random", "made by hand", "density of 0.5, 0.3", "stretched from 1k", "1 of 3 layers", "2k"):
+        assert said in done.out
+    assert "weights are random" in done.err
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (("kernels", "--lengths", "soon"), "--lengths"),
+        (("kernels", "--density", "0"), "--density"),
+        (("kernels", "--patterns", "stripes"), "stripes"),
+        (("kernels", "--backend", "reference"), "reference"),
+        (("kernels", "--lengths", "1k", "--heads", "3", "--kv-heads", "2"), "multiple"),
+        (("prefill", "tiny-retriever", "--layers", "2"), "--random-weights"),
+        (("prefill", "tiny-retriever", "--plan", "x.yaml", "--density", "0.1"), "--density"),
+        (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--patterns", "adaptive"), "adaptive"),
+        (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--density", "0.1,0.2"), "--density"),
+        (("prefill", "nowhere-to-be-found"), "nowhere-to-be-found"),
+        (("neither",), "neither"),
+    ],
+)
+def test_what_cannot_be_timed_is_a_usage_error(sparsekv, call, word):
+    done = sparsekv("bench", *call)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err

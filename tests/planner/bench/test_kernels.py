@@ -1,0 +1,102 @@
+"""The kernel bench on a CPU: every case a row, whatever happens to it."""
+
+import pytest
+import torch
+
+from sparsekv.planner.bench import kernels
+from sparsekv.planner.bench.kernels import MIXES, KernelBench, bench_kernels, families_of
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+
+RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
+SMALL = {"heads": 2, "kv_heads": 1, "head_dim": 32, "tile": TileShape(query=64, key=64), "rounds": 1}
+
+
+def bench(**options) -> KernelBench:
+    return KernelBench(**{"lengths": (512,), "densities": (0.5,), "backends": ("cpu",)} | SMALL | options)
+
+
+def test_every_length_density_and_pattern_is_a_row_with_all_of_its_numbers():
+    rows = list(bench_kernels(bench(lengths=(512, 640), patterns=("vertical_slash", "mixed"))))
+    assert [(row.name, row.length) for row in rows] == [
+        ("vertical_slash", 512),
+        ("mixed", 512),
+        ("vertical_slash", 640),
+        ("mixed", 640),
+    ]
+    for row in rows:
+        data = row.as_data()
+        assert list(data)[:9] == RELIED_ON
+        numbers = ("dense_ms", "sparse_ms", "index_ms", "attention_ms", "density", "tflops", "dense_tflops", "mass")
+        assert all(data[name] > 0 for name in numbers), data
+        assert data["speedup"] == pytest.approx(data["dense_ms"] / data["sparse_ms"])
+        assert data["error"] < 1e-3
+        assert data["dense_kernel"] in data["dense_peers_ms"]
+        assert data["note"] == ""
+        assert data["planted"] is True
+    assert len(rows) == 4
+
+
+def test_dense_kernels_are_tried_once_a_length():
+    rows = list(bench_kernels(bench(lengths=(512, 640), patterns=("a_shape", "block_sparse"))))
+    assert rows[0].dense_peers is rows[1].dense_peers
+    assert rows[2].dense_peers is rows[3].dense_peers
+    assert rows[0].dense_peers is not rows[2].dense_peers
+
+
+def test_backends_that_cannot_run_are_rows_with_a_reason():
+    rows = list(bench_kernels(bench(backends=(), patterns=("a_shape",))))
+    noted = {row.backend: row.note for row in rows if row.sparse_ms is None}
+    assert noted.keys() == {"flash", "triton"}
+    assert all("cannot run" in note for note in noted.values())
+    assert [row.backend for row in rows if row.sparse_ms is not None] == ["cpu"]
+
+
+def test_a_length_that_does_not_fit_is_a_row_and_the_others_go_on(monkeypatch):
+    original = kernels.plant
+
+    def plant(families, **options):
+        if options["length"] == 640:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(families, **options)
+
+    monkeypatch.setattr(kernels, "plant", plant)
+    rows = list(bench_kernels(bench(lengths=(512, 640, 768), patterns=("a_shape",))))
+    assert [row.note for row in rows] == ["", "out of memory", ""]
+    assert rows[1].as_data()["speedup"] is None
+
+
+def test_a_kernel_that_fails_is_a_row_that_keeps_the_dense_times(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(kernels, "prefill_attention", broken)
+    (row,) = bench_kernels(bench(patterns=("a_shape",)))
+    assert row.note == "RuntimeError: does not compile"
+    assert row.sparse_ms is None
+    assert row.dense_ms > 0
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_deals_a_family_to_each_head(mix):
+    families = families_of(mix, 8)
+    assert len(families) == 8
+    assert len(set(families)) == (4 if mix == "mixed" else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"backends": ("cuda",)}, "backends"),
+        ({"backends": ("reference",)}, "backends"),
+        ({"patterns": ("stripes",)}, "patterns"),
+        ({"lengths": ()}, "length"),
+        ({"densities": (2.0,)}, "density"),
+        ({"heads": 3, "kv_heads": 2}, "multiple"),
+        ({"rounds": 0}, "round"),
+        ({"lengths": (256,)}, "tiles"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_anything_runs(options, word):
+    with pytest.raises(UsageError, match=word):
+        bench(**options)

@@ -1,0 +1,196 @@
+"""The prefill bench on tiny models: dense and sparse of the same model, and what is said of random weights."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_plans import every_head, info_of, plan_for
+
+from sparsekv.planner.bench import prefill, random_model
+from sparsekv.planner.bench.hand_plan import hand_plan, in_words
+from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
+from sparsekv.planner.bench.prefill_runs import Setting, layer_flops, only_layers, run_prefill
+from sparsekv.planner.bench.random_model import BenchModel
+from sparsekv.planner.bench.random_model import random_model as make
+from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
+from sparsekv.plans.aliases import ALIASES
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
+from sparsekv.plans.patterns import AShape, TileShape
+from sparsekv.runtime.architectures import SUPPORTED, attention_modules
+
+CPU, TILE = torch.device("cpu"), TileShape(query=64, key=64)
+STATIC = AShape(sink=tokens(64), window=tokens(64))
+
+
+@pytest.fixture(scope="module")
+def subject() -> BenchModel:
+    model = tiny_model(layers=2, context=1024)
+    return BenchModel(model, info_of(model), "tiny", "random", "weights are random")
+
+
+@pytest.fixture(scope="module")
+def plan(subject):
+    return plan_for(subject.model, every_head(subject.model, STATIC))
+
+
+def rows_of(subject, plan, **options):
+    return list(bench_prefill(subject, plan, "static", PrefillBench(**{"lengths": (512,), "repeats": 1} | options)))
+
+
+def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, plan):
+    (row,) = rows_of(subject, plan, lengths=(512,), repeats=3)
+    data = row.as_data()
+    assert list(data)[:9] == [
+        "name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"
+    ]  # fmt: skip
+    assert data["speedup"] == pytest.approx(data["dense_ms"] / data["sparse_ms"])
+    assert 0 < data["density"] < 1
+    assert data["tflops"] > 0
+    assert data["dense_peers_ms"].keys() == {"transformers, SDPA", "sparsekv dense, torch"}
+    assert data["dense_kernel"] == min(data["dense_peers_ms"], key=data["dense_peers_ms"].get)
+    assert (data["weights"], data["plan"]) == ("random", "static")
+    assert "random" in data["note"]
+    assert data["kv_bytes_device"] == 2 * 2 * 2 * 512 * 32 * 4  # k and v, layers, heads, tokens, size, bytes
+    assert data["dense_peak_bytes"] is None
+
+
+def test_the_model_is_what_it_was_afterwards(subject, plan):
+    before = subject.model.config._attn_implementation
+    rows_of(subject, plan, dense_layers=1)
+    assert subject.model.config._attn_implementation == before
+    assert len(attention_modules(subject.model)) == 2
+
+
+def test_in_pieces_the_same_tiles_are_computed(subject, plan):
+    (whole,), (pieces,) = rows_of(subject, plan), rows_of(subject, plan, chunk=256)
+    assert pieces.density == pytest.approx(whole.density)
+
+
+def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatch):
+    from sparsekv.planner.bench import prefill_runs
+
+    asked, real = [], prefill_runs.apply
+
+    def apply(*args, **options):
+        asked.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(prefill_runs, "apply", apply)
+    (row,) = rows_of(subject, plan, kv_host_layers=2)
+    assert {options["kv_host_layers"] for options in asked} == {2}
+    assert {options["prefill"] for options in asked} == {True, False}  # dense has its rows in the same place
+    assert row.sparse_ms > 0
+
+
+def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan, monkeypatch):
+    times = iter([30.0, 50.0])  # of one layer, of two
+    real = prefill._warmed
+
+    def warmed(setting, way, ids):
+        run = real(setting, way, ids)
+        return run if run.stats else type(run)(next(times), None, None)
+
+    monkeypatch.setattr(prefill, "_warmed", warmed)
+    (row,) = rows_of(subject, plan, dense_layers=1)
+    assert row.dense_ms == 30 + 1 * 20
+    assert "1 measured layer" in row.note
+
+
+def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, monkeypatch):
+    real = prefill.run_prefill
+
+    def failing(setting, way, ids):
+        run = real(setting, way, ids)
+        if run.stats and run.stats.prefill_density < 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run
+
+    monkeypatch.setattr(prefill, "run_prefill", failing)
+    (row,) = rows_of(subject, plan)
+    assert row.sparse_ms is None
+    assert row.dense_ms > 0
+    assert "sparse: out of memory" in row.note
+
+
+def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
+    with pytest.raises(PromptError, match="1024"):
+        rows_of(subject, plan, lengths=(2048,))
+    with pytest.raises(UsageError, match="dense-layers"):
+        rows_of(subject, plan, dense_layers=2)
+    other = tiny_model(layers=3)
+    with pytest.raises(PlanMismatchError):
+        rows_of(subject, plan_for(other, every_head(other, STATIC)))
+    with pytest.raises(UsageError):
+        PrefillBench(lengths=(), repeats=1)
+
+
+def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan):
+    setting = Setting(subject.model, plan, "auto", None, None)
+    ids = torch.ones(1, 64, dtype=torch.long)
+    whole = layer_flops(subject.model, 64)
+    with only_layers(subject.model, 1):
+        assert layer_flops(subject.model, 64) == whole / 2
+        run_prefill(setting, setting.dense_in_memory()["sparsekv dense, torch"], ids)
+    assert layer_flops(subject.model, 64) == whole
+
+
+# --- plans made by hand, models with random weights -------------------------------------------------------------------
+
+
+def test_a_plan_by_hand_has_a_bucket_a_length_and_a_pattern_for_every_head(subject):
+    made = hand_plan(subject.info, (512, 1024), (0.5, 0.3), TILE)
+    assert [bucket.up_to for bucket in made.prefill.lengths] == [512, None]
+    for bucket in made.prefill.lengths:
+        kinds = {pattern.pattern for layer in range(2) for pattern in bucket.patterns(layer, 4)}
+        assert kinds == {"vertical_slash", "a_shape"}
+    (row,) = rows_of(subject, made, lengths=(1024,))
+    assert row.density == pytest.approx(0.3, abs=0.1)
+    assert "made by hand" in in_words(("a_shape",), (0.3,), TILE)
+    with pytest.raises(UsageError, match="densit"):
+        hand_plan(subject.info, (512, 1024), (0.5, 0.3, 0.1), TILE)
+
+
+def test_random_weights_have_the_shape_of_the_config_and_a_note():
+    made = make("tiny-retriever", device=CPU, dtype=torch.bfloat16, longest=65536, layers=2, seed=1)
+    assert made.weights == "random"
+    assert (made.info.layers, made.info.context_length) == (2, 65536)
+    assert made.info.attention[0].heads == 4
+    assert made.model.dtype == torch.bfloat16
+    assert not made.model.training
+    for said in ("random", "stretched from 32k", "2 of 12 layers"):
+        assert said in made.note
+    same = make("tiny-retriever", device=CPU, dtype=torch.bfloat16, longest=512, layers=2, seed=1)
+    assert torch.equal(made.model.lm_head.weight, same.model.lm_head.weight)
+
+
+def test_random_weights_leave_the_random_state_as_it_was():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make("tiny-retriever", device=CPU, dtype=torch.float32, longest=512, layers=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_known_shape_stands_in_where_no_config_can_be_had(monkeypatch):
+    smaller = {"llama3-8b": PUBLIC_SHAPES["llama3-8b"].__class__("llama", 2, 64, 96, 4, 2, 100, 1e4, 512, 16)}
+    monkeypatch.setattr(random_model, "PUBLIC_SHAPES", smaller)
+    made = make("llama3-8b", device=CPU, dtype=torch.float32, longest=512)
+    assert (made.info.layers, made.info.attention[0].kv_heads) == (2, 2)
+    assert "table" in made.note
+    with pytest.raises(UsageError) as unknown:
+        make("someone/unheard-of", device=CPU, dtype=torch.float32, longest=512)
+    assert "llama3-8b" in unknown.value.__notes__[0]
+
+
+def test_public_shapes_are_of_aliases_and_of_supported_architectures():
+    types = {alias.name: alias.model_type for alias in ALIASES}
+    for name, shape in PUBLIC_SHAPES.items():
+        assert types[name] == shape.model_type in SUPPORTED
+        assert shape.heads % shape.kv_heads == 0
+    assert {"llama3-8b", "llama3.1-8b", "qwen2.5-7b-1m", "qwen3-8b", "yi-9b-200k"} <= PUBLIC_SHAPES.keys()
+    assert PUBLIC_SHAPES["llama3-8b"].config()["num_key_value_heads"] == 8
+
+
+def test_more_layers_than_there_are_cannot_be_kept():
+    with pytest.raises(UsageError, match="12 layers"):
+        make("tiny-retriever", device=CPU, dtype=torch.float32, longest=512, layers=13)

@@ -1,0 +1,55 @@
+"""Calls are timed in turn, and what does not run is named, not dropped."""
+
+import pytest
+import torch
+
+from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_dense
+from sparsekv.planner.bench.rows import DensePeers
+from sparsekv.planner.bench.timing import in_short, is_out_of_memory, measure
+
+CPU = torch.device("cpu")
+
+
+def test_every_call_runs_in_every_round_and_every_other_round_is_backwards():
+    ran: list[str] = []
+    calls = {name: lambda name=name: ran.append(name) for name in ("dense", "index", "whole")}
+    found = measure(calls, CPU, rounds=3)
+    assert found.keys() == calls.keys()
+    assert ran[:3] == ["dense", "index", "whole"]  # before the clock
+    assert ran[3:] == ["dense", "index", "whole", "whole", "index", "dense", "dense", "index", "whole"]
+
+
+def test_a_dense_kernel_that_does_not_run_is_refused_with_its_reason():
+    def broken():
+        raise RuntimeError("no such kernel\nand more")
+
+    peers = time_dense({"good": lambda: None, "broken": broken}, 128, CPU, rounds=2)
+    assert peers.fastest == "good"
+    assert peers.refused == {"broken": "RuntimeError: no such kernel"}
+
+
+def test_without_any_dense_kernel_there_is_no_fastest():
+    assert DensePeers(128, {}, {"all": "reason"}).fastest is None
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_dense_kernels_agree_with_one_another(kv_heads):
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 130, 32, generator=random) for heads in (4, kv_heads, kv_heads))
+    calls = dense_calls(q, k, v)
+    outputs = [getattr(call(), "out_BHSD", None) if name == "torch SDPA" else call() for name, call in calls.items()]
+    assert len(outputs) == 2
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
+
+
+def test_running_out_of_memory_is_told_from_other_failures():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    assert in_short(torch.OutOfMemoryError("long story")) == "out of memory"
+    assert in_short(ValueError("")) == "ValueError: "
+
+
+def test_rates_count_the_causal_half():
+    assert dense_tflops(1, 1, 3, 1e3) == pytest.approx(4 * 6 / 1e12)
