@@ -9,22 +9,22 @@ Shapes: B batch, H query heads, G KV heads, S query rows of the chunk, K keys (p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
 from sparsekv.kernels.index.a_shape import index_a_shape
 from sparsekv.kernels.index.adaptive import index_adaptive
+from sparsekv.kernels.index.assemble import index_of, place, room_for, widths_of
 from sparsekv.kernels.index.block_sparse import index_block_sparse
-from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles
+from sparsekv.kernels.index.call import HeadIndex, IndexCall, IndexWidths, RowTiles
 from sparsekv.kernels.index.dense import index_dense
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.index.lines import score_lines
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash
-from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex
-from sparsekv.kernels.topk import on_device
-from sparsekv.plans.errors import ShapeError, UnsupportedError
+from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
 Builder = Callable[[Sequence[Any], Sequence[int], IndexCall, RowTiles], HeadIndex]
@@ -37,6 +37,36 @@ BUILDERS: Mapping[type[Pattern], Builder] = {
     Adaptive: index_adaptive,
 }
 
+BuilderName = Literal["auto", "torch", "triton"]
+# Nobody has run the Triton builders on a GPU yet: they are tested in Triton's interpreter only, and none of their times
+# is known. Set this to True once `benchmarks/index_timing.py` has found them right and faster than torch on a CUDA GPU;
+# until then "auto" builds with torch everywhere.
+TRITON_VERIFIED = False
+_TRITON_BUILDERS: Mapping[type[Pattern], str] = {VerticalSlash: "sparsekv.kernels.index.device.vertical_slash"}
+
+
+class PreparedIndex(Protocol):
+    """The index of some heads, of which the host knows the size."""
+
+    @property
+    def widths(self) -> IndexWidths:
+        """How wide it is."""
+        ...
+
+    def fill(self, into: TileIndex) -> None:
+        """Builds it straight into the tensors of the whole layer."""
+
+
+class TritonBuilder(Protocol):
+    """A module that builds the heads of one kind on a GPU."""
+
+    def obstacle(self, patterns: Sequence[Any], call: IndexCall) -> str | None:
+        """Why it cannot build these heads; None when it can."""
+
+    def prepare(self, patterns: Sequence[Any], heads: Sequence[int], call: IndexCall) -> PreparedIndex:
+        """All that the host has to do."""
+        ...
+
 
 def build_index(
     patterns: Sequence[Pattern],
@@ -48,6 +78,7 @@ def build_index(
     scale: float,
     window: int | None = None,
     lines: Mapping[int, LineScores] | None = None,
+    builder: BuilderName = "auto",
 ) -> TileIndex:
     """Which tiles and single columns each head computes.
 
@@ -61,21 +92,32 @@ def build_index(
         window: the layer's own sliding window: scores see nothing outside it, and tiles wholly outside are left out
             (of the lists; dense heads still count every causal tile).
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
+        builder: "torch" anywhere; "triton" for the kinds of pattern that it builds on this GPU, torch for the others;
+            "auto" chooses. All give the same index, up to the rounding of scores that are nearly equal.
 
     Raises:
+        BackendError: "triton" was asked for where Triton does not run.
         ShapeError: tensors, patterns and chunk do not fit together.
         UnsupportedError: a pattern that has no builder yet, or a tile taller in keys than in queries.
     """
     _check(patterns, q_BHSD, k_BGKD, chunk, tile, window)
     call = IndexCall(q_BHSD, k_BGKD, chunk, tile, scale, window, lines)
-    rows = call.locate()
     kinds = _heads_by_kind(patterns)
-    built = {
-        kind: BUILDERS[kind]([patterns[head] for head in heads], heads, call, rows) for kind, heads in kinds.items()
-    }
-    is_dense = [isinstance(pattern, Dense) for pattern in patterns]
-    merged = _merge(built, kinds, call, on_device(is_dense, call.device, torch.bool))
-    return replace(merged, dense_heads=tuple(head for head, dense in enumerate(is_dense) if dense))
+    on_gpu = _prepare_triton(patterns, kinds, call, builder)
+    built: dict[type[Pattern], HeadIndex] = {}
+    if len(on_gpu) < len(kinds):
+        rows = call.locate()
+        for kind in [kind for kind in kinds if kind not in on_gpu]:
+            built[kind] = BUILDERS[kind]([patterns[head] for head in kinds[kind]], kinds[kind], call, rows)
+    dense = tuple(kinds.get(Dense, ()))
+    if len(built) == len(kinds) == 1:
+        return index_of(next(iter(built.values())), call, dense)
+    index = room_for([*map(widths_of, built.values()), *(part.widths for part in on_gpu.values())], call, dense)
+    for kind, part in built.items():
+        place(part, kinds[kind], index)
+    for prepared in on_gpu.values():
+        prepared.fill(index)
+    return index
 
 
 def layer_lines(
@@ -90,40 +132,35 @@ def layer_lines(
     return score_lines(heads, [last_q] * len(heads), call)
 
 
-def _heads_by_kind(patterns: Sequence[Pattern]) -> dict[type, list[int]]:
-    kinds: dict[type, list[int]] = {}
+def _heads_by_kind(patterns: Sequence[Pattern]) -> dict[type[Pattern], list[int]]:
+    kinds: dict[type[Pattern], list[int]] = {}
     for head, pattern in enumerate(patterns):
         kinds.setdefault(type(pattern), []).append(head)
     return kinds
 
 
-def _merge(
-    built: Mapping[type, HeadIndex], kinds: Mapping[type, list[int]], call: IndexCall, dense_H: torch.Tensor
-) -> TileIndex:
-    def joined(parts: list[torch.Tensor], padding: int) -> torch.Tensor:
-        return _scatter_heads(parts, list(kinds.values()), padding)
+def _prepare_triton(
+    patterns: Sequence[Pattern], kinds: Mapping[type[Pattern], list[int]], call: IndexCall, builder: BuilderName
+) -> dict[type[Pattern], PreparedIndex]:
+    """What Triton builds. The interpreter only ever serves tests, which ask for it by name."""
+    if builder == "torch" or (builder == "auto" and not (TRITON_VERIFIED and call.device.type == "cuda")):
+        return {}
+    if builder == "triton":
+        _check_triton(call.device)
+    found: dict[type[Pattern], PreparedIndex] = {}
+    for kind in [kind for kind in kinds if kind in _TRITON_BUILDERS]:
+        module = cast(TritonBuilder, import_module(_TRITON_BUILDERS[kind]))
+        own = [patterns[head] for head in kinds[kind]]
+        if module.obstacle(own, call) is None:
+            found[kind] = module.prepare(own, kinds[kind], call)
+    return found
 
-    indices = [built[kind] for kind in kinds]
-    return TileIndex(
-        tile=call.tile,
-        tiles_BHTW=joined([index.tiles_BhTW for index in indices], NO_TILE),
-        counts_BHT=joined([index.counts_BhT[..., None] for index in indices], 0)[..., 0],
-        columns_BHC=joined([index.columns_BhC for index in indices], NO_COLUMN),
-        live_BHTN=joined([index.live_BhTN for index in indices], 0),
-        dense_H=dense_H,
-    )
 
+def _check_triton(device: torch.device) -> None:
+    from sparsekv.kernels.triton_support import interpreting
 
-def _scatter_heads(parts: list[torch.Tensor], heads: list[list[int]], padding: int) -> torch.Tensor:
-    """Puts the heads of each part back in their places, the last dimension padded to the widest."""
-    if len(parts) == 1:
-        return parts[0].contiguous()
-    width = max(part.shape[-1] for part in parts)
-    batch, _, *middle, _ = parts[0].shape
-    merged_BHXW = parts[0].new_full((batch, sum(map(len, heads)), *middle, width), padding)
-    for part, own in zip(parts, heads, strict=True):
-        merged_BHXW[:, on_device(own, part.device), ..., : part.shape[-1]] = part
-    return merged_BHXW
+    if device.type != "cuda" and not interpreting():
+        raise BackendError(f"the triton builders need tensors on a GPU, found {device}: use builder='torch'")
 
 
 def _check(

@@ -129,6 +129,14 @@ class IndexCall:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexWidths:
+    """How wide an index is; follows from budgets and lengths."""
+
+    tiles: int  # W
+    columns: int  # C
+
+
+@dataclass(frozen=True, slots=True)
 class HeadIndex:
     """The index of the heads of one kind; see TileIndex for what the fields mean."""
 

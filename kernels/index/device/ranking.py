@@ -1,0 +1,88 @@
+"""Device code that finds the k-th largest of a row of numbers, by one program, in a few passes over the row.
+
+Numbers are the bit patterns of float32 scores that are 0 or more, which order like the scores; -1 means "none".
+Where the compiler can see that `count` and the row's start are multiples of 4, four numbers are loaded at once.
+"""
+
+# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _count_from(row_ptr, count, first, second, third, BLOCK: tl.constexpr):
+    """How many of the numbers are at least each of three bounds, which are 0 or more."""
+    lane = tl.arange(0, BLOCK)
+    # The sign of a difference, -1 or 0, is added in a single instruction.
+    below_first = tl.zeros([BLOCK], tl.int32)
+    below_second = tl.zeros([BLOCK], tl.int32)
+    below_third = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, count, BLOCK):
+        number = tl.load(row_ptr + start + lane, mask=start + lane < count, other=-1)
+        below_first += (number - first) >> 31
+        below_second += (number - second) >> 31
+        below_third += (number - third) >> 31
+    whole = tl.cdiv(count, BLOCK) * BLOCK
+    return whole + tl.sum(below_first), whole + tl.sum(below_second), whole + tl.sum(below_third)
+
+
+@triton.jit
+def _least_from(row_ptr, count, bound, BLOCK: tl.constexpr):
+    """The smallest number that is at least `bound`; the largest of all numbers if there is none."""
+    lane = tl.arange(0, BLOCK)
+    least = tl.full([BLOCK], 2147483647, tl.int32)
+    for start in tl.range(0, count, BLOCK):
+        number = tl.load(row_ptr + start + lane, mask=start + lane < count, other=-1)
+        least = tl.minimum(least, tl.where(number >= bound, number, 2147483647))
+    return tl.min(least)
+
+
+@triton.jit
+def kth_largest(row_ptr, count, k, BLOCK: tl.constexpr):
+    """The k-th largest (from 1) of `count` numbers, and how many are at least as large; -1 where fewer are 0 or more.
+
+    Two bits a pass from the highest down, until exactly k numbers are left: about ten passes.
+    """
+    found, one, _ = _count_from(row_ptr, count, 0, 1 << 30, 1 << 30, BLOCK)
+    enough = found >= k
+    bound = tl.where(one >= k, 1 << 30, 0)
+    found = tl.where(one >= k, one, found)
+    shift = tl.where(enough, 28, -2)
+    while (shift >= 0) & (found != k):
+        step = 1 << shift
+        one, two, three = _count_from(row_ptr, count, bound + step, bound + 2 * step, bound + 3 * step, BLOCK)
+        digit = (one >= k).to(tl.int32) + (two >= k).to(tl.int32) + (three >= k).to(tl.int32)
+        bound += digit * step
+        found = tl.where(digit == 3, three, tl.where(digit == 2, two, tl.where(digit == 1, one, found)))
+        shift -= 2
+    return tl.where(enough, _least_from(row_ptr, count, bound, BLOCK), -1), found
+
+
+@triton.jit
+def count_equal(row_ptr, count, number, BLOCK: tl.constexpr):
+    """How many entries equal `number`."""
+    lane = tl.arange(0, BLOCK)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(0, count, BLOCK):
+        entry = tl.load(row_ptr + start + lane, mask=start + lane < count, other=-1)
+        equal += ((entry == number) & (start + lane < count)).to(tl.int32)
+    return tl.sum(equal)
+
+
+@triton.jit
+def place_of_equal(row_ptr, count, number, nth, BLOCK: tl.constexpr):
+    """Index of the nth entry (from 1) that equals `number`; `count` where there are fewer."""
+    lane = tl.arange(0, BLOCK)
+    seen = 0
+    place = count
+    start = 0
+    while (seen < nth) & (start < count):
+        entry = tl.load(row_ptr + start + lane, mask=start + lane < count, other=-1)
+        equal = ((entry == number) & (start + lane < count)).to(tl.int32)
+        rank = seen + tl.cumsum(equal, 0)
+        place = tl.minimum(place, tl.min(tl.where((equal != 0) & (rank == nth), start + lane, count)))
+        seen += tl.sum(equal)
+        start += BLOCK
+    return place

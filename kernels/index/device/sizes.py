@@ -1,0 +1,87 @@
+"""How the index kernels cut their work: everything that is to be tuned, in one table.
+
+Register and memory figures are what ptxas reports for head size 128; none of these sizes has been timed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LARGEST_SAMPLE = 256  # queries of a head: four strips of 64 rows
+LARGEST_HEAD = 128  # with 256, four strips would fill the shared memory of most GPUs
+PADDING = 16  # rows of scores are padded to a multiple of this
+MOST_RUNS = 64  # partial results of a row that the second pass joins
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """The sampled queries of a head: `count` strips of `rows`; a strip of several heads is one product."""
+
+    rows: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over the keys."""
+
+    heads: int  # stacked in a product, at most
+    keys: int  # of a step
+    least_run: int  # keys of a program, at least
+    stages: int  # of the pipeline that loads them
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """One row of the table. Passes by number of strips; blocks in elements, with the warps that work on them."""
+
+    stats: dict[int, Pass]
+    lines: dict[int, Pass]
+    select_block: int = 8192
+    select_warps: int = 32
+    crossings_block: int = 16  # tile diagonals
+    crossings_warps: int = 4
+    diagonals_block: int = 2048
+    diagonals_warps: int = 8
+    rows_block: int = 8  # row tiles
+    rows_tiles: int = 64
+    rows_words: int = 8
+    rows_warps: int = 4
+
+
+# Four warps and at most 255 registers leave room for two programs on a multiprocessor, of which one computes while the
+# other multiplies. The first pass stacks two heads of a KV head (166 registers, 80 KiB): each block of keys serves
+# both. The second holds two blocks of weights, so one head is all that fits (254 registers, 72 KiB); with four strips
+# about 180 of its 1,330 instructions a step are spills.
+_HOPPER = Sizes(
+    stats={1: Pass(2, 64, 1024, 3), 2: Pass(1, 64, 1024, 3), 4: Pass(1, 64, 1024, 3)},
+    lines={1: Pass(1, 64, 2048, 3), 2: Pass(1, 64, 2048, 2), 4: Pass(1, 64, 2048, 2)},
+)
+_AMPERE = Sizes(
+    stats={1: Pass(1, 64, 1024, 2), 2: Pass(1, 64, 1024, 2), 4: Pass(1, 64, 1024, 2)},
+    lines={1: Pass(1, 64, 2048, 2), 2: Pass(1, 64, 2048, 2), 4: Pass(1, 64, 2048, 2)},
+)
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    """The row for this GPU; any will do in the interpreter."""
+    return table_of(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else _AMPERE
+
+
+def table_of(major: int) -> Sizes:
+    """The row for a compute capability: 9 and 10 are the data centre parts; 12 has the shared memory of 8.6."""
+    return _HOPPER if major in (9, 10) else _AMPERE
+
+
+def strips_for(sampled: int) -> Strips:
+    """Strips that hold this many rows: one of up to 64, or 2 or 4 of 64."""
+    if sampled <= 64:
+        return Strips(max(16, 1 << (sampled - 1).bit_length()), 1)
+    return Strips(64, 2 if sampled <= 128 else 4)
+
+
+def warps_of(stacked_rows: int) -> int:
+    """Warps for a product of so many rows with 64 keys: a warp group multiplies 64."""
+    return 8 if stacked_rows >= 256 else 4
