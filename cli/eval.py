@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from sparsekv.cli.options import (
+    AllowMismatch,
     Backend,
     Batch,
     Chunk,
@@ -15,8 +15,11 @@ from sparsekv.cli.options import (
     Dtype,
     Json,
     Model,
+    PlanFile,
     Seed,
+    Target,
     Tasks,
+    given,
 )
 from sparsekv.cli.output import columns, emit, emit_json
 from sparsekv.cli.scores import SCORE_HEADER, score_row
@@ -28,12 +31,9 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    target: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model; a folder's sparsekv.yaml is its plan.")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="The plan; without one, dense only.")
-    ] = None,
+    context: typer.Context,
+    target: Target = None,
+    plan: PlanFile = None,
     model: Model = None,
     tasks: Tasks = None,
     length: Annotated[
@@ -49,42 +49,59 @@ def evaluate(
     device: Device = None,
     dtype: Dtype = None,
     backend: Backend = None,
+    allow_mismatch: AllowMismatch = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the tasks on held-out samples: retrieval by exact match, text by perplexity."""
+    """Measure the tasks on held-out samples: retrieval by exact match, text by perplexity.
+
+    Without a plan (--plan, or sparsekv.yaml in the model's folder) dense is measured alone.
+    """
     from sparsekv.cli.subject import backend_named, load, subject_of
+    from sparsekv.plans.fingerprint import check_model
 
     subject = subject_of(target, plan, model)
-    lengths = lengths_from(length, "--length")
-    if len(lengths) != 1:
-        raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
+    idle = [name for name in ("phase", "allow_mismatch") if name in given(context) and subject.plan is None]
+    if idle:
+        raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
+    most = _one_length(length)
     from sparsekv.planner.evaluate import evaluate as measure
     from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
 
+    names = TASKS if tasks is None else names_from(tasks, "--tasks")
     loaded = load(subject, device, dtype)
-    if lengths[0] > loaded.info.context_length:
+    if most > loaded.info.context_length:
         raise PromptError(
-            f"expected a length within the model's context of {loaded.info.context_length} tokens, found {lengths[0]}"
+            f"expected a length within the model's context of {loaded.info.context_length} tokens, found {most}; "
+            "give a shorter --length"
         )
+    differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     result = measure(
         loaded,
         subject.plan,
-        names_from(tasks) or TASKS,
-        lengths[0],
+        names,
+        most,
         samples,
         phase=phase,
         backend=backend_named(backend),
         batch=batch or (8 if loaded.model.device.type == "cuda" else 1),
         seed=seed,
         prefill_chunk=chunk,
+        allow_mismatch=allow_mismatch,
         progress=BarProgress(),
     )
     has_plan = subject.plan is not None
     if as_json:
-        emit_json(_report(result, samples, has_plan))
+        emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
         emit(_text(result, samples, has_plan))
+
+
+def _one_length(text: str) -> int:
+    lengths = lengths_from(text, "--length")
+    if len(lengths) != 1:
+        raise UsageError(f"expected one --length, found {text!r}; call eval once for each")
+    return lengths[0]
 
 
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:

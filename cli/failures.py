@@ -1,4 +1,4 @@
-"""What a failure looks like to the user: one message on standard error and an exit code.
+"""What a failure looks like to the user: one message on standard error, an exit code, and with --json an object too.
 
 0 done, 1 a check or gate failed (or something broke), 2 usage, 3 plan and model do not match, 130 interrupted.
 Notes added to an exception (`error.add_note(...)`) are printed below its message: what was kept, what to try.
@@ -9,26 +9,70 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import TextIO
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
-from sparsekv.cli.output import tell
+from sparsekv.cli.output import emit_json, tell
 from sparsekv.plans.errors import SparseKVError
 
 FAILED = 1
 INTERRUPTED = 130
 
 
-def report(error: BaseException, command: str) -> int:
-    """Prints what went wrong in `command` and returns the exit code."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is told of an error, the same to people and to programs."""
+
+    kind: str
+    message: str
+    exit_code: int
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)  # found out before it failed
+    said_as: str = "error: "  # in front of the message
+
+    @classmethod
+    def of(cls, error: BaseException, command: str) -> Failure:
+        """What `error` means in `command`."""
+        notes = tuple(getattr(error, "__notes__", ()))
+        if isinstance(error, KeyboardInterrupt):
+            message = "interrupted" if notes else "interrupted; nothing was written"
+            return cls("Interrupted", message, INTERRUPTED, notes, said_as="")
+        if isinstance(error, SparseKVError):
+            return cls(type(error).__name__, str(error), error.exit_code, notes, error.facts)
+        kind = type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            place = f"{error.filename}: " if error.filename is not None else ""
+            return cls(kind, f"{place}{error.strerror}", FAILED, notes)
+        # Named, not imported: torch must stay out of the commands that do not need it.
+        if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
+            message = f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype"
+            return cls(kind, message, FAILED, notes)
+        first_line = (str(error).splitlines() or [""])[0]
+        hint = f"run `sparsekv --debug {command} ...` for the traceback"
+        return cls(kind, f"unexpected {kind}: {first_line}", FAILED, (*notes, hint))
+
+    def as_data(self) -> dict[str, Any]:
+        """The JSON object: `error`, and beside it what had been found out."""
+        told = {"kind": self.kind, "message": self.message, "notes": list(self.notes), "exit_code": self.exit_code}
+        return {**self.facts, "error": told}
+
+
+def report(error: BaseException, command: str, as_json: bool = False) -> int:
+    """Tells what went wrong in `command`, with `as_json` on standard output too, and returns the exit code."""
     if isinstance(error, BrokenPipeError):
         _stop_writing()
         return FAILED
-    tell(_message(error, command))
-    for note in getattr(error, "__notes__", ()):
-        tell(note)
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return error.exit_code if isinstance(error, SparseKVError) else FAILED
+    failure = Failure.of(error, command)
+    for line in (f"{failure.said_as}{failure.message}", *failure.notes):
+        tell(line)
+    try:
+        if as_json:
+            emit_json(failure.as_data())
+        sys.stdout.flush()
+    except OSError:  # standard output itself is what failed
+        _stop_writing()
+    return failure.exit_code
 
 
 def show_warning(
@@ -46,24 +90,8 @@ def show_warning(
         (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
-def _message(error: BaseException, command: str) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted" if hasattr(error, "__notes__") else "interrupted; nothing was written"
-    if isinstance(error, SparseKVError):
-        return f"error: {error}"
-    if isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename is not None else ""
-        return f"error: {place}{error.strerror}"
-    # Named, not imported: torch must stay out of the commands that do not need it.
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return f"error: out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype"
-    first_line = (str(error).splitlines() or [""])[0]
-    hint = f"run `sparsekv --debug {command} ...` for the traceback"
-    return f"error: unexpected {type(error).__name__}: {first_line}\n{hint}"
-
-
 def _stop_writing() -> None:
-    """Lets the interpreter flush into nowhere: the reader of our output has left."""
+    """Lets the interpreter flush into nowhere: nothing more can be written to our output."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):

@@ -5,26 +5,33 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli import doctor, eval, plan, run, schema, seal, show, validate, verify
-from sparsekv.cli.failures import INTERRUPTED, report, show_warning
-from sparsekv.cli.output import emit, tell
+from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
+from sparsekv.cli.failures import INTERRUPTED, Failure, report, show_warning
+from sparsekv.cli.output import emit, emit_json, prepare_streams, tell
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
+_JSON = "sparsekv.json"  # in the context: whether a failure is to be told as JSON too
 
 
 class _Commands(TyperGroup):
-    """Runs a command and turns what goes wrong in it into a message and an exit code."""
+    """Runs a command and turns what goes wrong in it into a message, an exit code, and JSON where that is asked for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta.setdefault(_JSON, "--json" in args)  # read here: what is wrong may be the other options
+        with _telling_usage(ctx):
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _telling_usage(ctx):
                 warnings.showwarning = show_warning
                 result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a reader that has left is noticed here
@@ -34,7 +41,19 @@ class _Commands(TyperGroup):
         except BaseException as error:
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            raise typer.Exit(report(error, ctx.invoked_subcommand or "")) from error
+            raise typer.Exit(report(error, ctx.invoked_subcommand or "", ctx.meta[_JSON])) from error
+
+
+@contextmanager
+def _telling_usage(ctx: Any) -> Iterator[None]:
+    """Wrong usage as JSON, once, where that is asked for; people are told by typer."""
+    try:
+        yield
+    except _WrongUsage as error:
+        if ctx.meta.get(_JSON):
+            ctx.meta[_JSON] = False
+            emit_json(Failure("UsageError", error.format_message(), error.exit_code).as_data())  # type: ignore[attr-defined]
+        raise
 
 
 app = typer.Typer(
@@ -75,13 +94,17 @@ app.command("seal")(seal.seal)
 app.command("eval")(eval.evaluate)
 app.command("schema")(schema.schema)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line `arguments` (those of the process where None) and exits."""
+    prepare_streams()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
     except KeyboardInterrupt:
         tell("interrupted")
         sys.exit(INTERRUPTED)
+    except OSError as error:  # a help text that could not be printed: commands report their own
+        sys.exit(report(error, ""))
     sys.exit(0)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
+
+
+def prepare_streams() -> None:
+    """Makes the standard streams fit for anything: a closed one leads nowhere, and no text is too strange to print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: file names need not be text
 
 
 def tell(message: str) -> None:
@@ -21,7 +32,8 @@ def emit(text: str) -> None:
 
 def emit_json(data: Any) -> None:
     """Writes data as JSON; numbers that JSON does not know become null."""
-    print(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+    narrow = "utf" not in (sys.stdout.encoding or "").lower()
+    print(json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False))
 
 
 def _finite(data: Any) -> Any:

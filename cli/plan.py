@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,20 +15,23 @@ from sparsekv.cli.options import (
     Device,
     Dtype,
     Json,
+    MaxAccuracyDrop,
+    MaxKl,
     Seed,
     Tasks,
+    given,
 )
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.planning import PlanFiles, compile_to_file
+from sparsekv.cli.planning import PlanFiles, compile_to_file, recompile_to_file
 from sparsekv.cli.scores import quality_table
 from sparsekv.cli.values import budget_from, layers_from, lengths_from, names_from, shares_from, tile_from
-from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.plan_result import PlanResult
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
     lengths: Annotated[
@@ -50,7 +53,8 @@ def plan(
         Literal["minference"] | None, typer.Option("--preset", help="A published search as it was.")
     ] = None,
     families: Annotated[
-        str | None, typer.Option("--families", metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse.")
+        str | None,
+        typer.Option("--families", metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse,adaptive."),
     ] = None,
     tile: Annotated[Literal["64", "128"] | None, typer.Option("--tile", help="Rows and columns of a tile.")] = None,
     filter_rule: Annotated[
@@ -75,13 +79,8 @@ def plan(
         int | None, typer.Option("--samples", min=1, metavar="N", help="Calibration samples a length.")
     ] = None,
     tasks: Tasks = None,
-    max_accuracy_drop: Annotated[
-        float | None,
-        typer.Option("--max-accuracy-drop", min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default."),
-    ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option("--max-kl", min=0.0, metavar="NATS", help="Most mean divergence.")
-    ] = None,
+    max_accuracy_drop: MaxAccuracyDrop = None,
+    max_kl: MaxKl = None,
     verify_samples: Annotated[
         int | None,
         typer.Option("--verify-samples", min=1, metavar="N", help="Held-out samples a task and length."),
@@ -99,52 +98,64 @@ def plan(
     ] = None,
     seed: Seed = 0,
     batch: Batch = None,
-    chunk: Chunk = None,
+    prefill_chunk: Chunk = None,
     device: Device = None,
     dtype: Dtype = None,
     backend: Backend = None,
     as_json: Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    files = PlanFiles(out, profile, profile_out, cost, cost_out)
+    from sparsekv.planner.conflicts import check_used
+
+    check_used(given(context))
+    files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
-    if no_verify and verify_samples:
-        raise UsageError("expected --no-verify or --verify-samples, found both; leave one out")
     from sparsekv.cli.calibration import own_prompts
     from sparsekv.cli.subject import Subject, backend_named, load
     from sparsekv.plans.aliases import resolve_model
 
     resolve_model(model)
     from sparsekv.planner.options import Gate, PlanOptions
+    from sparsekv.planner.tighten import for_profile
 
     asked: dict[str, Any] = {
-        "lengths": lengths_from(lengths, "--lengths") if lengths else None,
-        "target_density": shares_from(target_density, "--target-density") if target_density else None,
+        "lengths": _read(lengths_from, lengths, "--lengths"),
+        "target_density": _read(shares_from, target_density, "--target-density"),
         "target_speedup": target_speedup,
         "phases": (only,) if only else None,
         "crossover": not no_crossover,
         "preset": preset,
-        "families": names_from(families) or None,
+        "families": _read(names_from, families, "--families"),
         "tile": tile_from(tile),
-        "filter_rule": filter_rule or ("fixed" if filter_layers else None),
-        "filter_layers": layers_from(filter_layers, "--filter-layers") if filter_layers else None,
-        "decode_budget": budget_from(decode_budget, "--decode-budget") if decode_budget else None,
+        "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
+        "filter_layers": _read(layers_from, filter_layers, "--filter-layers"),
+        "decode_budget": _read(budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
-        "tasks": names_from(tasks) or None,
+        "tasks": _read(names_from, tasks, "--tasks"),
         "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
         "batch": batch,
-        "prefill_chunk": chunk,
+        "prefill_chunk": prefill_chunk,
         "backend": backend_named(backend),
     }
     options = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
-    loaded = load(Subject(model, None, None, from_plan=False), device, dtype)
-    result = compile_to_file(loaded, options, files)
+    measured = files.read()
+    if measured.profile is not None:
+        for_profile(options, measured.profile)  # says what is not in it before a model is loaded
+    if no_verify and measured.profile is not None and measured.cost is not None:
+        result = recompile_to_file(model, options, files, measured.profile, measured.cost)
+    else:
+        loaded = load(Subject(model, None, None, from_plan=False), device, dtype)
+        result = compile_to_file(loaded, options, files, measured)
     _tell(result, out, as_json)
+
+
+def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
+    return None if text is None else how(text, flag)
 
 
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli.options import AllowMismatch, Backend, Chunk, Device, Dtype, Json, Model, Seed
+from sparsekv.cli.options import AllowMismatch, Backend, Chunk, Device, Dtype, Json, Model, PlanFile, Seed, Target
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.plans.errors import PromptError, UsageError
 
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def run(
-    target: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model; a folder's sparsekv.yaml is its plan.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan.")] = None,
+    target: Target = None,
+    plan: PlanFile = None,
     model: Model = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.")] = None,
     prompt_file: Annotated[
@@ -30,7 +28,14 @@ def run(
     dense: Annotated[bool, typer.Option("--dense", help="Run without the plan.")] = False,
     dense_prefill: Annotated[bool, typer.Option("--dense-prefill", help="Prefill without the plan.")] = False,
     dense_decode: Annotated[bool, typer.Option("--dense-decode", help="Decode without the plan.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Run dense, then sparse; show both side by side.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Run dense, then sparse; show both side by side. First both run a beginning of the prompt, untimed, "
+            "so that neither pays for being first.",
+        ),
+    ] = False,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Most tokens to generate.")
     ] = 256,

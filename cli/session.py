@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from sparsekv.cli.answers import Answer, answer
 from sparsekv.cli.conversation import Conversation
+from sparsekv.plans.decode import DecodeBucket
+from sparsekv.plans.prefill import PrefillBucket
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.apply import Handle, apply
-from sparsekv.runtime.generate import Sampling
+from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream
 from sparsekv.runtime.load import LoadedModel
+
+# How much of a prompt is run before a comparison is timed. Kernels that are compiled are specialised on sizes that
+# divide by 16, in tokens and in tiles of 128: the rest of the prompt is left out in multiples of both.
+_BEGINNING = 512
+_BEGINNING_COMPILED = 32768  # costs a GPU little
+_ALIKE = 16 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,25 @@ class Session:
     def dense_and_sparse(self, text: str) -> tuple[Answer, Answer]:
         """The answers without and with the plan, one after the other.
 
-        On a GPU both run once before they are timed: the first run compiles kernels.
+        Both run a beginning of the prompt before they are timed: whatever runs first compiles kernels, starts threads
+        and takes its memory.
         """
         without = replace(self, plan=None)
-        if self.loaded.model.device.type == "cuda":
-            for session in (without, self):
-                replace(session, max_new_tokens=2).once(text)
+        prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
+        beginning = prompt[: self._warm_up_length(len(prompt))]
+        for session in (without, self):
+            with session.applied():
+                generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk)
         return without.once(text), self.once(text)
+
+    def _warm_up_length(self, tokens: int) -> int:
+        """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
+        least = _BEGINNING
+        if self.loaded.model.device.type != "cpu":
+            ends = (bucket.up_to for bucket in self._buckets() if bucket.up_to is not None and bucket.up_to < tokens)
+            least = max(_BEGINNING_COMPILED, *(end + 1 for end in ends), 0)
+        return tokens - max(0, tokens - least) // _ALIKE * _ALIKE
+
+    def _buckets(self) -> Iterator[PrefillBucket | DecodeBucket]:
+        for phase in (self.plan.prefill, self.plan.decode) if self.plan else ():
+            yield from phase.lengths if phase else ()

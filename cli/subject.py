@@ -34,8 +34,8 @@ def subject_of(target: str | None, plan: Path | None, model: str | None) -> Subj
         model: the model, instead of the target or the plan's own.
 
     Raises:
-        UsageError: nothing was named.
-        PlanError: the plan cannot be read.
+        UsageError: nothing was named, or the plan cannot be read.
+        PlanError: it is no plan.
     """
     from sparsekv.plans.reader import load_plan
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from sparsekv.cli.failures import FAILED
 from sparsekv.cli.options import Json, PlanArgument
 from sparsekv.cli.output import emit, emit_json
 
 
 def validate(plan: PlanArgument, as_json: Json = False) -> None:
-    """Check a plan file: schema, consistency, integrity. Needs no model and no GPU."""
+    """Check a plan file: schema, consistency, integrity. Needs no model and no GPU.
+
+    Exit 0: it is sound. Exit 1: it is not. Exit 2: there is no such file, or it cannot be read.
+    """
     from sparsekv.plans.errors import PlanError
     from sparsekv.plans.reader import load_plan
 
     try:
         found = load_plan(plan)
     except PlanError as error:
-        if as_json:
-            emit_json({"path": str(plan), "valid": False, "error": str(error)})
+        error.exit_code = FAILED  # elsewhere a file that is no plan is wrong usage; here it is what the check found
+        error.with_facts(path=str(plan), valid=False)
         raise
     if as_json:
         facts = {"status": found.status, "schema_version": found.schema_version, "model": found.model.id}

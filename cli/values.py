@@ -8,24 +8,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import parse_length, parse_lengths
+from sparsekv.plans.lengths import parse_length
 
 if TYPE_CHECKING:
     from sparsekv.plans.budget import Budget
     from sparsekv.plans.patterns import TileShape
 
 
-def names_from(text: str | None) -> tuple[str, ...]:
-    """Names separated by commas."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+def names_from(text: str, flag: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if "" in names:
+        raise UsageError(f"{flag}: expected names separated by commas, found {text!r:.40}")
+    return names
 
 
 def lengths_from(text: str, flag: str) -> tuple[int, ...]:
-    """Lengths such as 4k,16k, ascending."""
+    """Lengths such as 4k,16k, in the order given: densities may pair up with them."""
     try:
-        return parse_lengths(text)
+        lengths = tuple(parse_length(part) for part in text.split(","))
     except (ValueError, UsageError) as error:
         raise UsageError(f"{flag}: {error}") from error
+    if len(set(lengths)) < len(lengths):
+        raise UsageError(f"{flag}: expected each length once, found {text!r:.40}")
+    return lengths
 
 
 def layers_from(text: str, flag: str) -> tuple[int, ...]:
@@ -50,7 +56,10 @@ def budget_from(text: str, flag: str) -> Budget:
     try:
         return tokens(parse_length(text))
     except (ValueError, UsageError):
-        return fraction(_share(text, flag))
+        share = _share_in(text)
+    if share is None:
+        raise UsageError(f"{flag}: expected tokens, such as 2048 or 2k, or a share up to 100%, found {text!r:.40}")
+    return fraction(share)
 
 
 def tile_from(size: str | None) -> TileShape | None:
@@ -61,11 +70,16 @@ def tile_from(size: str | None) -> TileShape | None:
 
 
 def _share(text: str, flag: str) -> float:
+    share = _share_in(text)
+    if share is None:
+        raise UsageError(f"{flag}: expected a share above 0 and up to 1, such as 0.3 or 30%, found {text!r:.40}")
+    return share
+
+
+def _share_in(text: str) -> float | None:
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:
         share = float(number) / (100 if percent else 1)
     except ValueError:
-        share = float("nan")
-    if not 0.0 < share <= 1.0:
-        raise UsageError(f"{flag}: expected a share above 0 and up to 1, such as 0.3 or 30%, found {text!r:.40}")
-    return share
+        return None
+    return share if 0.0 < share <= 1.0 else None

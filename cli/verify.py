@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparsekv.cli.options import (
+    AllowMismatch,
     Backend,
     Batch,
     Chunk,
     Device,
     Dtype,
     Json,
+    MaxAccuracyDrop,
+    MaxKl,
     Model,
-    Samples,
+    PlanFile,
     Seed,
+    Target,
     Tasks,
 )
 from sparsekv.cli.output import emit, emit_json, tell
@@ -32,22 +35,18 @@ if TYPE_CHECKING:
 
 
 def verify(
-    target: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model; a folder's sparsekv.yaml is its plan.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan.")] = None,
+    target: Target = None,
+    plan: PlanFile = None,
     model: Model = None,
     lengths: Annotated[
         str | None, typer.Option("--lengths", metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
     tasks: Tasks = None,
-    samples: Samples = None,
-    max_accuracy_drop: Annotated[
-        float, typer.Option("--max-accuracy-drop", min=0.0, metavar="POINTS", help="Most a task may lose.")
-    ] = 1.0,
-    max_kl: Annotated[
-        float | None, typer.Option("--max-kl", min=0.0, metavar="NATS", help="Most mean divergence.")
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, metavar="N", help="Held-out samples a task and length.")
     ] = None,
+    max_accuracy_drop: MaxAccuracyDrop = None,
+    max_kl: MaxKl = None,
     write: Annotated[bool, typer.Option("--write", help="If the gate is met, write it into the plan.")] = False,
     seed: Seed = 0,
     batch: Batch = None,
@@ -55,10 +54,12 @@ def verify(
     device: Device = None,
     dtype: Dtype = None,
     backend: Backend = None,
+    allow_mismatch: AllowMismatch = False,
     as_json: Json = False,
 ) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
     from sparsekv.cli.subject import backend_named, load, need_plan, subject_of
+    from sparsekv.plans.fingerprint import check_model
     from sparsekv.plans.schema import to_data
     from sparsekv.plans.writer import write_plan
 
@@ -69,32 +70,37 @@ def verify(
     from sparsekv.planner.verify import verify as measure
 
     asked = PlanOptions(
-        lengths=lengths_from(lengths, "--lengths") if lengths else _sparse_lengths(found),
-        tasks=names_from(tasks) or TASKS,
+        lengths=_sparse_lengths(found) if lengths is None else lengths_from(lengths, "--lengths"),
+        tasks=TASKS if tasks is None else names_from(tasks, "--tasks"),
         verify_samples=samples,
-        gate=Gate(max_accuracy_drop, max_kl),
+        gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,
         backend=backend_named(backend),
     )
     loaded = load(subject, device, dtype)
+    differs = check_model(found, loaded.info, allow_mismatch)
     if write:
-        _check_same_weights(found, loaded.info)
+        _check_same_model(found, loaded.info, differs)
     options = asked.settled(loaded.info.context_length, loaded.model.device.type)
-    verdict = measure(loaded, found, options, BarProgress())
-    if as_json:
-        emit_json({"passed": verdict.passed, "reasons": list(verdict.reasons), "quality": to_data(verdict.quality)})
-    else:
+    verdict = measure(loaded, found, options, BarProgress(), allow_mismatch=allow_mismatch)
+    facts = {"passed": verdict.passed, "reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
+    facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
+    if not as_json:
         emit(quality_table(verdict.quality))
     if not verdict.passed:
-        raise GateError("the plan misses its gate: " + "; ".join(verdict.reasons))
+        raise GateError("the plan misses its gate: " + "; ".join(verdict.reasons)).with_facts(**facts)
     for line in verdict.reasons:
         tell(line)
+    if differs:
+        tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if write and subject.path is not None:
         status = "verified" if verdict.conclusive else "unverified"
         write_plan(found.model_copy(update={"status": status, "quality": verdict.quality}), subject.path)
         tell(f"{subject.path}: written as {status}")
+    if as_json:
+        emit_json(facts)
 
 
 def _sparse_lengths(plan: Plan) -> tuple[int, ...]:
@@ -105,9 +111,12 @@ def _sparse_lengths(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({bucket.up_to for bucket in buckets if bucket.up_to is not None and not bucket.dense}))
 
 
-def _check_same_weights(plan: Plan, model: ModelInfo) -> None:
-    if plan.model.fingerprint != model.fingerprint:
+def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
+    """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
+    known, found = plan.model.fingerprint, model.fingerprint
+    if differs or known.weights is None or known.weights != found.weights:
+        part = "weights" if known.architecture == found.architecture else "architecture"
         raise UsageError(
-            f"expected the model that the plan was made for beside --write, found another ({model.id}); "
-            "leave --write out, or plan this model"
+            f"expected the model that the plan was made for beside --write, found another one ({model.id}, with other "
+            f"{part}); leave --write out, or plan this model"
         )

@@ -205,7 +205,7 @@ def _check(options: PlanOptions) -> None:
     unknown = sorted(set(options.tasks) - set(KNOWN_TASKS))
     expect(bool(options.tasks) and not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown or options.tasks)
     speedup = options.target_speedup
-    expect(speedup is None or speedup > 1.0, "a target speedup above 1", speedup)
+    expect(speedup is None or 1.0 < speedup < math.inf, "a target speedup above 1", speedup)
     expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {PHASES}", options.phases)
     known = FAMILIES if options.preset else KNOWN_FAMILIES  # the published search has no other
     expect(bool(options.families) and set(options.families) <= set(known), f"families of {known}", options.families)
@@ -218,10 +218,10 @@ def _check(options: PlanOptions) -> None:
         "verification lengths among the planned lengths",
         options.verify_lengths,
     )
-    expect(options.gate.max_accuracy_drop >= 0, "an accuracy drop of zero or more points", options.gate)
-    max_kl = options.gate.max_kl
+    drop, max_kl = options.gate.max_accuracy_drop, options.gate.max_kl
+    expect(0.0 <= drop < math.inf, "an accuracy drop of zero or more points", drop)
     expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
-    expect(options.decode_loss >= 0, "a decode loss of zero or more", options.decode_loss)
+    expect(0.0 <= options.decode_loss < math.inf, "a decode loss of zero or more", options.decode_loss)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
 

@@ -1,14 +1,17 @@
 """What a failure looks like: one message, the right exit code, and a traceback only when asked for."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 
 from sparsekv.cli import schema
 from sparsekv.cli.failures import report
+from sparsekv.cli.main import app
 from sparsekv.cli.output import emit_json, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 
@@ -44,6 +47,70 @@ def test_an_interrupt_says_what_was_kept(capsys):
     assert capsys.readouterr().err == "interrupted\nkept 3 of 8 layers in plan.profile\n"
 
 
+def test_a_failure_as_json_says_what_people_are_told(capsys):
+    error = GateError("lost 3 points").with_facts(passed=False)
+    error.add_note("try more")
+    assert report(error, "verify", as_json=True) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "error: lost 3 points\ntry more\n"
+    told = {"kind": "GateError", "message": "lost 3 points", "notes": ["try more"], "exit_code": 1}
+    assert json.loads(captured.out) == {"passed": False, "error": told}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PlanMismatchError("other"), "PlanMismatchError"),
+        (OSError(errno.ENOSPC, "No space left on device"), "OSError"),
+        (OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError"),
+        (ZeroDivisionError("oops"), "ZeroDivisionError"),
+        (KeyboardInterrupt(), "Interrupted"),
+    ],
+)
+def test_every_kind_of_failure_has_its_json(capsys, error, kind):
+    code = report(error, "plan", as_json=True)
+    told = json.loads(capsys.readouterr().out)["error"]
+    assert (told["kind"], told["exit_code"]) == (kind, code)
+    assert told["message"]
+
+
+COMMANDS = tuple(get_command(app).commands)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_a_wrong_option_as_json_too(sparsekv, command):
+    done = sparsekv(command, "--no-such-option", "--json")
+    assert done.code == done.data["error"]["exit_code"] == 2
+    assert "--no-such-option" in done.data["error"]["message"]
+    assert "Usage: sparsekv" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("plan", "nowhere/", "-o", "{tmp}/plan.yaml"), "UsageError"),
+        (("run", "nowhere/", "--prompt", "a", "--dense"), "UsageError"),
+        (("show", "{tmp}/plan.yaml"), "UsageError"),
+        (("validate", "{tmp}/plan.yaml"), "UsageError"),
+        (("verify", "--plan", "{tmp}/plan.yaml"), "UsageError"),
+        (("seal", "{tmp}/plan.yaml"), "UsageError"),
+        (("eval", "nowhere/"), "UsageError"),
+        (("doctor", "--device", "cpu", "--backend", "flash"), "BackendError"),
+        (("nonsense",), "UsageError"),
+    ],
+)
+def test_every_command_that_fails_prints_one_json_object(sparsekv, tmp_path, arguments, kind):
+    done = sparsekv(*(word.format(tmp=tmp_path) for word in arguments), "--json")
+    told = done.data["error"]
+    assert (told["kind"], told["exit_code"]) == (kind, done.code)
+    assert told["message"].splitlines()[0] in done.err
+    assert done.code == 2
+
+
+def test_without_json_a_failure_prints_nothing_on_standard_output(sparsekv, tmp_path):
+    assert sparsekv("show", tmp_path / "plan.yaml").out == ""
+
+
 @pytest.mark.parametrize(("flags", "shown"), [((), False), (("--debug",), True)])
 def test_a_bug_shows_its_traceback_only_with_debug(sparsekv, monkeypatch, flags, shown):
     monkeypatch.setattr(schema, "emit_json", lambda data: 1 / 0)
@@ -77,6 +144,44 @@ def test_a_reader_that_leaves_early_is_no_error():
     )
     os.close(write)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [("schema",), ("schema", "--json"), ("--help",)])
+def test_a_full_disk_behind_standard_output_is_told_in_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sparsekv", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize(("closed", "out"), [("stdout", ""), ("stderr", "{"), ("stdin", "{")])
+def test_a_closed_stream_takes_nothing_and_breaks_nothing(closed, out):
+    descriptor = ("stdin", "stdout", "stderr").index(closed)
+    program = (
+        f"import os, runpy, sys; os.close({descriptor}); os.execv(sys.executable, {[sys.executable]!r} + sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "-m", "sparsekv", "validate", "nowhere.yaml", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",
+    )
+    assert done.returncode == 2
+    assert done.stdout[:1] == out
+    assert "Traceback" not in done.stderr
+
+
+def test_names_that_are_no_text_can_be_printed(tmp_path):
+    call = [sys.executable.encode(), b"-m", b"sparsekv", b"validate", b"a\xff\xc3\xa9.yaml", b"--json"]
+    for encoding in ("utf-8", "ascii"):
+        done = subprocess.run(
+            call, capture_output=True, timeout=60, cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": encoding}
+        )
+        assert done.returncode == 2
+        assert json.loads(done.stdout.decode(encoding))["error"]["message"].startswith("a\udcffé.yaml: ")
 
 
 def test_json_has_no_numbers_that_json_does_not_know(capsys):

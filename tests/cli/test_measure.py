@@ -1,5 +1,7 @@
 """eval and verify: a model on held-out samples, dense and with its plan."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -78,6 +80,7 @@ def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsek
     done = sparsekv(*call)
     assert done.code == 1
     assert done.data["passed"] is False
+    assert done.data["error"]["kind"] == "GateError"
     assert "nats" in done.data["reasons"][0]
     assert "misses its gate" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
@@ -104,6 +107,112 @@ def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, fold
     assert done.code == 2
     assert "--write" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == (folder / "sparsekv.yaml").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another architecture."""
+    return save_model(tiny_model(layers=4, context=2048), tmp_path_factory.mktemp("models") / "other")
+
+
+def call_on(command: str, model: Path, plan: Path) -> tuple[object, ...]:
+    length = "--lengths" if command == "verify" else "--length"
+    return (command, model, "--plan", plan, "--tasks", "kv_retrieval", length, "1k", "--samples", 1)
+
+
+@pytest.mark.parametrize("command", ["eval", "verify"])
+def test_a_plan_of_another_model_exits_with_3_before_anything_is_measured(
+    sparsekv, folder, other, monkeypatch, command
+):
+    monkeypatch.setattr("sparsekv.planner.evaluate.forced_logits", lambda *a, **k: pytest.fail("measured"))
+    done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), "--json")
+    assert done.code == done.data["error"]["exit_code"] == 3
+    assert done.data["error"]["kind"] == "PlanMismatchError"
+    assert "layers: plan 3, model 4" in done.err
+    assert "--allow-mismatch" in done.err
+
+
+@pytest.mark.parametrize("command", ["eval", "verify"])
+def test_allow_mismatch_measures_and_says_on_which_model(sparsekv, folder, other, command):
+    done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), "--allow-mismatch", "--json")
+    assert done.code == 0, done.err
+    assert any("another architecture" in line for line in done.data["differs"])
+    assert done.err.count("warning: this plan is for another architecture") == 1
+    if command == "verify":
+        assert (done.data["model"], done.data["plan_model"]) == ("other", "tests/tiny")
+        assert "says nothing about" in done.err
+
+
+def test_what_fits_the_plan_differs_in_nothing(sparsekv, folder):
+    for command in ("eval", "verify"):
+        assert sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--json").data["differs"] == []
+
+
+def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, copy, other):
+    before = (copy / "sparsekv.yaml").read_bytes()
+    call = (*call_on("verify", other, copy / "sparsekv.yaml"), "--max-kl", 100, "--write", "--allow-mismatch")
+    done = sparsekv(*call)
+    assert (done.code, done.out) == (2, "")
+    assert "--write" in done.err
+    assert "other architecture" in done.err
+    assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
+def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy):
+    plan = load_plan(copy / "sparsekv.yaml")
+    unknown = plan.model.fingerprint.model_copy(update={"weights": None})
+    write_plan(
+        plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": unknown})}),
+        copy / "sparsekv.yaml",
+    )
+    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write")
+    assert done.code == 2
+    assert load_plan(copy / "sparsekv.yaml").status == "unverified"
+
+
+@pytest.mark.parametrize("flags", [("--phase", "prefill"), ("--allow-mismatch",)])
+def test_eval_refuses_what_only_a_plan_makes_sense_of(sparsekv, copy, flags):
+    (copy / "sparsekv.yaml").unlink()
+    done = sparsekv("eval", copy, "--length", "1k", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert flags[0] in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(("--lengths", "4k"), "2k tokens"), (("--lengths", "1k,1k"), "once"), (("--tasks", "juggling"), "juggling")],
+)
+def test_verify_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word):
+    done = sparsekv("verify", folder, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+
+
+@pytest.mark.parametrize(("command", "written"), [("eval", False), ("verify", True)])
+def test_ctrl_c_while_measuring_ends_with_130_and_leaves_the_plan(sparsekv, copy, monkeypatch, command, written):
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    before = (copy / "sparsekv.yaml").read_bytes()
+    monkeypatch.setattr("sparsekv.planner.evaluate.forced_logits", interrupted)
+    done = sparsekv(*call_on(command, copy, copy / "sparsekv.yaml"), *(["--write"] if written else []))
+    assert (done.code, done.out) == (130, "")
+    assert done.err.splitlines()[-1] == "interrupted; nothing was written"
+    assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
+def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, monkeypatch):
+    before = (copy / "sparsekv.yaml").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sparsekv.plans.files.os.fsync", full)
+    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write", "--json")
+    assert done.code == 2
+    assert "No space left" in done.data["error"]["message"]
+    assert (copy / "sparsekv.yaml").read_bytes() == before
+    assert not list(copy.glob("*.tmp")) + list(copy.glob(".*.tmp"))
 
 
 def test_doctor_names_the_backend_and_why_not_the_others(sparsekv):

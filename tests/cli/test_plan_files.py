@@ -1,6 +1,8 @@
 """validate, show, seal and schema: commands that need a plan file and nothing else."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,9 @@ def test_validate_json_tells_sound_and_unsound_plans_apart(sparsekv, plan):
     assert sparsekv("validate", plan, "--json").data["valid"] is True
     plan.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
     done = sparsekv("validate", plan, "--json")
-    assert done.code == 2
+    assert done.code == done.data["error"]["exit_code"] == 1
     assert done.data["valid"] is False
-    assert "seal" in done.data["error"]
+    assert "seal" in done.data["error"]["message"]
 
 
 def test_show_prints_every_phase_of_a_plan_that_uses_every_field(sparsekv, tmp_path):
@@ -93,10 +95,11 @@ def test_a_broken_plan_is_refused_and_left_as_it_was(sparsekv, plan, fault):
     broken = breaks(plan.read_text())
     plan.write_text(broken)
     done = sparsekv("validate", plan)
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (1, "")  # the check has failed
     assert word in done.err
     assert "Traceback" not in done.err
-    assert sparsekv("seal", plan).code == 2
+    for command in ("seal", "show"):
+        assert sparsekv(command, plan).code == 2  # it cannot be used
     assert plan.read_text() == broken
     assert list(plan.parent.iterdir()) == [plan]
 
@@ -107,5 +110,77 @@ def test_segments_out_of_order_are_refused(sparsekv, plan):
     later = line.replace("filter: 2", "filter: 8").replace("4-7", "9-11")
     plan.write_text(text.replace(line, f"{later}\n{line}"))
     done = sparsekv("validate", plan)
-    assert done.code == 2
+    assert done.code == 1
     assert "ascending" in done.err
+
+
+def test_validate_says_in_its_help_what_it_exits_with(sparsekv):
+    text = " ".join(sparsekv("validate", "--help").out.split())
+    assert "Exit 0: it is sound. Exit 1: it is not. Exit 2: there is no such file" in text
+
+
+@pytest.mark.parametrize("command", ["validate", "show", "seal"])
+def test_what_is_no_file_is_wrong_usage_not_a_failed_check(sparsekv, tmp_path, command):
+    (tmp_path / "file").write_text("x")
+    for path, word in [(tmp_path, "found a folder"), (tmp_path / "file" / "plan.yaml", "Not a directory")]:
+        done = sparsekv(command, path, "--json")
+        assert done.code == done.data["error"]["exit_code"] == 2
+        assert word in done.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.parametrize("command", ["validate", "show", "seal"])
+def test_a_file_without_permission_is_wrong_usage(sparsekv, plan, command):
+    plan.chmod(0)
+    done = sparsekv(command, plan)
+    assert (done.code, done.out) == (2, "")
+    assert "Permission denied" in done.err
+
+
+WEIRD = {
+    "empty": "",
+    "blank": " \n\n",
+    "a comment": "# nothing\n",
+    "null": "null\n",
+    "a list": "- 1\n- 2\n",
+    "a tab": "kind:\tsparsekv.plan\n\t- x\n",
+    "an anchor loop": "kind: &a [*a]\n",
+    "an alias bomb": "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n",
+    "a Python object": "kind: !!python/object/apply:os.system [echo]\n",
+    "a merge": "base: &b {kind: sparsekv.plan}\n<<: *b\n",
+    "two documents": "kind: sparsekv.plan\n---\nkind: sparsekv.plan\n",
+    "a date": "kind: 2020-01-01\n",
+    "a number as key": "1: 2\n",
+    "a profile": '{"kind": "sparsekv.profile", "schema_version": 1}\n',
+    "control characters": "kind: \x1b[31mred\n",
+    "half a surrogate": 'kind: "\\ud800"\n',
+}
+
+
+@pytest.mark.parametrize("fault", WEIRD)
+@pytest.mark.parametrize(("command", "code"), [("validate", 1), ("show", 2), ("seal", 2)])
+def test_yaml_that_is_no_plan_is_refused_in_a_few_lines(sparsekv, tmp_path, fault, command, code):
+    path = tmp_path / "plan.yaml"
+    path.write_text(WEIRD[fault])
+    done = sparsekv(command, path)
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith(f"error: {path}")
+    assert done.err.count("\n") <= 4
+    assert "unexpected" not in done.err
+    assert "\x1b" not in done.err
+    assert path.read_text() == WEIRD[fault]
+
+
+def test_seal_leaves_the_edited_plan_where_the_disk_is_full(sparsekv, plan, monkeypatch):
+    edited = plan.read_text().replace("tokens: 1024", "tokens: 2048")
+    plan.write_text(edited)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sparsekv.plans.files.os.fsync", full)
+    done = sparsekv("seal", plan)
+    assert (done.code, done.out) == (2, "")
+    assert "No space left" in done.err
+    assert plan.read_text() == edited
+    assert list(plan.parent.iterdir()) == [plan]

@@ -146,6 +146,40 @@ def test_compare_finds_no_difference_where_the_plan_computes_everything(sparsekv
     assert done.data["text"] == done.data["dense"]["text"]
 
 
+class Runs:
+    """Stands in for generate_stream, and notes how many tokens it is given, and whether a plan is applied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sparsekv.cli import conversation, session
+
+        self.seen, self._real = [], session.generate_stream
+        monkeypatch.setattr(session, "generate_stream", self)
+        monkeypatch.setattr(conversation, "generate_stream", self)
+
+    def __call__(self, loaded, prompt_ids, **options):
+        implementation = loaded.model.config._attn_implementation
+        self.seen.append(
+            (len(prompt_ids), options["max_new_tokens"], "sparse" if "sparsekv" in implementation else "dense")
+        )
+        return self._real(loaded, prompt_ids, **options)
+
+
+def test_compare_runs_a_beginning_both_ways_before_it_times_anything(sparsekv, tmp_path, monkeypatch):
+    model = tiny_model(context=8192)
+    folder = save_model(model, tmp_path / "tiny")
+    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    runs = Runs(monkeypatch)
+    done = sparsekv("run", folder, "--prompt", "a" * 5000, "--compare", "--json", "--max-new-tokens", 3)
+    assert done.code == 0, done.err
+    beginning = 5000 - 2 * 2048
+    assert runs.seen == [(beginning, 2, "dense"), (beginning, 2, "sparse"), (5000, 3, "dense"), (5000, 3, "sparse")]
+    assert done.data["prompt_tokens"] == 5000
+
+
+def test_compare_says_in_its_help_what_it_runs_first(sparsekv):
+    assert "First both run a beginning of the prompt, untimed" in " ".join(sparsekv("run", "--help").out.split())
+
+
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
     sparse = sparsekv("run", copy, "--prompt", PROMPT, "--json", *FEW).data
     prefill_off = sparsekv("run", copy, "--prompt", PROMPT, "--dense-prefill", "--json", *FEW).data

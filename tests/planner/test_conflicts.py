@@ -47,6 +47,8 @@ DECODE_ONLY = made_up_profile(
         ({"offload": True, "only": "prefill"}, ("--offload", "--only prefill")),
         ({"decode_loss": 0.1, "filter_rule": "omnikv"}, ("--decode-loss", "--filter-rule omnikv")),
         ({"decode_loss": 0.1, "filter_layers": (2,)}, ("--decode-loss", "--filter-layers")),
+        ({"filter_layers": (2,), "filter_rule": "dp"}, ("--filter-layers", "--filter-rule dp")),
+        ({"filter_layers": (2,), "only": "prefill"}, ("--filter-layers", "--only prefill")),
         ({"max_kl": 0.1, "no_verify": True}, ("--max-kl", "--no-verify")),
         ({"prefill_chunk": 512, "no_verify": True}, ("--prefill-chunk", "--no-verify")),
     ],

@@ -1,0 +1,185 @@
+"""plan: options and files that cannot work together, or at all, are refused before any work."""
+
+import os
+from pathlib import Path
+
+import pytest
+from model_folders import save_model
+from tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "plan.yaml"
+
+
+@pytest.fixture
+def refused(sparsekv, model, out, monkeypatch):
+    """Calls `plan` with options that are wrong, and returns the message."""
+    monkeypatch.setattr("sparsekv.planner.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+
+    def call(*arguments: object, out: Path = out) -> str:
+        before = sorted(out.parent.rglob("*")) if out.parent.is_dir() else []
+        done = sparsekv("plan", model, "-o", out, *arguments)
+        assert (done.code, done.out) == (2, ""), done.err
+        assert "Traceback" not in done.err
+        assert (sorted(out.parent.rglob("*")) if out.parent.is_dir() else []) == before
+        return done.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--lengths", "1k,x"), "--lengths"),
+        (("--lengths", "0"), "--lengths"),
+        (("--lengths", ""), "--lengths"),
+        (("--lengths", "1k,1024"), "each length once"),
+        (("--lengths", "64k"), "context"),
+        (("--lengths", "1"), "leave the task out"),
+        (("--target-density", "1.5"), "--target-density"),
+        (("--target-density", ""), "--target-density"),
+        (("--target-density", "nan"), "--target-density"),
+        (("--lengths", "1k,2k", "--target-density", "0.1,0.2,0.3"), "one for each of the 2 lengths"),
+        (("--target-speedup", "nan"), "speedup"),
+        (("--target-speedup", "inf"), "speedup"),
+        (("--decode-loss", "inf"), "decode loss"),
+        (("--max-accuracy-drop", "inf"), "accuracy drop"),
+        (("--decode-budget", "-3"), "--decode-budget"),
+        (("--decode-budget", "200%"), "up to 100%"),
+        (("--decode-budget", "0"), "--decode-budget"),
+        (("--decode-loss", "nan"), "--decode-loss"),
+        (("--max-accuracy-drop", "nan"), "--max-accuracy-drop"),
+        (("--max-kl", "inf"), "divergence"),
+        (("--filter-layers", "2-1"), "--filter-layers"),
+        (("--filter-layers", ""), "--filter-layers"),
+        (("--filter-rule", "fixed"), "filter layers"),
+        (("--families", "c_shape"), "a_shape"),
+        (("--families", ","), "--families"),
+        (("--tasks", "juggling"), "juggling"),
+        (("--tasks", ""), "--tasks"),
+        (("--prompts", "/nowhere/prompts.jsonl"), "No such file"),
+        (("--profile", "/nowhere/a.profile"), "profile"),
+        (("--cost", "/nowhere/a.cost"), "device-cost"),
+        (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
+        (("--preset", "tuned"), "minference"),
+        (("--tile", "96"), "128"),
+        (("--seed", "-1"), "--seed"),
+        (("--samples", "0"), "--samples"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_any_work(refused, arguments, word):
+    assert word in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--preset", "minference", "--target-density", "0.3"),
+        ("--preset", "minference", "--target-speedup", "2"),
+        ("--target-density", "0.3", "--target-speedup", "2"),
+        ("--profile", "a.profile", "--tile", "64"),
+        ("--profile", "a.profile", "--prompts", "p.txt"),
+        ("--profile", "a.profile", "--samples", "2"),
+        ("--profile", "a.profile", "--preset", "minference"),
+        ("--profile", "a.profile", "--no-verify", "--tasks", "kv_retrieval"),
+        ("--profile", "a.profile", "--no-verify", "--seed", "0"),  # typed, though it is the default
+        ("--no-verify", "--verify-samples", "2"),
+        ("--no-verify", "--max-accuracy-drop", "1"),
+        ("--no-verify", "--prefill-chunk", "512"),
+        ("--only", "decode", "--target-density", "0.3"),
+        ("--only", "prefill", "--decode-budget", "10%"),
+        ("--only", "prefill", "--offload"),
+        ("--filter-layers", "1", "--filter-rule", "dp"),
+        ("--filter-rule", "omnikv", "--decode-loss", "0.1"),
+    ],
+    ids=" ".join,
+)
+def test_options_of_which_one_would_be_dropped_are_refused_by_name(refused, monkeypatch, arguments):
+    monkeypatch.setattr("sparsekv.runtime.load.load_model", lambda *a, **k: pytest.fail("loaded"))
+    message = refused(*arguments)
+    assert [flag for flag in arguments if flag.startswith("--") and flag not in message] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--profile-out", "plan.yaml"),
+        ("--cost-out", "plan.yaml"),
+        ("--profile-out", "a", "--cost-out", "a"),
+        ("--profile-out", "a", "--cost-out", "nothing/../a"),
+        ("--profile-out", "a", "--cost-out", "a.partial"),
+        ("--profile", "plan.yaml"),
+        ("--cost", "plan.yaml"),
+        ("--prompts", "plan.yaml"),
+        ("--profile", "kept", "--profile-out", "kept"),
+        ("--cost", "kept", "--cost-out", "kept"),
+        ("--cost", "kept", "--cost-out", "link"),
+    ],
+    ids=" ".join,
+)
+def test_two_files_at_one_place_are_refused(refused, out, monkeypatch, arguments):
+    monkeypatch.chdir(out.parent)
+    for name in ("plan.yaml", "kept"):
+        Path(name).write_text("older")
+    Path("link").symlink_to("kept")
+    Path("nothing").mkdir()
+    assert "expected a file of its own for" in refused(*arguments)
+    assert Path("plan.yaml").read_text() == Path("kept").read_text() == "older"
+
+
+def test_out_must_be_a_file_in_a_folder(refused, tmp_path):
+    assert "name a file in it" in refused(out=tmp_path)
+    assert "make it first" in refused(out=tmp_path / "none" / "plan.yaml")
+    assert "File name too long" in refused(out=tmp_path / ("a" * 300))
+    assert "not a regular file" in refused(out=Path("/dev/null"))
+    (tmp_path / "file").write_text("x")
+    assert "Not a directory" in refused(out=tmp_path / "file" / "plan.yaml")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o500)
+    assert "can be written" in refused(out=folder / "plan.yaml")
+
+
+def test_a_link_is_followed_to_where_it_leads(refused, tmp_path):
+    link = tmp_path / "plan.yaml"
+    link.symlink_to(tmp_path / "none" / "plan.yaml")
+    assert "make it first" in refused(out=link)
+
+
+@pytest.mark.parametrize("data", [b"", b" \n", b"\x89PNG\0\0", b"abc\xff\xfe"], ids=repr)
+def test_calibration_prompts_that_are_no_text_are_refused(refused, tmp_path_factory, data):
+    for name in ("prompts.jsonl", "prompt.txt"):
+        file = tmp_path_factory.mktemp("prompts") / name
+        file.write_bytes(data)
+        assert str(file) in refused("--prompts", file)
+
+
+@pytest.mark.parametrize("what", ["--profile", "--cost"])
+@pytest.mark.parametrize("data", [b"", b"{}", b"not json", b"\x1f\x8b\x08cut", b"[" * 100_000, b"\xff\xfe"], ids=repr)
+def test_a_file_that_is_no_measurement_is_named(refused, tmp_path_factory, what, data):
+    file = tmp_path_factory.mktemp("measured") / "a"
+    file.write_bytes(data)
+    assert str(file) in refused(what, file)
+
+
+def test_densities_pair_with_the_lengths_as_they_were_typed(sparsekv, model, out, monkeypatch):
+    seen = []
+
+    def compile_plan(loaded, options, **files):
+        seen.append(options.settled(loaded.info.context_length, "cpu"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparsekv.planner.compile.compile_plan", compile_plan)
+    sparsekv("plan", model, "-o", out, "--lengths", "2k,1k", "--target-density", "0.2,0.4")
+    (options,) = seen
+    assert (options.lengths, options.target_density) == ((1024, 2048), (0.4, 0.2))
