@@ -174,8 +174,8 @@ def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
                 "seconds": round(result.seconds, 3),
             }
         )
-        return
-    emit("\n".join(_lines(result, out)))
+    else:
+        emit("\n".join(_lines(result, out)))
     for remark in result.remarks:
         tell(remark)
 

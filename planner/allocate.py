@@ -17,7 +17,7 @@ import numpy as np
 from sparsekv.planner.cost_data import DeviceCost
 from sparsekv.planner.crossover import longest_losing, pays
 from sparsekv.planner.fallback import Fallback, Mask
-from sparsekv.planner.mandatory import ROUNDING, too_low
+from sparsekv.planner.mandatory import ROUNDING, mandatory_density, too_low
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.predict import layer_times, prefill_estimate
 from sparsekv.planner.profile_data import LengthProfile, Profile
@@ -213,9 +213,10 @@ class _Length:
         return sorted(moves)
 
     def _unreached(self, target: float, found: float) -> UsageError:
-        least = float(np.nanmin(self._tables.density_LCH, 1).max())
+        families = {candidate.family for candidate in self._entry.candidates}
+        least = min(mandatory_density(self._entry.length, self._tile, family) for family in families)
         if least > target:
-            return too_low(target, self._entry.length, least)
+            return too_low(target, self._entry.length, found)
         return UsageError(
             f"expected candidates that come to a density of {target:g} over all calibration prompts at "
             f"{self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts they cost more than on "

@@ -82,8 +82,8 @@ def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) ->
     """From the longest that is timed quickly, but not beyond the longest of the plan, down to a few launches' worth."""
     most = math.isqrt(int(_MOST_WORK.get(device_type, _MOST_WORK["cpu"]) / (2 * shape.heads * shape.head_dim)))
     longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
-    below = [longest // _APART**n for n in range(1, 20)]
-    return tuple(sorted({longest, *(max(_SHORTEST, length) for length in below)}))
+    below = [shorter for n in range(1, 20) if (shorter := longest // _APART**n) >= _SHORTEST]
+    return (*sorted(below or [_SHORTEST]), longest)
 
 
 def _fit(timings: Sequence[Timing], what: str) -> Line:

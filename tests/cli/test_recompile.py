@@ -1,0 +1,112 @@
+"""plan from kept files: seconds, no weights, and remarks that reach the user."""
+
+from pathlib import Path
+
+import pytest
+from model_folders import save_model
+from tiny_models import tiny_model
+
+from sparsekv.planner.cost_data import Line
+from sparsekv.planner.profile_file import read_cost, write_cost
+from sparsekv.plans.reader import load_plan
+from sparsekv.plans.records import Target
+from sparsekv.plans.writer import write_plan
+
+SMALL = ("--lengths", "1k", "--tasks", "kv_retrieval", "--samples", 1, "--only", "prefill", "--target-density", "0.7")
+AGAIN = ("--lengths", "1k", "--only", "prefill", "--target-density", "0.7", "--no-verify")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a profile, and a cost of a device that is not here, where a tile costs a microsecond."""
+    from sparsekv.cli.main import main
+
+    folder = tmp_path_factory.mktemp("kept")
+    files = ("--profile-out", folder / "profile", "--cost-out", folder / "cost")
+    call = ("plan", model, "-o", folder / "plan.yaml", *SMALL, "--tile", "64", "--no-verify", *files)
+    with pytest.raises(SystemExit) as stop:
+        main([str(part) for part in call])
+    assert not stop.value.code
+    found = read_cost(folder / "cost")
+    tile, free = Line(prices=(0.0, 1.0)), Line(prices=(0.0, 0.0, 0.0))
+    made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 1.0, 1.0))}
+    write_cost(found.model_copy(update={**made_up, "index": dict.fromkeys(found.index, free)}), folder / "cost")
+    return folder
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsekv.runtime import load
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+
+
+def files(kept: Path) -> tuple[object, ...]:
+    return ("--profile", kept / "profile", "--cost", kept / "cost")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, model, kept, tmp_path):
+    done = sparsekv("plan", model, "-o", tmp_path / "plan.yaml", *AGAIN, *files(kept))
+    assert done.code == 0, done.err
+    assert "the weights of" in done.err
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert plan.targets[0].device == "NVIDIA H200"
+    assert not plan.prefill.bucket(1024).dense
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_density_above_the_target_is_explained(sparsekv, model, kept, tmp_path, as_json):
+    slow = read_cost(kept / "cost").model_copy(update={"prefill_sparse": Line(prices=(0.0, 10.0, 10.0))})
+    write_cost(slow, tmp_path / "cost")
+    out = tmp_path / "plan.yaml"
+    done = sparsekv(
+        "plan", model, "-o", out, *AGAIN, "--profile", kept / "profile", "--cost", tmp_path / "cost", *as_json
+    )
+    assert done.code == 0, done.err
+    assert "prefill at 1k runs dense" in done.err
+    assert "on NVIDIA H200 (cpu, float32)" in done.err
+    assert load_plan(out).prefill.bucket(1024).dense
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_profile_of_another_architecture_exits_with_3(sparsekv, kept, tmp_path):
+    other = save_model(tiny_model(layers=2, context=2048), tmp_path / "other")
+    done = sparsekv("plan", other, "-o", tmp_path / "plan.yaml", *AGAIN, *files(kept))
+    assert done.code == 3
+    assert "architecture" in done.err
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_plan_measured_elsewhere_is_told_once_by_run(sparsekv, model, kept, tmp_path):
+    plan = load_plan(kept / "plan.yaml")
+    elsewhere = Target(device="NVIDIA H200", backend="triton", dtype="bfloat16")
+    write_plan(plan.model_copy(update={"targets": (elsewhere,)}), tmp_path / "plan.yaml")
+    call = ("run", "--model", model, "--max-new-tokens", 1, "--prompt", "abc " * 50, "--raw")
+    done = sparsekv(*call, "--plan", tmp_path / "plan.yaml")
+    assert done.code == 0, done.err
+    assert done.err.count("warning: cost and crossover of this plan were measured on NVIDIA H200") == 1
+    assert "warning" not in sparsekv(*call, "--plan", kept / "plan.yaml").err
+
+
+def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(sparsekv, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsekv.planner.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+    done = sparsekv("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--target-density", "0.2")
+    assert (done.code, done.out) == (2, "")
+    assert "found 0.2 at 1024 tokens, where they take up to 0.584" in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calibration_prompts_that_are_too_short_are_told(sparsekv, model, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "%s", "answer": "x"}\n{"prompt": "short", "answer": "x"}\n' % ("ab " * 330))
+    call = ("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--only", "decode", "--no-verify")
+    done = sparsekv(*call, "--prompts", prompts)
+    assert done.code == 0, done.err
+    assert "warning: 1 of 2 calibration prompts are shorter than 512 tokens" in done.err
