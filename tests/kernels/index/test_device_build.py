@@ -1,0 +1,168 @@
+"""The Triton builder of vertical-slash, in the interpreter, against the torch builder and against brute force."""
+
+import pytest
+import torch
+from device_index import SMALL, call_of, differences, torch_index, triton_index
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from index_cases import TILES, Layer, budgets, layers, make_layer
+from masks import AmbiguousScoresError, brute_heads, brute_mask
+
+from sparsekv.kernels.index import build
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.device import vertical_slash
+from sparsekv.kernels.reference import mask_of
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.errors import BackendError
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+
+LINES = VerticalSlash(vertical=tokens(20), slash=tokens(12), max_tiles=fraction(0.6))
+NONE = VerticalSlash(vertical=tokens(0), slash=tokens(0), max_tiles=tokens(0))
+EVERY = VerticalSlash(vertical=fraction(1.0), slash=fraction(1.0), max_tiles=tokens(200), last_q=7)
+MIDDLE, LONG = LINES.model_copy(update={"last_q": 100}), LINES.model_copy(update={"last_q": 256})
+
+
+def check(layer: Layer) -> None:
+    assert differences(triton_index(layer), torch_index(layer)) == []
+
+
+@pytest.mark.parametrize(
+    ("patterns", "chunk", "tile", "kv_heads", "window"),
+    [
+        ((LINES, EVERY), Chunk((0,), (200,)), TILES[0], 1, None),
+        ((LINES, NONE, EVERY), Chunk((201, 0), (290, 133)), TILES[1], 1, None),
+        ((MIDDLE, LINES), Chunk((64,), (280,)), TILES[2], 2, None),
+        ((LONG,), Chunk((0,), (330,)), TILES[2], 1, None),
+        ((LINES, MIDDLE), Chunk((100, 0), (250, 90)), TILES[0], 2, 77),
+        ((NONE, NONE), Chunk((150,), (290,)), TILES[1], 1, None),
+        ((LINES,), Chunk((300, 0, 40), (300, 0, 140)), TILES[1], 1, None),
+    ],
+    ids=["group", "ragged past", "two strips", "four strips", "window", "no lines", "rows without queries or tokens"],
+)
+def test_triton_builds_the_index_of_torch_in_poisoned_memory(patterns, chunk, tile, kv_heads, window) -> None:
+    check(make_layer(patterns, chunk, tile, kv_heads=kv_heads, window=window, spare=40, seed=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_odd_head_sizes_build_the_index_of_torch(dtype: torch.dtype) -> None:
+    check(make_layer((LINES, EVERY), Chunk((9,), (209,)), TILES[0], dtype=dtype, seed=5, size=24))
+
+
+small = st.builds(
+    VerticalSlash,
+    vertical=st.one_of(st.integers(0, 60).map(tokens), budgets),
+    slash=st.one_of(st.integers(0, 12).map(tokens), budgets),
+    last_q=st.sampled_from([1, 7, 64, 70]),
+    max_tiles=budgets,
+)
+
+
+@settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+@given(layers(small))
+def test_index_of_triton_is_what_brute_force_says(layer: Layer) -> None:
+    try:
+        rows = brute_heads(
+            layer.patterns,
+            layer.q_BHSD,
+            layer.k_BGKD,
+            layer.chunk,
+            layer.tile,
+            scale=layer.scale,
+            window=layer.window,
+        )
+    except AmbiguousScoresError:
+        assume(False)
+    index, queries = triton_index(layer), layer.q_BHSD.shape[2]
+    assert torch.equal(
+        mask_of(index, layer.chunk, queries, layer.window),
+        brute_mask(rows, layer.chunk, layer.tile, queries, layer.window),
+    )
+    assert differences(index, torch_index(layer)) == []
+
+
+MIXED = (
+    AShape(sink=tokens(64), window=tokens(128)),
+    LINES,
+    Dense(),
+    EVERY,
+    BlockSparse(keep=fraction(0.4)),
+    NONE,
+)
+
+
+def index_by(builder: str, layer: Layer):
+    return build_index(
+        layer.patterns,
+        layer.q_BHSD,
+        layer.k_BGKD,
+        layer.chunk,
+        layer.tile,
+        scale=layer.scale,
+        window=layer.window,
+        builder=builder,
+    )
+
+
+def test_heads_of_other_patterns_keep_their_places_beside_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vertical_slash, "sizes_for", lambda device: SMALL)
+    layer = make_layer(MIXED, Chunk((7, 64), (200, 190)), TILES[0], kv_heads=2, spare=9, seed=3)
+    found, expected = index_by("triton", layer), index_by("torch", layer)
+    assert differences(found, expected) == []
+    assert found.dense_heads == expected.dense_heads == (2,)
+
+
+def test_long_layers_are_built_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer((LINES, EVERY, NONE, LINES), Chunk((0,), (150,)), TILES[0], kv_heads=2, seed=1)
+    monkeypatch.setattr(vertical_slash, "MOST_SCORES", 3 * 2 * 150)
+    check(layer)
+
+
+def test_two_builds_give_the_same_index_to_the_last_number() -> None:
+    layer = make_layer((MIDDLE,), Chunk((0,), (150,)), TILES[0], seed=8)
+    assert differences(triton_index(layer), triton_index(layer)) == []
+
+
+def test_auto_stays_with_torch_until_triton_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the Triton builder was asked")
+
+    monkeypatch.setattr(vertical_slash, "obstacle", refuse)
+    layer = make_layer((LINES,), Chunk((0,), (100,)), TILES[0])
+    assert differences(index_by("auto", layer), index_by("torch", layer)) == []
+    monkeypatch.setattr(build, "TRITON_VERIFIED", True)
+    assert differences(index_by("auto", layer), index_by("torch", layer)) == []  # not on a CPU
+    with pytest.raises(AssertionError, match="was asked"):
+        index_by("triton", layer)
+
+
+def test_what_triton_does_not_build_is_built_by_torch() -> None:
+    chunk = Chunk((0,), (80,))
+    wide = LINES.model_copy(update={"last_q": 257})
+    refused = {
+        "at most 256 queries, found last_q 257": make_layer((LINES, wide), chunk, TILES[0]),
+        "head sizes up to 128, found 256": make_layer((LINES,), chunk, TILES[0], size=256),
+        "multiples of 8": make_layer((LINES,), chunk, TILES[0], size=20),
+        "float64": make_layer((LINES,), chunk, TILES[0], dtype=torch.float64),
+        "nothing to build": make_layer((LINES,), Chunk((0,), (0,)), TILES[0], spare=3),
+    }
+    for reason, layer in refused.items():
+        assert reason in (vertical_slash.obstacle(layer.patterns, call_of(layer)) or "")
+        assert differences(index_by("triton", layer), index_by("torch", layer)) == []
+    strided = make_layer((LINES,), chunk, TILES[0])
+    spread = strided.q_BHSD.repeat_interleave(2, 3)[..., ::2]
+    layer = Layer(strided.patterns, spread, strided.k_BGKD, chunk, TILES[0], strided.scale, None)
+    assert "contiguous heads" in (vertical_slash.obstacle(layer.patterns, call_of(layer)) or "")
+
+
+def test_asking_for_triton_where_it_does_not_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv.kernels.triton_support.interpreting", lambda: False)
+    with pytest.raises(BackendError, match="found cpu: use builder='torch'"):
+        index_by("triton", make_layer((LINES,), Chunk((0,), (80,)), TileShape()))

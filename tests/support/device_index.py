@@ -1,0 +1,85 @@
+"""Indices built by the Triton builders, in poisoned memory, beside those of the torch builders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from index_cases import Layer
+
+from sparsekv.kernels.index.assemble import room_for
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.call import IndexCall
+from sparsekv.kernels.index.device import vertical_slash
+from sparsekv.kernels.index.device.sizes import Pass, Sizes
+from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.tiles import TileIndex
+
+PARTS = ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN", "dense_H")
+# So small that tiny prompts take several runs, and every loop more than one turn.
+SMALL = Sizes(
+    stats={1: Pass(2, 64, 64, 1), 2: Pass(1, 64, 128, 1), 4: Pass(2, 64, 192, 1)},
+    lines={1: Pass(1, 64, 128, 1), 2: Pass(2, 64, 64, 1), 4: Pass(1, 64, 128, 1)},
+    select_block=256,
+    crossings_block=4,
+    diagonals_block=16,
+    rows_block=2,
+    rows_tiles=8,
+    rows_words=4,
+)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors hold NaN and huge numbers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def call_of(layer: Layer, lines: dict[int, LineScores] | None = None) -> IndexCall:
+    return IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window, lines)
+
+
+def triton_index(layer: Layer, sizes: Sizes = SMALL, lines: dict[int, LineScores] | None = None) -> TileIndex:
+    """All heads by the Triton builder; every number of the index is poison before."""
+    call, heads = call_of(layer, lines), range(len(layer.patterns))
+    assert vertical_slash.obstacle(layer.patterns, call) is None
+    with poisoned_memory():
+        prepared = vertical_slash.prepare(layer.patterns, heads, call, sizes)
+        index = room_for([prepared.widths], call, ())
+        prepared.fill(index)
+    return index
+
+
+def torch_index(layer: Layer, lines: dict[int, LineScores] | None = None) -> TileIndex:
+    return build_index(
+        layer.patterns,
+        layer.q_BHSD,
+        layer.k_BGKD,
+        layer.chunk,
+        layer.tile,
+        scale=layer.scale,
+        window=layer.window,
+        lines=lines,
+        builder="torch",
+    )
+
+
+def differences(found: TileIndex, expected: TileIndex) -> list[str]:
+    """Names of the parts of two indices that are not the same to the last number."""
+    return [name for name in PARTS if not _equal(getattr(found, name), getattr(expected, name))]
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
+
+
+def with_patterns(layer: Layer, *patterns) -> Layer:
+    return replace(layer, patterns=patterns)
