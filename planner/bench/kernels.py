@@ -106,7 +106,7 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
 
 def _obstacle(bench: KernelBench, backend: str) -> str | None:
     try:
-        choose_backend(bench.device, bench.dtype, bench.head_dim, backend)
+        choose_backend(bench.device, bench.dtype, bench.head_dim, backend, bench.tile)
     except BackendError as error:
         return str(error)
     return None

@@ -41,12 +41,13 @@ def once(call: Call, device: torch.device) -> float:
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
-    milliseconds = _event_ms(call)
-    if milliseconds > _LONG_MS:
-        return milliseconds
-    import triton
+    with torch.cuda.device(device):
+        milliseconds = _event_ms(call)
+        if milliseconds > _LONG_MS:
+            return milliseconds
+        import triton
 
-    return float(triton.testing.do_bench(call, warmup=_SAMPLE_MS // 8, rep=_SAMPLE_MS, return_mode="median"))
+        return float(triton.testing.do_bench(call, warmup=_SAMPLE_MS // 8, rep=_SAMPLE_MS, return_mode="median"))
 
 
 def _event_ms(call: Call) -> float:
