@@ -73,7 +73,7 @@ def bench_prefill(
         PromptError: a length is beyond the model's context.
         PlanMismatchError, UnsupportedError: the plan is not for this model.
         BackendError: the backend cannot run here.
-        UsageError: dense is to be measured on more layers than there are.
+        UsageError: dense is to be measured on, or host memory is to hold, more layers than there are.
     """
     model, info = subject.model, subject.info
     if max(bench.lengths) > info.context_length:
@@ -82,6 +82,8 @@ def bench_prefill(
         )
     if bench.dense_layers is not None and bench.dense_layers + 1 > info.layers:
         raise UsageError(f"expected --dense-layers below the model's {info.layers} layers, found {bench.dense_layers}")
+    if bench.kv_host_layers is not None and bench.kv_host_layers > info.layers:
+        raise UsageError(f"expected --kv-host-layers up to {info.layers}, found {bench.kv_host_layers}")
     check_plan(plan, info, bench.allow_mismatch)
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name

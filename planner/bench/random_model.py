@@ -55,7 +55,7 @@ def random_model(
         UnsupportedError: its architecture is not supported.
     """
     config, notes = _config_of(name)
-    notes = ["weights are random", *notes]
+    notes = ["weights are random, so that attention is diffuse and answers mean nothing", *notes]
     if config.max_position_embeddings < longest:
         notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
         config.max_position_embeddings = longest

@@ -117,6 +117,8 @@ def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
         rows_of(subject, plan, lengths=(2048,))
     with pytest.raises(UsageError, match="dense-layers"):
         rows_of(subject, plan, dense_layers=2)
+    with pytest.raises(UsageError, match="kv-host-layers"):
+        rows_of(subject, plan, kv_host_layers=3)
     other = tiny_model(layers=3)
     with pytest.raises(PlanMismatchError):
         rows_of(subject, plan_for(other, every_head(other, STATIC)))
