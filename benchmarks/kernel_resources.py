@@ -34,9 +34,13 @@ import attention_cases
 from attention_cases import Case
 
 from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.index.assemble import room_for
+from sparsekv.kernels.index.call import IndexCall
+from sparsekv.kernels.index.device import sizes, vertical_slash
 from sparsekv.kernels.prefill import launch
-from sparsekv.kernels.tiles import AttentionOutput
-from sparsekv.plans.patterns import TileShape
+from sparsekv.kernels.tiles import AttentionOutput, Chunk
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import TileShape, VerticalSlash
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -77,8 +81,15 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
     def rows_of(device: torch.device) -> object:
         return launch.table_of(capability // 10)
 
+    def sizes_for(device: torch.device) -> sizes.Sizes:
+        return sizes.table_of(capability // 10)
+
     driver.set_active(_Target(capability))
-    with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(launch, "_rows_of", rows_of):
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(launch, "_rows_of", rows_of),
+        mock.patch.object(vertical_slash, "sizes_for", sizes_for),
+    ):
         yield built
 
 
@@ -152,7 +163,23 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"head size {dim}", call
 
 
-CASES = {"prefill": prefill_cases, "columns": column_cases, "decode": decode_cases}
+def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Building the index of vertical-slash heads."""
+    for dim, last_q, window, tile in (
+        (64, 64, None, TILE), (128, 64, 200, SMALL_TILE), (128, 64, None, TILE), (128, 256, None, TILE),
+    ):  # fmt: skip
+        pattern = VerticalSlash(vertical=tokens(100), slash=tokens(50), last_q=last_q, max_tiles=tokens(500))
+        q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
+        call = IndexCall(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+
+        def build(call: IndexCall = call, patterns: tuple[VerticalSlash, ...] = (pattern,) * 8) -> object:
+            prepared = vertical_slash.prepare(patterns, range(8), call)
+            return prepared.fill(room_for([prepared.widths], call, ()))
+
+        yield f"head size {dim}, last_q {last_q}, {tile.query} tiles{', window' if window else ''}", build
+
+
+CASES = {"index": index_cases, "prefill": prefill_cases, "columns": column_cases, "decode": decode_cases}
 
 
 def build(capability: int, kernels: list[str]) -> Iterator[Built]:
