@@ -20,8 +20,11 @@ from sparsekv.plans.records import BackendName
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
 _SHORTEST = 512
-# Short lengths say what a launch costs, long ones what work costs; each timed length is this many times the next.
+# Short lengths say what a launch costs, long ones what work costs. Work of an index grows with the length and with its
+# square: three lengths tell these apart.
 _APART = 4
+_FEWEST = 3
+_ROUND = 128
 
 
 def measure_cost(
@@ -67,26 +70,27 @@ def measure_cost(
         shape=shape,
         tile=tile,
         versions=versions(),
-        prefill_dense=_fit(timings, "dense prefill"),
-        prefill_sparse=_fit(timings, "sparse prefill"),
-        index={name: _fit(timings, f"index {name}") for name in PATTERNS},
-        decode_dense=_fit(timings, "dense decode"),
-        decode_sparse=_fit(timings, "sparse decode"),
-        decode_choose=_fit(timings, "choose"),
-        decode_host=_fit(timings, "host decode") if offload else None,
+        prefill_dense=fit_line(timings, "dense prefill"),
+        prefill_sparse=fit_line(timings, "sparse prefill"),
+        index={name: fit_line(timings, f"index {name}") for name in PATTERNS},
+        decode_dense=fit_line(timings, "dense decode"),
+        decode_sparse=fit_line(timings, "sparse decode"),
+        decode_choose=fit_line(timings, "choose"),
+        decode_host=fit_line(timings, "host decode") if offload else None,
         timings=tuple(timings),
     )
 
 
 def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) -> tuple[int, ...]:
-    """From the longest that is timed quickly, but not beyond the longest of the plan, down to a few launches' worth."""
+    """From few tokens up to the longest that is timed quickly, but not beyond the longest of the plan."""
     most = math.isqrt(int(_MOST_WORK.get(device_type, _MOST_WORK["cpu"]) / (2 * shape.heads * shape.head_dim)))
     longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
-    below = [shorter for n in range(1, 20) if (shorter := longest // _APART**n) >= _SHORTEST]
-    return (*sorted(below or [_SHORTEST]), longest)
+    count = max(_FEWEST, 1 + round(math.log(longest / _SHORTEST, _APART)))
+    spaced = np.geomspace(_SHORTEST, longest, count)
+    return tuple(sorted({round(float(length) / _ROUND) * _ROUND for length in spaced}))
 
 
-def _fit(timings: Sequence[Timing], what: str) -> Line:
+def fit_line(timings: Sequence[Timing], what: str) -> Line:
     """Least squares of relative errors with non-negative prices: short launches count as much as long ones."""
     from scipy.optimize import nnls
 

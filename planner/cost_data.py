@@ -53,7 +53,8 @@ class DeviceCost(Part):
 
     Attributes:
         prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
-        prefill_sparse: of (1, computed tiles over all heads, single columns in tiles).
+        prefill_sparse: of (1, query tiles over all heads, computed tiles over all heads, single columns in tiles).
+            A query tile has its queries to read and its output to write however few tiles it computes.
         index: per pattern, of (1, heads x tokens, heads x tokens squared): building the index of those heads.
         decode_dense: of (1, tokens attended), one step.
         decode_sparse: the same, over chosen tokens.
@@ -93,7 +94,8 @@ class DeviceCost(Part):
             length: tokens of the prompt.
         """
         index = sum(self.index_us(name, count, length) for name, count in heads.items() if count)
-        return index + self.prefill_sparse.at(1.0, tiles, columns)
+        rows = self.shape.heads * -(-length // self.tile.query)
+        return index + self.prefill_sparse.at(1.0, float(rows), tiles, columns)
 
     def index_us(self, name: PatternName, heads: int, length: int) -> float:
         """Building the index of `heads` heads of a pattern.

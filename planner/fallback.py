@@ -57,7 +57,7 @@ class Fallback:
     def _saved(self) -> Floats:
         tables, entry = self._tables, self._tables.entry
         causal = causal_tiles(entry.length, self._tile)
-        _, tile_us, column_us = self._cost.prefill_sparse.prices
+        _, _, tile_us, column_us = self._cost.prefill_sparse.prices
         index_C = np.array([self._cost.index_head_us(one.family, entry.length) for one in entry.candidates])
         spent_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal + index_C[None, :, None]
         return np.asarray(causal * tile_us - spent_LCH)

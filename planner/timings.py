@@ -76,7 +76,8 @@ class Bench:
             yield _timing(f"index {name}", length, (1.0, work, work * length), self._us(build))
             index = build()
             attend = partial(prefill_attention, q_BHSD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
-            yield _timing("sparse prefill", length, (1.0, *_work(index)), self._us(attend))
+            rows = float(index.counts_BHT.numel())
+            yield _timing("sparse prefill", length, (1.0, rows, *_work(index)), self._us(attend))
 
     def _decode(
         self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float

@@ -34,7 +34,7 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert not stop.value.code
     found = read_cost(folder / "cost")
     tile, free = Line(prices=(0.0, 1.0)), Line(prices=(0.0, 0.0, 0.0))
-    made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 1.0, 1.0))}
+    made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 1.0))}
     write_cost(found.model_copy(update={**made_up, "index": dict.fromkeys(found.index, free)}), folder / "cost")
     return folder
 
@@ -63,7 +63,7 @@ def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, model, kept, t
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_density_above_the_target_is_explained(sparsekv, model, kept, tmp_path, as_json):
-    slow = read_cost(kept / "cost").model_copy(update={"prefill_sparse": Line(prices=(0.0, 10.0, 10.0))})
+    slow = read_cost(kept / "cost").model_copy(update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))})
     write_cost(slow, tmp_path / "cost")
     out = tmp_path / "plan.yaml"
     done = sparsekv(

@@ -112,7 +112,7 @@ def test_the_last_bucket_is_open_and_says_that_it_is_extrapolated() -> None:
 
 
 def test_a_length_at_which_dense_is_faster_goes_dense() -> None:
-    slow = {"prefill_sparse": Line(prices=(0.0, 10.0, 10.0))}
+    slow = {"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))}
     options = PlanOptions(target_density=(0.3,))
     assert allocate(profile_with(), made_up_cost(**slow), options).bucket(8192).dense
     always = allocate(profile_with(), made_up_cost(**slow), ALWAYS).bucket(8192)

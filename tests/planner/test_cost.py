@@ -7,7 +7,7 @@ from planner_models import TILE, made_up_cost
 from planner_profiles import made_up_length, made_up_profile
 
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost import measure_cost, timed_lengths
+from sparsekv.planner.cost import fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
 from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.predict import causal_tiles, predict
@@ -38,9 +38,29 @@ def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost)
 
 def test_the_lines_pass_near_what_was_timed(measured: DeviceCost) -> None:
     timed = [timing for timing in measured.timings if timing.what == "dense prefill"]
-    assert len(timed) == 2
+    assert len(timed) == 3
     for timing in timed:
         assert measured.prefill_dense.at(*timing.features) == pytest.approx(timing.us, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "prices", "unseen"),
+    [
+        ("dense prefill", (50.0, 3.0), (1.0, 1e6)),
+        ("sparse prefill", (80.0, 2.0, 3.0, 5.0), (1.0, 4096.0, 1e5, 1e4)),
+        ("index a_shape", (200.0, 1e-3, 0.0), (1.0, 65536.0, 1e9)),
+        ("index block_sparse", (200.0, 1e-3, 1e-6), (1.0, 65536.0, 1e9)),
+        ("sparse decode", (9.0, 0.01), (1.0, 1e5)),
+        ("host decode", (9.0, 0.01, 0.1), (1.0, 1e5, 9e4)),
+    ],
+)
+def test_what_is_timed_tells_every_price_apart(measured: DeviceCost, what: str, prices, unseen) -> None:
+    """A line through exact timings is that very line, far beyond the timed lengths too."""
+    exact = Line(prices=prices)
+    timed = [timing for timing in measured.timings if timing.what == what]
+    own = [timing.model_copy(update={"us": exact.at(*timing.features)}) for timing in timed]
+    assert len(own) >= len(prices)
+    assert fit_line(own, what).at(*unseen) == pytest.approx(exact.at(*unseen), rel=0.01)
 
 
 def test_it_says_where_it_was_measured(measured: DeviceCost) -> None:
@@ -52,7 +72,7 @@ def test_it_says_where_it_was_measured(measured: DeviceCost) -> None:
 
 def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(measured: DeviceCost) -> None:
     timed = [timing.features for timing in measured.timings if timing.what == "host decode"]
-    assert len(timed) == 8
+    assert len(timed) == 12
     assert all(0 <= cold < chosen for _, chosen, cold in timed)
     assert all(many > few for (_, _, many), (_, _, few) in zip(timed[::2], timed[1::2], strict=True))
     assert measured.decode_host_us(200, 100.0) > 0
@@ -62,11 +82,11 @@ def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(meas
 @pytest.mark.parametrize(
     ("heads", "lengths", "device", "timed"),
     [
-        (4, (4096, 8192), "cpu", (1152, 4608)),
-        (4, (1024,), "cpu", (512, 1024)),
-        (256, (131072,), "cpu", (512, 1024)),
+        (4, (4096, 8192), "cpu", (512, 1536, 4608)),
+        (4, (1024,), "cpu", (512, 768, 1024)),
+        (256, (131072,), "cpu", (512, 768, 1024)),
         (32, (4096, 131072), "cuda", (512, 2048, 8192, 32768, 131072)),
-        (32, (1 << 20,), "cuda", (610, 2440, 9760, 39040, 156160)),
+        (32, (1 << 20,), "cuda", (512, 2176, 8960, 37376, 156160)),
     ],
 )
 def test_short_lengths_are_timed_for_launches_and_long_ones_for_work(heads, lengths, device, timed) -> None:

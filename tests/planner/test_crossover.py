@@ -161,7 +161,7 @@ def test_a_lone_head_takes_another_family_when_its_own_costs_more_to_launch_than
 def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
     dense_us = 4 * HEAD_US
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * dense_us, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * dense_us, 0.0, 1.0, 1.0)))
     assert kinds(profile, cost, 1) == ["dense"] * 4
     assert "dense" not in kinds(profile, cost, 0)
     assert "dense" not in kinds(profile, made_up_cost(), 1)
@@ -172,7 +172,7 @@ def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() 
 
 def test_a_dense_layer_is_priced_by_the_dense_kernel() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0)))
     plan = allocate(profile, cost, PlanOptions(target_density=(0.3,)))
     times = times_at(profile, cost, plan, 8192)
     assert times.sparse_us[1] == times.dense_us[1] == pytest.approx(4 * HEAD_US)
@@ -187,7 +187,7 @@ def times_at(profile: Profile, cost: DeviceCost, plan: PrefillPlan, length: int)
 
 def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0)))
     bucket = allocate(profile, cost, PlanOptions(target_density=(0.3,))).bucket(8192)
     tables = ScoreTables.of(profile.lengths[0])
     choice = choice_of(bucket, tables)
@@ -198,7 +198,7 @@ def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
 
 
 def test_between_two_profiled_lengths_dense_runs_where_the_longer_ones_patterns_would_not_pay() -> None:
-    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(2500.0, 1.0, 1.0)))
+    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(2500.0, 0.0, 1.0, 1.0)))
     plan = allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3)))
     bounds = [(bucket.up_to, bucket.dense) for bucket in plan.lengths]
     assert [dense for _, dense in bounds] == [True, False, True, False, False]
@@ -219,7 +219,7 @@ def totals(times: LayerTimes) -> tuple[float, float]:
 
 
 def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
-    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(6000.0, 1.0, 1.0)))
+    profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(6000.0, 0.0, 1.0, 1.0)))
     plan = allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3)))
     assert [bucket.dense for bucket in plan.lengths] == [True, False, False]
     assert plan.lengths[0].up_to > 4096
@@ -228,7 +228,7 @@ def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
 
 
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e9, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(1e9, 0.0, 1.0, 1.0)))
     plan = allocate(two_lengths(), cost, PlanOptions(target_density=(0.4, 0.3)))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(16384, True), (None, False)]
     assert plan.bucket(1 << 20).dense
@@ -247,7 +247,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
         made_up_length(4096, rng, drift=0.08, levels=(0.25, 0.4)), made_up_length(16384, rng, levels=(0.2, 0.3))
     )
     lines = {name: Line(prices=(us, per_token, 0.0)) for name, us in zip(FAMILIES, index, strict=True)}
-    cost = made_up_cost(prefill_sparse=Line(prices=(launch, tile_us, 1.5 * tile_us)), index=lines)
+    cost = made_up_cost(prefill_sparse=Line(prices=(launch, 0.0, tile_us, 1.5 * tile_us)), index=lines)
     plan = allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3)))
     asked: list[int] = []
     for length, above in ((4096, 0), (16384, 4096)):
@@ -262,7 +262,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
 
 
 def test_without_a_crossover_nothing_is_dense() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e9, 10.0, 10.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(1e9, 0.0, 10.0, 10.0)))
     plan = sparse_everywhere(two_lengths(), cost)
     patterns = [
         p for length in (1, 4096, 5000, 16384) for layer in range(3) for p in plan.bucket(length).patterns(layer, 4)
@@ -309,3 +309,14 @@ def test_decode_goes_dense_between_two_profiled_lengths() -> None:
 
 def test_vertical_slash_has_a_price_beside_the_others() -> None:
     assert VerticalSlash.model_fields["pattern"].default in made_up_cost().index
+
+
+def test_query_tiles_cost_a_sparse_layer_whatever_they_compute_and_no_head_in_particular() -> None:
+    profile = profile_with()
+    rows = 4 * 128
+    free = kinds(profile, made_up_cost(), 0)
+    dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.6 * 4 * HEAD_US / rows, 1.0, 1.0)))
+    assert kinds(profile, dear, 0) == free
+    assert "dense" not in free
+    too_dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.7 * 4 * HEAD_US / rows, 1.0, 1.0)))
+    assert kinds(profile, too_dear, 0) == ["dense"] * 4

@@ -1,5 +1,6 @@
 """A plan from files alone: the same plan, without the weights, and honest about what was not looked at."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,16 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
 
 
+@pytest.mark.parametrize("crossover", [False, True])
 def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
-    loaded: LoadedModel, measured: Profile, cost: DeviceCost, folder: Path
+    loaded: LoadedModel, measured: Profile, cost: DeviceCost, folder: Path, crossover: bool
 ) -> None:
-    first, second = (dump_plan(compile_files(str(folder), OPTIONS, measured, cost).plan) for _ in range(2))
-    assert first == second == dump_plan(compile_plan(loaded, OPTIONS, profile_in=measured, cost_in=cost).plan)
+    options = replace(OPTIONS, crossover=crossover)
+    launches = cost.model_copy(update={"prefill_sparse": Line(prices=(50.0, 0.0, 1.0, 1.0))})
+    first, second = (dump_plan(compile_files(str(folder), options, measured, launches).plan) for _ in range(2))
+    assert first == second == dump_plan(compile_plan(loaded, options, profile_in=measured, cost_in=launches).plan)
+    lengths = compile_files(str(folder), options, measured, launches).plan.prefill.lengths
+    assert [bucket.dense for bucket in lengths] == [True] * crossover + [False, False]
 
 
 def test_it_says_that_nobody_looked_at_the_weights(measured: Profile, cost: DeviceCost, folder: Path) -> None:
@@ -76,7 +82,7 @@ def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(
 
 
 def test_remarks_tell_what_the_crossover_made_dense(measured: Profile, folder: Path, cost: DeviceCost) -> None:
-    slow = cost.model_copy(update={"prefill_sparse": Line(prices=(0.0, 10.0, 10.0))})
+    slow = cost.model_copy(update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))})
     crossing = quick_options(verify_samples=0, decode_loss=1.0, crossover=True)
     result = compile_files(str(folder), crossing, measured, slow)
     assert result.remarks[0].startswith("prefill at 1k runs dense")

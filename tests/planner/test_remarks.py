@@ -39,7 +39,7 @@ def test_a_plan_that_keeps_to_its_target_needs_no_remark() -> None:
 
 
 def test_a_length_that_runs_dense_is_told_with_the_device_and_the_way_out() -> None:
-    (line,) = remarks(profile_with(), made_up_cost(prefill_sparse=Line(prices=(0.0, 10.0, 10.0))))
+    (line,) = remarks(profile_with(), made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 10.0, 10.0))))
     assert line.startswith("prefill at 8k runs dense: sparse attention is not predicted to be faster")
     assert WHERE in line
     assert line.endswith("--no-crossover keeps it sparse")
@@ -47,7 +47,7 @@ def test_a_length_that_runs_dense_is_told_with_the_device_and_the_way_out() -> N
 
 def test_layers_that_run_dense_are_counted_and_the_density_they_make_is_told() -> None:
     profile = slower_layer(0.32)
-    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
     (line,) = remarks(profile, cost)
     density = predict(profile, cost, allocate(profile, cost, TARGET), None).lengths[0].prefill.density
     assert density > 0.3
@@ -72,7 +72,7 @@ def test_heads_that_run_dense_in_sparse_layers_are_counted() -> None:
 
 
 def test_without_a_crossover_the_target_holds_and_nothing_is_said() -> None:
-    slow = made_up_cost(prefill_sparse=Line(prices=(0.0, 10.0, 10.0)))
+    slow = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 10.0, 10.0)))
     options = PlanOptions(target_density=(0.3,), crossover=False)
     plan = allocate(profile_with(), slow, options)
     assert crossover_remarks(profile_with(), slow, plan, options) == ()
