@@ -1,0 +1,42 @@
+"""The bench on a CUDA GPU; run with `pytest -m gpu`."""
+
+import pytest
+import torch
+
+from sparsekv.planner.bench.kernels import KernelBench, bench_kernels, families_of
+from sparsekv.planner.bench.planted import plant
+from sparsekv.plans.patterns import TileShape
+
+pytestmark = pytest.mark.gpu
+
+
+def test_structure_is_the_same_on_a_gpu_as_on_the_host():
+    options = {"kv_heads": 1, "head_dim": 128, "length": 1024, "density": 0.35, "seed": 3, "dtype": torch.float32}
+    tile, families = TileShape(query=64, key=64), families_of("mixed", 4)
+    host, gpu = (plant(families, tile=tile, device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    assert len(host.heads) == 4
+    for one, other in zip(host.heads, gpu.heads, strict=True):
+        assert one.runs == other.runs
+        assert torch.equal(one.columns_C, other.columns_C)
+        assert torch.equal(one.looks_at_TZ, other.looks_at_TZ)
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_every_backend_that_can_run_computes_what_its_index_stands_for(tile):
+    bench = KernelBench(
+        lengths=(4096,),
+        densities=(0.3,),
+        patterns=("mixed", "vertical_slash"),
+        heads=8,
+        kv_heads=2,
+        tile=TileShape(query=tile, key=tile),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        rounds=1,
+    )
+    rows = [row for row in bench_kernels(bench) if row.sparse_ms is not None]
+    assert {row.backend for row in rows} >= {"triton"}
+    for row in rows:
+        assert row.error < 0.05, row
+        assert row.mass > 0.9, row
+        assert row.dense_peers.fastest
