@@ -105,7 +105,7 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Call
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
         check_positions(inputs.get("position_ids"), 0 if cache is None else cache.get_seq_length())
         if not (inputs.get("output_hidden_states") or config.output_hidden_states):  # else each layer's is kept
-            inputs[PASS] = ForwardPass(_makes_embeddings(module, inputs))
+            inputs[PASS] = ForwardPass(_makes_embeddings(module, inputs), module.layers)
         return (), inputs
 
     return prepare
@@ -124,7 +124,10 @@ def _makes_embeddings(decoder: Any, inputs: dict[str, Any]) -> bool:
     return (
         inputs.get("inputs_embeds") is None
         and type(embedding) is nn.Embedding
+        and "forward" not in vars(embedding)
         and not is_watched(embedding._forward_hooks)
+        and "forward" not in vars(decoder)  # somebody else's may yet put embeddings in, and so may a hook behind ours
+        and not is_watched(decoder._forward_pre_hooks)
     )
 
 

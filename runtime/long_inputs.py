@@ -11,7 +11,7 @@ Shapes: B batch, S tokens, E hidden size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -40,6 +40,7 @@ class ForwardPass:
     """What the layers of one forward pass tell each other."""
 
     own_embeddings: bool  # the first layer's input was made in this pass, and nobody else holds it
+    layers: Sequence[nn.Module] = ()  # those the decoder calls itself, and so lets go of their inputs
     own_hidden_BSE: torch.Tensor | None = None  # the same of the layer that ran last
 
 
@@ -58,14 +59,15 @@ class LongInputs:
         self._model_type = model_type
         self._agree: dict[type, bool] = {}
 
-    def layer_forward(self, layer: nn.Module) -> Callable[..., Any] | None:
-        """A forward for this decoder layer; None for one of a kind that is not known."""
-
         def forward(layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             return self._run_layer(layer, hidden_states, args, kwargs)
 
+        self._forward = forward
+
+    def layer_forward(self, layer: nn.Module) -> Callable[..., Any] | None:
+        """A forward for this decoder layer; None for one of a kind that is not known."""
         # bound, so that a copy of the model gets a forward of its own
-        return MethodType(forward, layer) if is_known(layer, self._model_type) else None
+        return MethodType(self._forward, layer) if is_known(layer, self._model_type) else None
 
     def norm_forward(self, norm: nn.Module) -> Callable[..., Any] | None:
         """A forward for the final norm; None for one of a kind that is not known."""
@@ -90,12 +92,14 @@ class LongInputs:
         found: ForwardPass | None = kwargs.get(PASS)
         if found is None or args or not self._is_long(hidden_BSE) or not self._can_cut(layer, hidden_BSE, kwargs):
             if found is not None:
-                found.own_hidden_BSE = None
+                found.own_embeddings, found.own_hidden_BSE = False, None
             return type(layer).forward(layer, hidden_BSE, *args, **kwargs)
-        into_BSE = hidden_BSE if _may_overwrite(layer, hidden_BSE, found) else torch.empty_like(hidden_BSE)
+        bare = self._is_called_by_decoder(layer, found)
+        into_BSE = hidden_BSE if bare and _is_own_input(layer, hidden_BSE, found) else torch.empty_like(hidden_BSE)
+        found.own_embeddings = False
         pieces = list(self._chunking.pieces(*hidden_BSE.shape[:2]))
         forward_in_pieces(layer, self._input(hidden_BSE, kwargs), self._engine, pieces, into_BSE)
-        found.own_hidden_BSE = None if is_watched(layer._forward_hooks) else into_BSE
+        found.own_hidden_BSE = into_BSE if bare and not is_watched(layer._forward_hooks) else None
         return into_BSE
 
     def _is_long(self, hidden_BSE: torch.Tensor) -> bool:
@@ -120,13 +124,19 @@ class LongInputs:
             self._agree[kind] = _agrees(layer, self._input(hidden_BSE, kwargs).first(_PROBED_ROWS))
         return self._agree[kind]
 
+    def _is_called_by_decoder(self, layer: nn.Module, found: ForwardPass) -> bool:
+        """Whether nobody has put something around the layer, or over its forward, since we were attached: that may
+        still look at the layer's input, and keep its output."""
+        ours = getattr(vars(layer).get("forward"), "__func__", None) is self._forward
+        return ours and any(layer is one for one in found.layers)
+
     def _input(self, hidden_BSE: torch.Tensor, kwargs: dict[str, Any]) -> LayerInput:
         cos_BSR, sin_BSR = kwargs["position_embeddings"]
         return LayerInput(self._model_type, hidden_BSE, cos_BSR, sin_BSR, kwargs.get("past_key_values"))
 
 
-def _may_overwrite(layer: nn.Module, hidden_BSE: torch.Tensor, found: ForwardPass) -> bool:
-    """Whether nobody but the pass itself holds the layer's input."""
+def _is_own_input(layer: nn.Module, hidden_BSE: torch.Tensor, found: ForwardPass) -> bool:
+    """Whether the pass itself made the layer's input, and no hook has seen it."""
     parts: Any = layer
     own = hidden_BSE is found.own_hidden_BSE or (found.own_embeddings and parts.self_attn.layer_idx == 0)
     return own and not is_watched(layer._forward_pre_hooks)

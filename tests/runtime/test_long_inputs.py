@@ -263,6 +263,67 @@ def test_embeddings_of_the_caller_are_not_overwritten(cuts):
     assert cuts == [2, 3, 3, 3, 3, 3, 3]
 
 
+class Doubled(torch.nn.Module):
+    """Looks at a layer's input after the layer, and keeps its output, as steering and probing do."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.kept = None
+
+    def forward(self, hidden, **kwargs):
+        self.kept = self.layer(hidden, **kwargs)
+        return hidden + 2 * (self.kept - hidden)
+
+
+class Kept(Doubled):
+    def forward(self, hidden, **kwargs):
+        self.kept = self.layer(hidden, **kwargs)
+        return self.kept
+
+
+@pytest.mark.parametrize("over", ["layer", "forward"])
+@pytest.mark.parametrize("kind", [Doubled, Kept])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_what_is_put_around_a_layer_after_apply_finds_its_input_and_output_unchanged(number, kind, over, cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    plain = copy.deepcopy(model)
+    plain.model.layers[number] = wanted = kind(plain.model.layers[number])
+    with torch.no_grad(), apply(model, plan_for(model), chunking=CUT):
+        expected, layer = plain(prompt).logits, model.model.layers[number]
+        around = kind(layer if over == "layer" else layer.forward)
+        if over == "layer":
+            model.model.layers[number] = around
+        else:
+            layer.forward = around.forward
+        assert close(model(prompt).logits, expected)
+        assert close(around.kept, wanted.kept)
+    assert cuts == [2, 3, 3, 3]
+
+
+@pytest.mark.parametrize("where", ["hook", "embedding", "decoder"])
+def test_embeddings_that_somebody_puts_in_behind_our_hook_are_not_overwritten(where, cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+
+    def put_in(module, args, kwargs):
+        return args, kwargs | {"input_ids": None, "inputs_embeds": held}
+
+    with torch.no_grad():
+        embedding, decoder = model.get_input_embeddings(), model.model
+        held, expected = embedding(prompt), model(prompt).logits
+        before, forward = held.clone(), decoder.forward
+        with apply(model, plan_for(model), chunking=CUT):
+            if where == "hook":
+                decoder.register_forward_pre_hook(put_in, with_kwargs=True)
+            elif where == "embedding":
+                embedding.forward = lambda ids: held
+            else:
+                decoder.forward = lambda *args, **kwargs: forward(*args, **put_in(None, (), kwargs)[1])
+            assert close(model(prompt).logits, expected)
+    assert torch.equal(held, before)
+    assert cuts == [2, 3, 3, 3]
+
+
 def test_the_layers_own_forward_runs_wherever_something_is_unknown(cuts):
     model, prompt = tiny_model(), random_tokens(1, 50)
     with apply(model, plan_for(model), chunking=CUT):
