@@ -50,16 +50,26 @@ class Numbers:
 
 def budgets_of(patterns: Sequence[VerticalSlash], call: IndexCall) -> Budgets:
     """The budgets of the patterns, resolved for this call."""
-    most = call.resolve([pattern.max_tiles for pattern in patterns])
-    return Budgets(
-        sampled=[[min(pattern.last_q, rows) for pattern in patterns] for rows in call.rows],
-        columns=call.resolve([pattern.vertical for pattern in patterns]),
-        slashes=call.resolve([pattern.slash for pattern in patterns]),
-        tiles=[
-            [max(ceil_div(tokens, call.tile.key), call.mandatory_tiles(phase)) for tokens in row]
-            for row, phase in zip(most, call.phases, strict=True)
-        ],
+    # Heads mostly share a pattern, and the host is all that a short prompt waits for: each is resolved once.
+    known = {id(pattern): _resolve(pattern, call) for pattern in {id(one): one for one in patterns}.values()}
+    found = [known[id(pattern)] for pattern in patterns]
+    sampled, columns, slashes, tiles = (
+        [[head[row][kind] for head in found] for row in range(call.batch)] for kind in range(4)
     )
+    return Budgets(sampled, columns, slashes, tiles)
+
+
+def _resolve(pattern: VerticalSlash, call: IndexCall) -> list[tuple[int, int, int, int]]:
+    """What a head may spend in each batch row, in the order of Budgets."""
+    return [
+        (
+            min(pattern.last_q, rows),
+            pattern.vertical.resolve(length),
+            pattern.slash.resolve(length),
+            max(ceil_div(pattern.max_tiles.resolve(length), call.tile.key), call.mandatory_tiles(phase)),
+        )
+        for rows, length, phase in zip(call.rows, call.chunk.lengths, call.phases, strict=True)
+    ]
 
 
 def largest(numbers: list[list[int]]) -> int:
