@@ -65,8 +65,8 @@ class Handle:
         Raises:
             UsageError: host memory does not suffice, or the handle is closed.
         """
-        cache = sparse_cache(None, self._engine, len(self._layouts))
         check_owner_open(self._engine)
+        cache = sparse_cache(None, self._engine, len(self._layouts))
         for layer, layout in zip(cache.layers, self._layouts, strict=True):
             assert isinstance(layer, SparseLayer)
             layer.reserve(tokens, replace(layout, batch=batch))

@@ -58,6 +58,9 @@ class HostMemory:
     def take(self, nbytes: int, device: torch.device) -> Block:
         """A block of at least `nbytes` that `device` can copy to without waiting; its contents are anything.
 
+        Free blocks that are too small go back to the system: stores that grow would leave a trail of them, several
+        times what they hold. Larger ones stay for the next long prompt, unless the machine needs them now.
+
         Raises:
             UsageError: the machine has not so much memory left.
         """
@@ -67,6 +70,9 @@ class HostMemory:
             block = min(fitting, key=lambda block: len(block.data))
             free.remove(block)
             return block
+        free[:] = [block for block in free if len(block.data) > nbytes]
+        if not has_room(nbytes, available_bytes()):
+            self._free.clear()
         return _locked(nbytes, device) if device.type == "cuda" else Block(torch.empty(nbytes, dtype=torch.uint8))
 
     def give(self, block: Block, device: torch.device) -> None:
@@ -114,13 +120,18 @@ def _pages(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].zero_()
 
 
+def has_room(nbytes: int, available: int | None) -> bool:
+    """Whether a block of this size leaves the machine some memory; small ones are not asked about."""
+    return available is None or nbytes < _ASK_FROM or nbytes + _SPARE <= available
+
+
 def check_room(nbytes: int, available: int | None) -> None:
     """Refuses a large block that would make the machine run out of memory.
 
     Raises:
         UsageError: it would.
     """
-    if available is None or nbytes < _ASK_FROM or nbytes + _SPARE <= available:
+    if available is None or has_room(nbytes, available):
         return
     raise UsageError(
         f"expected {nbytes / 2**30:.1f} GiB more of host memory for keys and values (and 1 GiB to spare), "

@@ -160,9 +160,10 @@ def test_a_store_that_grows_gives_its_old_block_back():
     shared = HostMemory()
     store = HostStore(tokens(7), shared)
     filled(store, [100, 1000])
-    assert len(shared._free[CPU]) == 1
+    old = store._block
+    assert [len(block.data) < len(old.data) for block in shared._free[CPU]] == [True]
     store.append(*rows(3000, 0))
-    assert len(shared._free[CPU]) == 2
+    assert shared._free[CPU] == [old]  # and the one before it went: nobody who grows would ever take it
 
 
 @pytest.mark.parametrize("make", [DeviceStore, lambda: HostStore(tokens(7))], ids=["device", "host"])
@@ -215,6 +216,7 @@ def test_a_new_cache_has_its_memory_in_place_and_keeps_it(model):
     assert (after.kv_bytes_device, after.kv_bytes_host) == (before.kv_bytes_device, before.kv_bytes_host)
     with pytest.raises(UsageError, match="handle was closed"):
         handle.new_cache(10)
+    assert handle.stats().kv_bytes_host == after.kv_bytes_host
 
 
 def layouts_bytes(model, batch):
@@ -244,6 +246,47 @@ def test_the_machine_is_asked_before_it_runs_out_of_memory(monkeypatch):
     assert memory.available_bytes() is None or memory.available_bytes() > 1 << 20
     monkeypatch.setattr(memory, "_of_group", lambda: 5)
     assert memory.available_bytes() == 5
+
+
+def free_bytes(memory):
+    return sum(len(block.data) for blocks in memory._free.values() for block in blocks)
+
+
+def test_stores_that_grow_leave_no_trail_of_blocks():
+    memory = HostMemory()
+    stores = [HostStore(tokens(5), memory) for _ in range(4)]
+    for step in range(8):
+        for store in stores:
+            store.append(*rows(400, step))
+    held = sum(len(store._block.data) for store in stores)
+    assert held > 4 * 3000 * 2 * BATCH * GROUPS * SIZE * 4
+    assert free_bytes(memory) < held / 4  # the last block that the last store left
+
+
+def test_blocks_of_shorter_prompts_go_when_a_longer_one_comes():
+    memory = HostMemory()
+    for length in (500, 1000, 2000):
+        stores = [HostStore(tokens(5), memory) for _ in range(3)]
+        for store in stores:
+            store.reserve(length, LAYOUT)
+        held = sum(len(store._block.data) for store in stores)
+        del stores, store
+        assert free_bytes(memory) == held
+
+
+def test_free_blocks_are_given_up_before_a_prompt_is_refused(monkeypatch):
+    shared = HostMemory()
+    block = shared.take(1 << 20, CPU)
+    shared.give(block, CPU)
+    del block
+    monkeypatch.setattr(memory, "_ASK_FROM", 1 << 10)
+    monkeypatch.setattr(memory, "_SPARE", 0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 << 20)
+    shared.take(1 << 14, CPU)
+    assert free_bytes(shared) == 1 << 20  # there is room: it may serve the next long prompt
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100)
+    shared.take(1 << 14, CPU)
+    assert free_bytes(shared) == 0
 
 
 def test_pages_are_memory_like_any_other():
