@@ -168,7 +168,8 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
     our layers.
 
     Raises:
-        UsageError: a cache that already holds tokens of another model or another `apply`.
+        UsageError: a cache that already holds tokens of another model or another `apply`, or those of a pass that
+            failed half way.
         UnsupportedError: a cache of another kind.
     """
     cache = DynamicCache() if given is None else given
@@ -215,6 +216,12 @@ def _check_owned(cache: Cache, owner: CacheOwner) -> None:
     if found is not owner:
         raise UsageError(
             "expected a cache made under this handle, found one made under another; start a new cache for each apply()"
+        )
+    held = [layer.get_seq_length() for layer in cache.layers]
+    if len(set(held)) > 1:  # going on would attend to the tokens of the failed pass as well
+        raise UsageError(
+            f"expected a cache that holds the same tokens in every layer, found {min(held)} to {max(held)} of them: a "
+            f"forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
         )
 
 

@@ -77,6 +77,7 @@ class DeviceStore:
         assert self._v_BGCD is not None
         return self._k_BGCD, self._v_BGCD
 
+    @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _make_room(self, needed: int, layout: Layout) -> None:
         capacity = 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
         larger = grown(capacity, needed, self._reserved)

@@ -154,6 +154,7 @@ class HostStore:
     def _lane(self) -> Lane:
         return self._memory.lane(self._buffers()[0].device)
 
+    @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _make_room(self, needed: int, layout: Layout) -> None:
         capacity = grown(self._capacity, needed, self._reserved)
         if capacity == self._capacity:

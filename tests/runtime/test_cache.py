@@ -128,3 +128,32 @@ def test_statistics_give_the_bytes_of_the_cache_used_last(model, handle):
     longest = stats.kv_bytes_device + stats.kv_bytes_host
     model(random_tokens(1, 1), past_key_values=short)
     assert 0 < handle.stats().kv_bytes_device + handle.stats().kv_bytes_host < longest
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_cache_that_a_failed_pass_left_uneven_is_refused_until_it_is_reset(model, handle, failing):
+    cache, prompt = DynamicCache(), random_tokens(1, 40)
+    expected = model(prompt).logits
+
+    def fail(module, args):
+        raise MemoryError("no more")
+
+    hook = model.model.layers[failing].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        model(prompt, past_key_values=cache)
+    hook.remove()
+    with pytest.raises(UsageError, match=r"found 0 to 40 of them: a forward pass failed"):
+        model(prompt, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(prompt, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_a_cache_filled_in_inference_mode_goes_on_without(model, handle, first):
+    cache, text = DynamicCache(), random_tokens(1, 60)
+    with first():
+        model(text[:, :40], past_key_values=cache)
+    with torch.no_grad():
+        found = model(text[:, 40:], past_key_values=cache).logits
+        assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
+        next_logits(model, cache)
