@@ -102,11 +102,17 @@ def _number(text: str) -> int | float:
 
 
 def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
-    """Values at fixed coordinates of the query and key projections, rounded to bfloat16: the same for every dtype."""
+    """Values at fixed coordinates of the query and key projections, rounded to bfloat16: the same for every dtype.
+
+    Of a quantised projection, which may keep its weights anywhere, only the kind: other weights than any plan has seen.
+    """
     for layer, module in enumerate(attention_modules(model)):
         for name in ("q_proj", "k_proj"):
-            weight_OI = getattr(module, name).weight.detach()
-            yield f"{layer}.{name}", _rounded(_sampled(weight_OI))
+            projection = getattr(module, name)
+            weight_OI = getattr(projection, "weight", None)
+            known = isinstance(weight_OI, torch.Tensor) and weight_OI.dim() == 2
+            sample = _rounded(_sampled(weight_OI.detach())) if known else type(projection).__name__.encode()
+            yield f"{layer}.{name}", sample
 
 
 def _sampled(weight_OI: torch.Tensor) -> torch.Tensor:

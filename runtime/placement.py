@@ -16,7 +16,7 @@ from sparsekv.plans.budget import Budget, tokens
 from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.layers import format_ids
-from sparsekv.runtime.architectures import attention_modules
+from sparsekv.runtime.architectures import decoder_of
 from sparsekv.runtime.describe import attention_groups
 from sparsekv.runtime.stores.base import Layout
 
@@ -69,8 +69,10 @@ def sparse_layers(decode: DecodePlan | None) -> frozenset[int]:
 def layouts_of(model: PreTrainedModel) -> list[Layout]:
     """What a token's keys and values look like in each layer, for one batch row."""
     groups = {layer: group for group in attention_groups(model.config) for layer in group.layers}
-    modules: list[Any] = list(attention_modules(model))
+    decoder: Any = decoder_of(model)
+    # of any parameter, a norm's at last: quantised projections may show none
+    devices = [next(module.parameters()).device for module in decoder.layers]
     return [
-        Layout(1, groups[layer].kv_heads, groups[layer].head_dim, model.dtype, module.k_proj.weight.device)
-        for layer, module in enumerate(modules)
+        Layout(1, groups[layer].kv_heads, groups[layer].head_dim, model.dtype, device)
+        for layer, device in enumerate(devices)
     ]

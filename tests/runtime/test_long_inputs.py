@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import AShape, Dense
 from sparsekv.runtime import long_inputs
 from sparsekv.runtime.apply import apply
@@ -261,6 +262,36 @@ def test_embeddings_of_the_caller_are_not_overwritten(cuts):
             assert close(model(prompt).logits, expected)
     assert torch.equal(held[0], before)
     assert cuts == [2, 3, 3, 3, 3, 3, 3]
+
+
+class Eighths(torch.nn.Module):
+    """A quantised projection: no parameters, and a `weight` that is none, as in torch's own."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.packed = ((linear.weight * 8).round().to(torch.int8), linear.bias)
+
+    def weight(self):
+        return self.packed[0]
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.packed[0].to(x.dtype) / 8, self.packed[1])
+
+
+@pytest.mark.parametrize("hosts", [0, 3])
+def test_quantised_projections_run_and_are_other_weights(hosts, cuts):
+    model, prompt = tiny_model(), random_tokens(1, 50)
+    plan = plan_for(model)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Eighths(getattr(layer.self_attn, name)))
+    with torch.no_grad():
+        expected = model(prompt).logits
+        with pytest.warns(PlanWarning, match="has other weights"):
+            handle = apply(model, plan, chunking=CUT, kv_host_layers=hosts)
+        with handle:
+            assert close(model(prompt, past_key_values=handle.new_cache(60)).logits, expected)
+    assert cuts == [2, 3, 3, 3]
 
 
 class Doubled(torch.nn.Module):
