@@ -36,7 +36,7 @@ class _Commands(TyperGroup):
                 result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a reader that has left is noticed here
             return result
-        except (typer.Exit, typer.Abort, _WrongUsage):
+        except (typer.Exit, typer.Abort, SystemExit, _WrongUsage):  # rich leaves by SystemExit when its reader has left
             raise
         except BaseException as error:
             if ctx.params.get("debug"):

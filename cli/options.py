@@ -31,7 +31,7 @@ Backend = Annotated[
 AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Go on although the plan was made for another architecture.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of samples and of sampling.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 32) - 1, help="Seed of samples and of sampling.")]
 Tasks = Annotated[
     str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks, separated by commas; all of them by default.")
 ]

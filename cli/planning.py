@@ -168,5 +168,6 @@ def _kept(files: PlanFiles) -> str:
     if partial_of(profile).exists():
         return f"kept what was profiled so far in {partial_of(profile)}; the same command goes on from there"
     if profile.exists():
-        return f"kept the profile in {profile}; `--profile {profile}` in place of --profile-out goes on from there"
+        instead = "in place of --profile-out and of what only profiling reads"
+        return f"kept the profile in {profile}; `--profile {profile}` {instead} goes on from there"
     return f"{files.out} was not written, and nothing was profiled yet"

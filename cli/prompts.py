@@ -25,7 +25,8 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
     if text is not None and file is not None:
         raise UsageError("expected --prompt or --prompt-file, found both; leave one out")
     if text is not None:
-        return _checked(text, "--prompt")
+        # What an argument holds beside UTF-8 reaches us as escapes that no tokenizer takes.
+        return _checked(_decoded(text.encode("utf-8", "surrogateescape"), "--prompt"), "--prompt")
     if file is not None and str(file) != "-":
         return text_of(file)
     if file is None and stream.isatty():

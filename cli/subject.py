@@ -41,7 +41,7 @@ def subject_of(target: str | None, plan: Path | None, model: str | None) -> Subj
 
     path = plan or _plan_beside(target)
     found = None if path is None else load_plan(path)
-    name = model or target
+    name = target if model is None else model
     if name is not None:
         return Subject(name, found, path, from_plan=False)
     if found is None:
@@ -75,11 +75,15 @@ def load(subject: Subject, device: str | None, dtype: str | None) -> LoadedModel
     _quiet_unless_watched()
     settings = read_settings()
     try:
-        return load_model(subject.model, device=device or settings.device, dtype=dtype or settings.dtype)
+        return load_model(subject.model, device=_first(device, settings.device), dtype=_first(dtype, settings.dtype))
     except UsageError as error:
         if subject.from_plan:
             error.add_note(f"The plan was made for {subject.model}; say where that model is with --model MODEL")
         raise
+
+
+def _first(flag: str | None, setting: str) -> str:
+    return setting if flag is None else flag
 
 
 def _quiet_unless_watched() -> None:

@@ -42,6 +42,8 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "batch": ("verification",),
     "prefill_chunk": ("verification",),
     "backend": ("calibration", "device cost", "verification"),
+    "device": ("calibration", "device cost", "verification"),
+    "dtype": ("calibration", "device cost", "verification"),
 }
 
 
@@ -60,7 +62,7 @@ class Switch:
 
 
 SWITCHES = (
-    Switch("profile", ("search", "calibration", "task calibration"), "a profile holds what was searched, with what"),
+    Switch("profile", ("search", "calibration", "task calibration"), "a profile brings what it was made with"),
     Switch("prompts", ("task calibration",), "own prompts take the place of tasks"),
     Switch("cost", ("device cost",), "the device was measured already"),
     Switch("preset", ("density target", "speedup target"), "the preset has a target of its own", ("minference",)),
@@ -165,11 +167,12 @@ def _against(name: str, part: str, on: list[Switch]) -> Switch | None:
 
 
 def _refusal(name: str, against: list[Switch], given: Mapping[str, object]) -> str:
-    others = " with ".join(_flag(switch.name, given[switch.name] if switch.values else None) for switch in against)
-    reasons = ", ".join(dict.fromkeys(switch.because for switch in against))
-    return (
-        f"expected {_flag(name)} or {others}, found {'both' if len(against) == 1 else 'all'}: {reasons}; leave one out"
-    )
+    others = [_flag(switch.name, given[switch.name] if switch.values else None) for switch in against]
+    reasons = "; ".join(dict.fromkeys(switch.because for switch in against))
+    if len(others) == 1:
+        return f"expected {_flag(name)} or {others[0]}, found both: {reasons}; leave one out"
+    listed = f"{', '.join(others[:-1])} and {others[-1]}"
+    return f"expected no {_flag(name)} beside {listed}, found it: nothing would read it ({reasons}); leave one out"
 
 
 def _flag(name: str, value: object = None) -> str:

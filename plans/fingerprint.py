@@ -119,6 +119,6 @@ def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
     if ours is None:
         return ["this plan does not say which weights it was made for; its quality was not measured on these"]
     return [
-        f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune?); the plan "
-        "runs, but its quality was not measured on these weights: `sparsekv verify` does"
+        f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
+        "another --dtype?); the plan runs, but its quality was not measured on these weights: `sparsekv verify` does"
     ]

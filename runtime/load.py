@@ -94,12 +94,15 @@ def torch_device(device: str) -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    expected = f"expected a device that this machine has, found {device!r:.40}"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"{expected} (neither cpu nor cuda); try cpu")
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"expected a device that this machine has, found {device!r} ({reason}); try cpu") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{expected} ({reason:.120}); try cpu") from error
     return place
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from plans_samples import small_plan
 from typer.main import get_command
 
 from sparsekv.cli import schema
@@ -14,6 +15,7 @@ from sparsekv.cli.failures import report
 from sparsekv.cli.main import app
 from sparsekv.cli.output import emit_json, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
+from sparsekv.plans.writer import write_plan
 
 
 class OutOfMemoryError(RuntimeError):
@@ -136,12 +138,13 @@ def test_wrong_usage_exits_with_2_and_says_how_it_is_meant(sparsekv, arguments):
     assert "Usage: sparsekv" in done.err
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+@pytest.mark.parametrize("arguments", [("schema",), ("show", "plan.yaml"), ("--help",)])
+def test_a_reader_that_leaves_early_is_no_error(tmp_path, arguments):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsekv", "schema"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
-    )
+    call = [sys.executable, "-m", "sparsekv", *arguments]
+    done = subprocess.run(call, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
     os.close(write)
     assert done.stderr == ""
 

@@ -34,12 +34,16 @@ DECODE_ONLY = made_up_profile(
         ({"preset": "minference", "profile": "a"}, ("--preset", "--profile", "both")),
         ({"prompts": "p", "profile": "a"}, ("--prompts", "--profile", "both")),
         ({"samples": 2, "profile": "a"}, ("--samples", "--profile", "both")),
-        ({"tasks": "x", "profile": "a", "no_verify": True}, ("--tasks", "--profile", "--no-verify", "all")),
+        ({"tasks": "x", "profile": "a", "no_verify": True}, ("--tasks", "--profile", "--no-verify", "beside")),
         ({"tasks": "x", "prompts": "p", "no_verify": True}, ("--tasks", "--prompts", "--no-verify")),
         ({"seed": 1, "profile": "a", "no_verify": True}, ("--seed", "--profile", "--no-verify")),
         (
             {"backend": "cpu", "profile": "a", "cost": "c", "no_verify": True},
             ("--backend", "--profile", "--cost", "--no-verify"),
+        ),
+        (
+            {"device": "cuda", "profile": "a", "cost": "c", "no_verify": True},
+            ("--device", "--profile", "--cost", "--no-verify"),
         ),
         ({"target_density": (0.3,), "only": "decode"}, ("--target-density", "--only decode")),
         ({"families": ("a_shape",), "only": "decode"}, ("--families", "--only decode")),

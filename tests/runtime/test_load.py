@@ -108,6 +108,9 @@ def test_local_files_only_does_not_ask_the_hub(monkeypatch):
 def test_devices_and_dtypes_that_do_not_exist_are_named(folder):
     with pytest.raises(UsageError, match="device that this machine has, found 'toaster'"):
         torch_device("toaster")
+    for other in ("meta", "mps", ""):  # of torch, not of ours: nothing runs there
+        with pytest.raises(UsageError, match="neither cpu nor cuda"):
+            torch_device(other)
     with pytest.raises(UsageError, match="found 'cuda:77'"):
         torch_device("cuda:77")
     with pytest.raises(UsageError, match=r"expected a dtype of auto, .*found 'int3'"):
