@@ -36,11 +36,11 @@ from attention_cases import Case
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.index.assemble import room_for
 from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import sizes, vertical_slash
+from sparsekv.kernels.index.device import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.prefill import launch
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import TileShape, VerticalSlash
+from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -89,6 +89,7 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(launch, "_rows_of", rows_of),
         mock.patch.object(vertical_slash, "sizes_for", sizes_for),
+        mock.patch.object(block_sparse, "sizes_for", sizes_for),
     ):
         yield built
 
@@ -179,7 +180,26 @@ def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"head size {dim}, last_q {last_q}, {tile.query} tiles{', window' if window else ''}", build
 
 
-CASES = {"index": index_cases, "prefill": prefill_cases, "columns": column_cases, "decode": decode_cases}
+def block_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Building the index of block-sparse heads."""
+    for dim, window, tile in ((64, None, TILE), (128, None, TILE), (128, 200, SMALL_TILE)):
+        q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
+        call = IndexCall(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+
+        def build(call: IndexCall = call) -> object:
+            prepared = block_sparse.prepare((BlockSparse(keep=tokens(300)),) * 8, range(8), call)
+            return prepared.fill(room_for([prepared.widths], call, ()))
+
+        yield f"head size {dim}, {tile.query} tiles{', window' if window else ''}", build
+
+
+CASES = {
+    "index": index_cases,
+    "blocks": block_cases,
+    "prefill": prefill_cases,
+    "columns": column_cases,
+    "decode": decode_cases,
+}
 
 
 def build(capability: int, kernels: list[str]) -> Iterator[Built]:

@@ -42,7 +42,10 @@ BuilderName = Literal["auto", "torch", "triton"]
 # is known. Set this to True once `benchmarks/index_timing.py` has found them right and faster than torch on a CUDA GPU;
 # until then "auto" builds with torch everywhere.
 TRITON_VERIFIED = False
-_TRITON_BUILDERS: Mapping[type[Pattern], str] = {VerticalSlash: "sparsekv.kernels.index.device.vertical_slash"}
+_TRITON_BUILDERS: Mapping[type[Pattern], str] = {
+    VerticalSlash: "sparsekv.kernels.index.device.vertical_slash",
+    BlockSparse: "sparsekv.kernels.index.device.block_sparse",
+}
 
 
 class PreparedIndex(Protocol):

@@ -28,6 +28,10 @@ SMALL = Sizes(
     rows_block=2,
     rows_tiles=8,
     rows_words=4,
+    products_block=16,
+    products_numbers=16,
+    choose_block=2,
+    choose_tiles=4,
 )
 
 

@@ -50,8 +50,15 @@ class Numbers:
 
 def budgets_of(patterns: Sequence[VerticalSlash], call: IndexCall) -> Budgets:
     """The budgets of the patterns, resolved for this call."""
-    # Heads mostly share a pattern, and the host is all that a short prompt waits for: each is resolved once.
-    known = {id(pattern): _resolve(pattern, call) for pattern in {id(one): one for one in patterns}.values()}
+    places = [
+        (rows, length, call.mandatory_tiles(phase))
+        for rows, length, phase in zip(call.rows, call.chunk.lengths, call.phases, strict=True)
+    ]
+    # Heads mostly share a pattern, and the host is what a short prompt waits for: each is resolved once.
+    known = {
+        id(pattern): [_resolve(pattern, *place, call.tile.key) for place in places]
+        for pattern in {id(one): one for one in patterns}.values()
+    }
     found = [known[id(pattern)] for pattern in patterns]
     sampled, columns, slashes, tiles = (
         [[head[row][kind] for head in found] for row in range(call.batch)] for kind in range(4)
@@ -59,17 +66,10 @@ def budgets_of(patterns: Sequence[VerticalSlash], call: IndexCall) -> Budgets:
     return Budgets(sampled, columns, slashes, tiles)
 
 
-def _resolve(pattern: VerticalSlash, call: IndexCall) -> list[tuple[int, int, int, int]]:
-    """What a head may spend in each batch row, in the order of Budgets."""
-    return [
-        (
-            min(pattern.last_q, rows),
-            pattern.vertical.resolve(length),
-            pattern.slash.resolve(length),
-            max(ceil_div(pattern.max_tiles.resolve(length), call.tile.key), call.mandatory_tiles(phase)),
-        )
-        for rows, length, phase in zip(call.rows, call.chunk.lengths, call.phases, strict=True)
-    ]
+def _resolve(pattern: VerticalSlash, rows: int, length: int, mandatory: int, key: int) -> tuple[int, int, int, int]:
+    """What a head may spend in one batch row, in the order of Budgets."""
+    most = max(ceil_div(pattern.max_tiles.resolve(length), key), mandatory)
+    return min(pattern.last_q, rows), pattern.vertical.resolve(length), pattern.slash.resolve(length), most
 
 
 def largest(numbers: list[list[int]]) -> int:
@@ -81,20 +81,24 @@ def send(
     heads: Sequence[int], budgets: Budgets, stats_units: list[list[int]], lines_units: list[list[int]], call: IndexCall
 ) -> Numbers:
     """Packs the numbers into one tensor, and takes it apart again on the device."""
-    fields = [
-        list(call.chunk.past),
-        list(call.chunk.lengths),
-        list(heads),
-        *(_flat(rows) for rows in (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles)),
-        _flat(stats_units),
-        _flat(lines_units),
-    ]
-    padded = [field + [0] * (-len(field) % _ALIGNED) for field in fields]
-    packed = on_device(_flat(padded), call.device, torch.int32)
-    parts = packed.split([size for field in fields for size in (len(field), -len(field) % _ALIGNED)])
-    past, length, own, sampled, columns, slashes, tiles, stats, lines = parts[::2]
+    past, length, own, sampled, columns, slashes, tiles, stats, lines = send_fields(
+        [
+            list(call.chunk.past),
+            list(call.chunk.lengths),
+            list(heads),
+            *map(flat, (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles, stats_units, lines_units)),
+        ],
+        call.device,
+    )
     stats_UP, lines_UP = stats.view(len(stats_units), -1), lines.view(len(lines_units), -1)
     return Numbers(past, length, own, sampled, columns, slashes, tiles, stats_UP, lines_UP)
+
+
+def send_fields(fields: list[list[int]], device: torch.device) -> list[torch.Tensor]:
+    """Each list as an int32 tensor on the device, all in one copy."""
+    padded = [field + [0] * (-len(field) % _ALIGNED) for field in fields]
+    packed = on_device(flat(padded), device, torch.int32)
+    return list(packed.split([size for field in fields for size in (len(field), -len(field) % _ALIGNED)])[::2])
 
 
 def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int]]:
@@ -112,5 +116,6 @@ def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int
     ]
 
 
-def _flat(rows: list[list[int]]) -> list[int]:
+def flat(rows: list[list[int]]) -> list[int]:
+    """Row after row."""
     return [number for row in rows for number in row]

@@ -49,6 +49,13 @@ class Sizes:
     rows_tiles: int = 64
     rows_words: int = 8
     rows_warps: int = 4
+    pool_warps: int = 4
+    products_block: int = 64  # row tiles and key tiles
+    products_numbers: int = 32  # of a head
+    products_warps: int = 4
+    choose_block: int = 4  # row tiles
+    choose_tiles: int = 512
+    choose_warps: int = 4
 
 
 # Four warps and at most 255 registers leave room for two programs on a multiprocessor, of which one computes while the

@@ -28,12 +28,12 @@ import triton
 from sparsekv.kernels.index.call import IndexCall, IndexWidths, ceil_div, take_heads
 from sparsekv.kernels.index.device.crossings import crossings_kernel
 from sparsekv.kernels.index.device.diagonals import diagonals_kernel
+from sparsekv.kernels.index.device.limits import tensor_obstacle
 from sparsekv.kernels.index.device.lines import lines_kernel
 from sparsekv.kernels.index.device.numbers import Budgets, Numbers, budgets_of, largest, send, units_of
 from sparsekv.kernels.index.device.rows import rows_kernel
 from sparsekv.kernels.index.device.select import select_kernel
 from sparsekv.kernels.index.device.sizes import (
-    LARGEST_HEAD,
     LARGEST_SAMPLE,
     MOST_RUNS,
     PADDING,
@@ -48,7 +48,7 @@ from sparsekv.kernels.index.device.stats import stats_kernel
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.kernels.topk import blocks
-from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstacle, interpreting
+from sparsekv.kernels.triton_support import interpreting
 from sparsekv.plans.patterns import VerticalSlash
 
 _LOG2_E = math.log2(math.e)
@@ -58,24 +58,10 @@ MOST_SCORES = 1 << 27
 
 def obstacle(patterns: Sequence[VerticalSlash], call: IndexCall) -> str | None:
     """Why the index of these heads cannot be built here; None when it can."""
-    q_BHSD, k_BGKD = call.q_BHSD, call.k_BGKD
-    if not (q_BHSD.is_cuda or interpreting()):
-        return f"it needs tensors on a GPU, found {q_BHSD.device}"
-    if q_BHSD.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(q_BHSD.device)[0] < 8):
-        return "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
-    halves = (torch.float16, torch.bfloat16)
-    if q_BHSD.dtype not in (halves if q_BHSD.is_cuda else (*halves, torch.float32)) or k_BGKD.dtype != q_BHSD.dtype:
-        return f"it takes queries and keys in float16 or bfloat16, found {q_BHSD.dtype} and {k_BGKD.dtype}"
-    if q_BHSD.stride(3) != 1 or k_BGKD.stride(3) != 1 or k_BGKD.stride(2) >= LONGEST_ROW_STRIDE:
-        return f"it needs contiguous heads, and tokens less than {LONGEST_ROW_STRIDE} elements apart"
     sampled = max(pattern.last_q for pattern in patterns)
     if sampled > LARGEST_SAMPLE:
         return f"it samples at most {LARGEST_SAMPLE} queries, found last_q {sampled}"
-    if call.row_tiles == 0 or call.chunk.longest == 0:
-        return "there is nothing to build"
-    if q_BHSD.shape[3] > LARGEST_HEAD:
-        return f"it takes head sizes up to {LARGEST_HEAD}, found {q_BHSD.shape[3]}"
-    return head_size_obstacle(q_BHSD.shape[3])
+    return tensor_obstacle(call)
 
 
 def prepare(

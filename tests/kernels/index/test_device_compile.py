@@ -11,23 +11,25 @@ import torch
 from kernel_resources import SHARED, compiling_for, _resources
 from sparsekv.kernels.index.assemble import room_for
 from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import vertical_slash
+from sparsekv.kernels.index.device import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import TileShape, VerticalSlash
+from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
 
 def build(past, length, vertical, heads):
     pattern = VerticalSlash(vertical=tokens(vertical), slash=tokens(50), max_tiles=tokens(vertical))
     q, k = torch.empty(1, 8, length - past, 128).bfloat16(), torch.empty(1, 2, length + 5, 128).bfloat16()
     call = IndexCall(q, k, Chunk((past,), (length,)), TileShape(), 0.1, None)
-    prepared = vertical_slash.prepare((pattern,) * len(heads), heads, call)
-    prepared.fill(room_for([prepared.widths], call, ()))
+    blocks = BlockSparse(keep=tokens(vertical + 128))
+    for module, chosen in ((vertical_slash, pattern), (block_sparse, blocks)):
+        prepared = module.prepare((chosen,) * len(heads), heads, call)
+        prepared.fill(room_for([prepared.widths], call, ()))
 
 with compiling_for(90) as built:
     build(0, 600, 100, range(8))
     build(77, 1234, 333, (1, 2, 5))
     build(128, 129 + 4096, 1, (7,))
-first, *others = [built[start : start + 6] for start in range(0, len(built), 6)]
+first, *others = [built[start : start + 10] for start in range(0, len(built), 10)]
 assert len(others) == 2
 for other in others:
     for (name, kernel), (_, again) in zip(first, other, strict=True):
@@ -46,5 +48,5 @@ def test_kernels_compile_for_hopper_without_spilling_and_once_for_all_lengths() 
     environment["PYTHONPATH"] = str(BENCHMARKS)
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = ("stats", "lines", "select", "crossings", "diagonals", "rows")
+    names = ("stats", "lines", "select", "crossings", "diagonals", "rows", "pool", "pool", "products", "choose")
     assert done.stdout.split() == [f"{name}_kernel" for name in names]
