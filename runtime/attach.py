@@ -95,7 +95,7 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Callable[..., Any]:
     names = tuple(inspect.signature(decoder.forward).parameters)
 
-    def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config
         check_inputs({"output_attentions": config.output_attentions} | inputs, module.training)

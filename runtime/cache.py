@@ -217,7 +217,7 @@ def _check_owned(cache: Cache, owner: CacheOwner) -> None:
         raise UsageError(
             "expected a cache made under this handle, found one made under another; start a new cache for each apply()"
         )
-    held = [layer.get_seq_length() for layer in cache.layers]
+    held = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, SparseLayer)]
     if len(set(held)) > 1:  # going on would attend to the tokens of the failed pass as well
         raise UsageError(
             f"expected a cache that holds the same tokens in every layer, found {min(held)} to {max(held)} of them: a "

@@ -110,9 +110,10 @@ def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
         for name in ("q_proj", "k_proj"):
             projection = getattr(module, name)
             weight_OI = getattr(projection, "weight", None)
-            known = isinstance(weight_OI, torch.Tensor) and weight_OI.dim() == 2
-            sample = _rounded(_sampled(weight_OI.detach())) if known else type(projection).__name__.encode()
-            yield f"{layer}.{name}", sample
+            if isinstance(weight_OI, torch.Tensor) and weight_OI.dim() == 2:
+                yield f"{layer}.{name}", _rounded(_sampled(weight_OI.detach()))
+            else:
+                yield f"{layer}.{name}", type(projection).__name__.encode()
 
 
 def _sampled(weight_OI: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,8 @@ class _Keys:
     def hold(cls, k_KD: torch.Tensor, v_KD: torch.Tensor, tile: int) -> _Keys:
         pad = (0, 0, 0, -k_KD.shape[0] % tile)
         whole = (torch.nn.functional.pad(x_KD.float(), pad) if pad[3] else x_KD.float() for x_KD in (k_KD, v_KD))
-        return cls(*(x_KD.contiguous() for x_KD in whole), length=k_KD.shape[0], tile=tile)
+        padded_k_KD, padded_v_KD = (x_KD.contiguous() for x_KD in whole)
+        return cls(padded_k_KD, padded_v_KD, length=k_KD.shape[0], tile=tile)
 
     def room(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory that one query tile after the other gathers into."""
