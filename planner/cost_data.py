@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.parts import Count, Length, NonNegative, Part, Text
+from sparsekv.plans.parts import Count, FieldError, Length, NonNegative, Part, Text
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.records import BackendName, DtypeName
 
 KIND = "sparsekv.cost"
 SCHEMA_VERSION = 2
+# Of each line, as `DeviceCost` has them.
+_PRICES = {
+    "prefill_dense": 2,
+    "prefill_sparse": 4,
+    "index": 3,
+    "decode_dense": 2,
+    "decode_sparse": 2,
+    "decode_choose": 2,
+    "decode_host": 3,
+}
 PatternName = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
 
 
@@ -79,6 +89,15 @@ class DeviceCost(Part):
     decode_choose: Line
     decode_host: Line | None = None
     timings: tuple[Timing, ...] = ()
+
+    @model_validator(mode="after")
+    def _priced(self) -> DeviceCost:
+        for name, count in _PRICES.items():
+            line = getattr(self, name)
+            for one in line.values() if isinstance(line, dict) else [line]:
+                if one is not None and len(one.prices) != count:
+                    raise FieldError(f"expected {count} prices of {name}, found {len(one.prices)}", name)
+        return self
 
     def prefill_dense_us(self, causal_tiles: float) -> float:
         """A dense layer; `causal_tiles` over all heads."""

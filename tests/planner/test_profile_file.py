@@ -10,6 +10,7 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 
 from sparsekv.planner import profile_file
+from sparsekv.planner.cost_data import Line
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import digest_of, read_cost, read_profile, write_cost, write_profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
@@ -101,3 +102,11 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(profile: Profile, t
 def test_the_digest_is_of_the_content(profile: Profile) -> None:
     assert digest_of(profile) == digest_of(Profile.model_validate_json(profile.model_dump_json()))
     assert digest_of(profile) != digest_of(profile.model_copy(update={"seed": 1}))
+
+
+@pytest.mark.parametrize(("line", "count"), [("prefill_sparse", 3), ("prefill_dense", 3), ("decode_host", 2)])
+def test_a_device_cost_with_prices_of_another_version_is_refused_by_name(tmp_path: Path, line: str, count: int) -> None:
+    path = tmp_path / "cost.json"
+    write_cost(made_up_cost(**{line: Line(prices=(1.0,) * count)}), path)  # unchecked, as an older version wrote it
+    with pytest.raises(PlanError, match=rf"prices of {line}, found {count}.*make it again"):
+        read_cost(path)
