@@ -40,7 +40,8 @@ def longest_losing(pays_at: Callable[[int], bool], length: int, above: int = 0) 
         if not pays_at(shorter):
             return _refined(pays_at, shorter, paying)
         paying = shorter
-    return None
+    # Between `above` and the first multiple of 256, which is as fine as buckets are cut, all of it or nothing.
+    return paying if paying < length and not pays_at(above + 1) else None
 
 
 def _descending(length: int, above: int) -> Iterator[int]:
