@@ -24,7 +24,7 @@ from sparsekv.planner.profile import discard_partial, profile
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import check_model, digest_of, write_cost, write_profile
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.remarks import crossover_remarks, offload_remarks
+from sparsekv.planner.remarks import crossover_remarks, offload_remarks, tightened_remarks
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import Verification, verify
@@ -92,7 +92,10 @@ def compile_plan(
         write_cost(cost, cost_out)
     found = _until_verified(loaded, settled, measured, cost, progress)
     reasons = found.verification.reasons if found.verification else ()
-    told = remarks(found.plan, found.options, measured, cost)
+    told = (
+        *tightened_remarks(settled, found.options, measured),
+        *remarks(found.plan, found.options, measured, cost),
+    )
     return PlanResult(found.plan, time.monotonic() - started, found.attempts, (*reasons, *told))
 
 

@@ -16,7 +16,8 @@ class PlanResult:
         plan: the plan; verified unless that was left out, or the gate had nothing to hold against it.
         seconds: of the whole run.
         attempts: plans that were verified, the last one included.
-        remarks: what to know about the verification, about heads that run dense, and what could not be predicted.
+        remarks: what to know about the verification, what was given up to meet the gate, heads that run dense, and
+            what could not be predicted.
     """
 
     plan: Plan

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from sparsekv.planner.allocate import ladder
 from sparsekv.planner.cost_data import DeviceCost
 from sparsekv.planner.mandatory import ROUNDING
 from sparsekv.planner.options import PlanOptions
@@ -31,7 +32,9 @@ def crossover_remarks(
     if not options.crossover:
         return ()
     entries = [entry for entry in profile.lengths if entry.layers]
-    targets = (None,) * len(entries) if options.target_speedup else options.target_density or (None,) * len(entries)
+    targets: tuple[float | None, ...] = options.target_density or tuple(ladder(entry)[-1] for entry in entries)
+    if options.target_speedup is not None:
+        targets = (None,) * len(entries)
     device = f"on {cost.device} ({cost.backend}, {cost.dtype})"
     lines = (_denser(entry, prefill, target, device) for entry, target in zip(entries, targets, strict=True))
     return tuple(line for line in lines if line)
@@ -63,6 +66,30 @@ def _counted(layers: int, heads: int, of: int) -> str:
     parts = [f"{layers} of {of} layers"] if layers else []
     parts += [f"{heads} {'other ' if layers else ''}heads"] if heads else []
     return " and ".join(parts)
+
+
+def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -> tuple[str, ...]:
+    """What a plan that met its gate at a later attempt gave up of what was asked for.
+
+    Args:
+        asked: settled, before the first attempt.
+        used: those of the plan.
+        profile: what both were compiled from.
+    """
+    entries = [entry for entry in profile.lengths if entry.layers]
+    targets = zip(entries, asked.target_density, used.target_density, strict=False)
+    lines = [
+        f"prefill at {format_length(entry.length)} is planned for a density of {after:g}: with the {before:g} that was "
+        "asked for, the plan missed its gate"
+        for entry, before, after in targets
+        if before != after
+    ]
+    if (asked.decode_loss, asked.decode_budget) != (used.decode_loss, used.decode_budget):
+        lines.append(
+            f"decode is planned for a loss of {used.decode_loss:g} and a budget of {used.decode_budget}: with "
+            f"{asked.decode_loss:g} and {asked.decode_budget}, the plan missed its gate"
+        )
+    return tuple(lines)
 
 
 def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> tuple[str, ...]:

@@ -119,6 +119,7 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(
     options = quick_options(phases=("prefill",), target_density=(0.56,), gate=Gate(max_kl=kl * 0.999))
     result = compile_plan(loaded, options, profile_in=profile, cost_in=cost)
     assert result.attempts == 2
+    assert any("with the 0.56 that was asked for" in line for line in result.remarks)
     assert result.prefill_density > first.prefill_density
     assert result.plan.quality.prefill.kl < kl
 

@@ -1,5 +1,7 @@
 """What a plan's figures do not say is told: heads that went dense, lengths that could not be predicted."""
 
+from dataclasses import replace
+
 import numpy as np
 from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
@@ -10,7 +12,7 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.predict import predict
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.remarks import crossover_remarks, offload_remarks
+from sparsekv.planner.remarks import crossover_remarks, offload_remarks, tightened_remarks
 
 TARGET = PlanOptions(target_density=(0.3,))
 WHERE = "on made up (cpu, float32)"
@@ -53,6 +55,18 @@ def test_layers_that_run_dense_are_counted_and_the_density_they_make_is_told() -
     assert density > 0.3
     assert f"computes {density:.3f} of the tiles, more than the target of 0.3" in line
     assert f"faster for 1 of 3 layers {WHERE}" in line
+
+
+def test_the_target_of_a_preset_is_exceeded_with_a_remark_too() -> None:
+    entry = profile_with(levels=(0.3,)).lengths[0]
+    count = len(entry.candidates)
+    update = {"tiles": ((0.32,) * 4,) * count, "columns": ((0.0,) * 4,) * count}
+    layers = (entry.layers[0], entry.layers[1].model_copy(update=update), entry.layers[2])
+    profile = made_up_profile(entry.model_copy(update={"layers": layers})).model_copy(update={"preset": "minference"})
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.67 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
+    options = PlanOptions(preset="minference").settled(131072, "cpu")
+    (line,) = remarks(profile, cost, options)
+    assert "more than the target of 0.3" in line
 
 
 def test_heads_that_run_dense_in_sparse_layers_are_counted() -> None:
@@ -130,3 +144,13 @@ def test_decode_on_the_device_needs_no_price_of_the_host() -> None:
     plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False))
     assert offload_remarks(profile, made_up_cost(), plan) == ()
     assert len(predict(profile, made_up_cost(), None, plan).lengths) == 1
+
+
+def test_what_was_given_up_to_meet_the_gate_is_told() -> None:
+    asked = PlanOptions(lengths=(4096, 8192), target_density=(0.4, 0.3)).settled(8192, "cpu")
+    profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192)))
+    assert tightened_remarks(asked, asked, profile) == ()
+    (prefill,) = tightened_remarks(asked, replace(asked, target_density=(0.4, 0.45)), profile)
+    assert "prefill at 8k is planned for a density of 0.45: with the 0.3 that was asked for" in prefill
+    (decode,) = tightened_remarks(asked, replace(asked, decode_loss=0.01), profile)
+    assert "loss of 0.01 and a budget of 0.1 of the context" in decode
