@@ -34,6 +34,8 @@ PLANTED_NOTE = (
     "Queries and keys are planted, not taken from a model: sinks, local bands, runs of diagonals, scattered columns "
     "and hot tiles, at the stated densities. Indices come from the shipped builders."
 )
+# Values are of size 1: rounding to bfloat16 moves an output by a hundredth or so. A wrong output has no speed.
+WRONG = 0.1
 _BACKENDS = tuple(name for name in BACKENDS if name != "reference")  # the oracle is not for work
 
 
@@ -173,6 +175,8 @@ def _timed(bench: KernelBench, blank: KernelRow, layer: _Layer) -> KernelRow:
     planted, index = layer.planted, layer.index
     out_BHSD = _attend(planted, index, blank.backend).out_BHSD
     checked = check_rows(planted, index, sample_rows(blank.length), out_BHSD)
+    if checked.error is not None and checked.error > WRONG:
+        raise BackendError(f"its output is wrong by {checked.error:.3g} and was not timed")
     times = measure(layer.calls(blank.backend), bench.device, bench.rounds)
     dense_ms = times.get("dense")
     return replace(

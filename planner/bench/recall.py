@@ -6,6 +6,7 @@ C columns, M key tiles, X sampled rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ class RowCheck:
     Attributes:
         mass: mean share of the attention mass that the index holds.
         least: that of the head that keeps least.
-        error: largest difference of the output from float32 attention over the same index; None without an output.
+        error: largest difference of the output from float32 attention over the same index, infinite where the output
+            is no number; None without an output.
     """
 
     mass: float
@@ -91,7 +93,8 @@ def check_rows(
             shares.append((kept_XS.logsumexp(1) - scores_XS.logsumexp(1)).exp())
             if out_BHSD is not None:
                 expected_XD = kept_XS.softmax(1) @ v_SD.float()
-                worst = max(worst, float((out_BHSD[0, head, some].float() - expected_XD).abs().max()))
+                off = float((out_BHSD[0, head, some].float() - expected_XD).abs().max())
+                worst = max(worst, math.inf if math.isnan(off) else off)  # max() would pass over what is no number
         kept_H.append(float(torch.cat(shares).mean()))
     return RowCheck(sum(kept_H) / len(kept_H), min(kept_H), None if out_BHSD is None else worst)
 
@@ -137,7 +140,9 @@ def _columns_found(
 ) -> torch.Tensor:
     """bool: of each planted column that the row sees."""
     column_C = truth.columns_C.to(last_M.device)
-    singly_C = torch.isin(column_C, index.columns_BHC[0, head].long())
+    listed_C = index.columns_BHC[0, head].long()
+    live_C = unpack_bits(index.live_BHTN[0, head, [row]], len(listed_C))[0]
+    singly_C = torch.isin(column_C, listed_C[live_C])
     seen_C = column_C < (row + 1) * planted.tile.query
     return (singly_C | last_M[column_C // planted.tile.key])[seen_C]
 

@@ -77,6 +77,21 @@ def test_a_kernel_that_fails_is_a_row_that_keeps_the_dense_times(monkeypatch):
     assert row.dense_ms > 0
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), 0.5])
+def test_a_wrong_output_has_no_time(monkeypatch, wrong):
+    real = kernels.prefill_attention
+
+    def off(*args, **options):
+        found = real(*args, **options)
+        return type(found)(found.out_BHSD + wrong, found.lse_BHS)
+
+    monkeypatch.setattr(kernels, "prefill_attention", off)
+    (row,) = bench_kernels(bench(patterns=("a_shape",)))
+    assert "wrong" in row.note
+    assert row.sparse_ms is None
+    assert row.speedup is None
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_deals_a_family_to_each_head(mix):
     families = families_of(mix, 8)

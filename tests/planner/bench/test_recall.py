@@ -1,5 +1,7 @@
 """Recall and mass of an index: held to indices whose answer is known."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -100,3 +102,19 @@ def test_a_backend_that_computes_the_index_has_no_error(p):
 def test_rows_are_spread_to_the_last_one_also_where_there_are_few():
     assert sample_rows(1000, 4) == (249, 499, 749, 999)
     assert sample_rows(3, 8) == (0, 1, 2)
+
+
+def test_a_listed_column_that_the_row_does_not_compute_is_not_found(p):
+    index = index_of(p, p.patterns)
+    tiles = index_of(p, (AShape(sink=tokens(1), window=tokens(1)),) * 4)
+    listed = replace(tiles, columns_BHC=index.columns_BHC, live_BHTN=torch.zeros_like(index.live_BHTN))
+    assert index.columns_BHC.shape[2] > 0
+    assert find_planted(p, listed).columns == find_planted(p, tiles).columns < 0.4
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_output_that_is_no_number_is_as_wrong_as_can_be(p, value):
+    index = index_of(p, p.patterns)
+    out = prefill_attention(p.q_BHSD, p.k_BGSD, p.v_BGSD, index, p.chunk, scale=p.scale, backend="cpu").out_BHSD
+    out[0, 1, 511] = value
+    assert check_rows(p, index, (255, 511, 1023), out).error == torch.inf
