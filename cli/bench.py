@@ -137,6 +137,7 @@ def prefill(
     if layers is not None and not random_weights:
         raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
     given = _given_plan(model, plan, density, patterns, layers)
+    _check_read(given is not None, tile, allow_mismatch)
     subject = _subject(model, random_weights, place, precision, max(wanted), layers, seed)
     used, words = (given, "given") if given else _made_by_hand(subject, wanted, density, patterns, tile)
     bench = PrefillBench(
@@ -190,6 +191,17 @@ def _given_plan(
     if by_hand and plan is not None:
         raise UsageError("expected --plan, or --density and --patterns of a plan made by hand, found both; choose one")
     return None if by_hand or (layers and plan is None) else subject_of(model, plan, None).plan
+
+
+def _check_read(given: bool, tile: str | None, allow_mismatch: bool) -> None:
+    """Refuses what only a plan made by hand reads, or only one that is given."""
+    if given and tile is not None:
+        raise UsageError(
+            "expected --tile of a plan made by hand, found a plan, which has its own tiles; leave --tile out, or add "
+            "--density"
+        )
+    if not given and allow_mismatch:
+        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
 
 
 def _subject(

@@ -117,9 +117,9 @@ def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow
     tried, refused = _try_dense(setting, bench, ids_1S)
     ways, dense_note = setting.dense(), ""
     if bench.dense_layers is not None:
-        dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}"
-    elif tried:
-        _alternate(setting, ways, tried, sparse, ids_1S, bench.repeats)
+        dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once"
+    again = tried if bench.dense_layers is None else {}
+    _alternate(setting, ways, again, sparse, ids_1S, bench.repeats)
     timed_ms = {name: statistics.median(run.milliseconds for run in runs) for name, runs in tried.items()}
     peers = DensePeers(blank.length, timed_ms, refused)
     row = _noted(replace(blank, dense_peers=peers), dense_note)
@@ -154,7 +154,7 @@ def _alternate(
     repeats: int,
 ) -> None:
     """The other repeats: dense ways that may be the fastest, and sparse, every other round backwards."""
-    least = min(runs[0].milliseconds for runs in tried.values())
+    least = min((runs[0].milliseconds for runs in tried.values()), default=0.0)
     near = [name for name, runs in tried.items() if runs[0].milliseconds <= _OUT_OF_REACH * least]
     turns = [(tried[name], ways[name]) for name in near] + ([(sparse, setting.sparse())] if sparse else [])
     for number in range(1, repeats):
@@ -179,12 +179,16 @@ def _extrapolated(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int)
     with only_layers(model, 1 + layers):
         more = _warmed(setting, way, ids_1S)
     each = (more.milliseconds - one.milliseconds) / layers
+    if each <= 0.0:
+        raise RuntimeError("a layer more took no longer, which cannot be multiplied; measure more --dense-layers")
     return Run(one.milliseconds + (count - 1) * each, None, None)
 
 
 def _with_sparse(row: PrefillRow, setting: Setting, runs: list[Run]) -> PrefillRow:
     milliseconds = statistics.median(run.milliseconds for run in runs)
-    stats, plan = runs[-1].stats, setting.plan.prefill
+    stats, plan, ran = runs[-1].stats, setting.plan.prefill, runs[-1].backend
+    if ran is not None and ran != row.backend:
+        row = _noted(replace(row, backend=ran), f"{row.backend} failed, and {ran} took over")
     if stats is None:
         return replace(row, sparse_ms=milliseconds, sparse_peak=runs[-1].peak)
     tile = plan.tile if plan else TileShape()  # what the runtime counts in where there is no plan

@@ -26,7 +26,8 @@ from sparsekv.runtime.generate import piece_sizes
 from sparsekv.runtime.stats import RunStats
 
 MakeCache = Callable[[int], Cache]
-Way = Callable[[], AbstractContextManager[tuple[MakeCache, Callable[[], RunStats | None]]]]
+Told = tuple[RunStats | None, str | None]  # where a plan was applied, what was counted, and the backend that ran
+Way = Callable[[], AbstractContextManager[tuple[MakeCache, Callable[[], Told]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Run:
     milliseconds: float
     peak: int | None  # most bytes of device memory, weights included; None on a CPU
     stats: RunStats | None  # where a plan was applied
+    backend: str | None = None  # that computed prefill in the end, where a plan was applied: one that fails is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def run_prefill(setting: Setting, way: Way, ids_1S: torch.Tensor) -> Run:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    with torch.no_grad(), way() as (new_cache, stats):
+    with torch.no_grad(), way() as (new_cache, told):
         cache: Any = new_cache(length)
         wait_for(device)
         start = time.perf_counter()
@@ -98,7 +100,7 @@ def run_prefill(setting: Setting, way: Way, ids_1S: torch.Tensor) -> Run:
         wait_for(device)
         elapsed = (time.perf_counter() - start) * 1e3
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return Run(elapsed, peak, stats())
+        return Run(elapsed, peak, *told())
 
 
 @contextmanager
@@ -121,12 +123,12 @@ def layer_flops(model: PreTrainedModel, tokens: int) -> float:
 
 
 @contextmanager
-def _unmodified(model: PreTrainedModel) -> Iterator[tuple[MakeCache, Callable[[], None]]]:
-    yield lambda length: DynamicCache(config=model.config), lambda: None
+def _unmodified(model: PreTrainedModel) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
+    yield lambda length: DynamicCache(config=model.config), lambda: (None, None)
 
 
 @contextmanager
-def _applied(setting: Setting, sparse: bool) -> Iterator[tuple[MakeCache, Callable[[], RunStats | None]]]:
+def _applied(setting: Setting, sparse: bool) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
     handle: Handle = apply(
         setting.model,
         setting.plan,
@@ -136,15 +138,15 @@ def _applied(setting: Setting, sparse: bool) -> Iterator[tuple[MakeCache, Callab
         kv_host_layers=setting.kv_host_layers,
     )
     with handle:
-        yield handle.new_cache, handle.stats
+        yield handle.new_cache, lambda: (handle.stats(), handle.backend.name)
 
 
 @contextmanager
 def _captured(
     model: PreTrainedModel, observer: Callable[[AttentionCall], torch.Tensor | None]
-) -> Iterator[tuple[MakeCache, Callable[[], None]]]:
+) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
     with capture_attention(model, observer):
-        yield lambda length: DynamicCache(config=model.config), lambda: None
+        yield lambda length: DynamicCache(config=model.config), lambda: (None, None)
 
 
 def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:

@@ -52,6 +52,12 @@ def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
     assert 0 < row["density"] < 1
 
 
+def test_tiles_are_asked_for_only_where_the_plan_is_made_by_hand(sparsekv, folder):
+    done = sparsekv("bench", "prefill", folder, "--lengths", 512, "--tile", 64, "--device", "cpu")
+    assert (done.code, done.out) == (2, "")
+    assert "leave --tile out" in done.err
+
+
 def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(sparsekv, folder):
     call = (
         "bench",
@@ -85,6 +91,7 @@ def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(spa
         (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--patterns", "adaptive"), "adaptive"),
         (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--density", "0.1,0.2"), "--density"),
         (("prefill", "nowhere-to-be-found"), "nowhere-to-be-found"),
+        (("prefill", "tiny-retriever", "--density", "0.1", "--allow-mismatch"), "--allow-mismatch"),
         (("neither",), "neither"),
     ],
 )

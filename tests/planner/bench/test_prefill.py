@@ -1,5 +1,7 @@
 """The prefill bench on tiny models: dense and sparse of the same model, and what is said of random weights."""
 
+import statistics
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -94,6 +96,59 @@ def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan, monke
     (row,) = rows_of(subject, plan, dense_layers=1)
     assert row.dense_ms == 30 + 1 * 20
     assert "1 measured layer" in row.note
+
+
+@pytest.mark.parametrize("options", [{"dense_layers": 1}, {}])
+def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, monkeypatch, options):
+    sparse, real = [], prefill.run_prefill
+
+    def run(setting, way, ids):
+        found = real(setting, way, ids)
+        if found.stats is not None and found.stats.prefill_density < 1:
+            sparse.append(found)
+            return found
+        if not options:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(prefill, "run_prefill", run)
+    (row,) = rows_of(subject, plan, repeats=4, **options)
+    assert len(sparse) == 1 + 4  # one warms up
+    assert row.sparse_ms == statistics.median(run.milliseconds for run in sparse[1:])
+    assert (row.dense_ms is None) == (not options) or "took no longer" in str(row.dense_peers.refused)
+
+
+def test_a_layer_that_takes_no_time_is_not_multiplied(subject, plan, monkeypatch):
+    times, real = iter([50.0, 30.0]), prefill._warmed
+
+    def warmed(setting, way, ids):
+        run = real(setting, way, ids)
+        return run if run.stats else type(run)(next(times), None, None)
+
+    monkeypatch.setattr(prefill, "_warmed", warmed)
+    (row,) = rows_of(subject, plan, dense_layers=1)
+    assert row.dense_ms is None
+    assert row.speedup is None
+    assert "cannot be multiplied" in row.dense_peers.refused["sparsekv dense, torch"]
+
+
+def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):
+    from sparsekv.kernels import dispatch
+    from sparsekv.runtime import prefill as runtime_prefill
+
+    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None)  # everything promises to run here
+    real = runtime_prefill.prefill_attention
+
+    def failing(*args, backend, **rest):
+        if backend != "cpu":
+            raise RuntimeError("no kernel image")
+        return real(*args, backend=backend, **rest)
+
+    monkeypatch.setattr(runtime_prefill, "prefill_attention", failing)
+    (row,) = rows_of(subject, plan, backend="triton")
+    assert row.backend == "cpu"
+    assert "triton failed, and cpu took over" in row.note
+    assert row.density < 1
 
 
 def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, monkeypatch):
