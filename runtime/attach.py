@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.architectures import attention_modules, check_supported, decoder_of
 from sparsekv.runtime.attention import CONTEXT, NAME, Context, register
-from sparsekv.runtime.cache import sparse_cache
+from sparsekv.runtime.cache import check_even, sparse_cache
 from sparsekv.runtime.chunking import Chunking
 from sparsekv.runtime.engine import Engine
 from sparsekv.runtime.guard import guarded
@@ -103,6 +103,7 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Call
         use_cache = inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
+            check_even(cache, config.num_hidden_layers)
         check_positions(inputs.get("position_ids"), 0 if cache is None else cache.get_seq_length())
         if not (inputs.get("output_hidden_states") or config.output_hidden_states):  # else each layer's is kept
             inputs[PASS] = ForwardPass(_makes_embeddings(module, inputs), module.layers)

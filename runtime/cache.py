@@ -168,8 +168,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
     our layers.
 
     Raises:
-        UsageError: a cache that already holds tokens of another model or another `apply`, or those of a pass that
-            failed half way.
+        UsageError: a cache that already holds tokens of another model or another `apply`.
         UnsupportedError: a cache of another kind.
     """
     cache = DynamicCache() if given is None else given
@@ -208,6 +207,17 @@ def check_owner_open(owner: CacheOwner) -> None:
         )
 
 
+def check_even(cache: Cache, layers: int) -> None:
+    """Raises UsageError unless the first `layers`, which are about to run, hold equally many tokens: going on after a
+    pass that failed between them would attend to its tokens as well."""
+    held = [layer.get_seq_length() for layer in cache.layers[:layers] if isinstance(layer, SparseLayer)]
+    if len(set(held)) > 1:
+        raise UsageError(
+            f"expected a cache that holds the same tokens in every layer, found {min(held)} to {max(held)} of them: a "
+            f"forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
+        )
+
+
 def _check_owned(cache: Cache, owner: CacheOwner) -> None:
     first = cache.layers[0]
     assert isinstance(first, SparseLayer)
@@ -216,12 +226,6 @@ def _check_owned(cache: Cache, owner: CacheOwner) -> None:
     if found is not owner:
         raise UsageError(
             "expected a cache made under this handle, found one made under another; start a new cache for each apply()"
-        )
-    held = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, SparseLayer)]
-    if len(set(held)) > 1:  # going on would attend to the tokens of the failed pass as well
-        raise UsageError(
-            f"expected a cache that holds the same tokens in every layer, found {min(held)} to {max(held)} of them: a "
-            f"forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
         )
 
 

@@ -148,6 +148,17 @@ def test_a_cache_that_a_failed_pass_left_uneven_is_refused_until_it_is_reset(mod
     assert torch.equal(model(prompt, past_key_values=cache).logits, expected)
 
 
+def test_a_model_told_to_run_fewer_layers_goes_on(model, handle):
+    text = random_tokens(1, 60)
+    model.config.num_hidden_layers = 2
+    try:
+        cache = model(text[:, :40]).past_key_values
+        found = model(text[:, 40:], past_key_values=cache).logits
+        assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
+    finally:
+        model.config.num_hidden_layers = 3
+
+
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
 def test_a_cache_filled_in_inference_mode_goes_on_without(model, handle, first):
     cache, text = DynamicCache(), random_tokens(1, 60)

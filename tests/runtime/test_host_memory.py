@@ -248,6 +248,18 @@ def test_the_machine_is_asked_before_it_runs_out_of_memory(monkeypatch):
     assert memory.available_bytes() == 5
 
 
+def test_what_only_looks_packed_is_copied():
+    whole_SBPGD = torch.randn(50, BATCH, 2, GROUPS, SIZE)
+    k, v = packed.unpacked(whole_SBPGD)
+    assert packed.packed(k, v).data_ptr() == whole_SBPGD.data_ptr()
+    fused_BSPGD = torch.randn(BATCH, 50, 2, GROUPS, SIZE)  # batch rows apart, as a fused projection has them
+    rows_apart = [fused_BSPGD[:, :, pair].transpose(1, 2) for pair in (0, 1)]
+    for keys, values in [(v, k), (k, k), rows_apart, (k, v.clone())]:
+        store = HostStore(tokens(7))
+        store.append(keys, values)
+        assert holds(store, keys, values)
+
+
 def free_bytes(memory):
     return sum(len(block.data) for blocks in memory._free.values() for block in blocks)
 
