@@ -158,8 +158,10 @@ class _Length:
         usable_LCH[:, list(allowed.values())] = True
         # A ray whose smallest pattern costs more than the target is not at the target cost.
         usable_LCH &= self._tables.density_LCH <= target * TOLERANCE
-        if (self._tables.present_LH & ~usable_LCH.any(1)).any():
-            raise too_low(target, self._entry.length, float(np.nanmin(self._tables.density_LCH, 1).max()))
+        without_LH = self._tables.present_LH & ~usable_LCH.any(1)
+        if without_LH.any():
+            own_LCH = self._tables.density_LCH[:, self._own_C]
+            raise self._unreached(target, float(own_LCH.min(1)[without_LH].max()))
         return usable_LCH
 
     def _best(self, usable_LCH: Mask) -> Choice:
@@ -213,12 +215,13 @@ class _Length:
         return sorted(moves)
 
     def _unreached(self, target: float, found: float) -> UsageError:
-        families = {candidate.family for candidate in self._entry.candidates}
+        families = {candidate.family for place, candidate in enumerate(self._entry.candidates) if self._own_C[place]}
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in families)
         if least > target:
             return too_low(target, self._entry.length, found)
         return UsageError(
-            f"expected candidates that come to a density of {target:g} over all calibration prompts at "
-            f"{self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts they cost more than on "
-            f"the one they were fitted on. Ask for {found * 1.005:.3g} with the same profile, or profile a lower one"
+            f"expected candidates of {', '.join(sorted(families))} that come to a density of {target:g} over all "
+            f"calibration prompts at {self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts "
+            f"they cost more than on the one they were fitted on. Ask for {min(1.0, found * 1.005):.3g} with the same "
+            "profile, or profile a lower one"
         )

@@ -10,10 +10,10 @@ from sparsekv.planner.allocate import ladder
 from sparsekv.planner.cost_data import DeviceCost
 from sparsekv.planner.mandatory import ROUNDING
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import choice_of
+from sparsekv.planner.predict import choice_of, prefill_estimate, step_us
 from sparsekv.planner.profile_data import LengthProfile, Profile
 from sparsekv.planner.tables import DENSE, ScoreTables
-from sparsekv.plans.decode import DecodePlan
+from sparsekv.plans.decode import DecodePlan, Offload
 from sparsekv.plans.lengths import format_length
 from sparsekv.plans.prefill import PrefillPlan
 
@@ -21,7 +21,7 @@ from sparsekv.plans.prefill import PrefillPlan
 def crossover_remarks(
     profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: PlanOptions
 ) -> tuple[str, ...]:
-    """A line for each profiled length at which heads that go dense make the plan denser than its target.
+    """A line for each profiled length at which the plan is denser, or less fast, than its target.
 
     Args:
         profile: what the plan was compiled from.
@@ -29,15 +29,34 @@ def crossover_remarks(
         prefill: of the plan.
         options: settled, of the plan.
     """
-    if not options.crossover:
-        return ()
     entries = [entry for entry in profile.lengths if entry.layers]
+    slower = tuple(_slower(profile, entry, cost, prefill, options.target_speedup) for entry in entries)
+    if not options.crossover:
+        return tuple(line for line in slower if line)
     targets: tuple[float | None, ...] = options.target_density or tuple(ladder(entry)[-1] for entry in entries)
     if options.target_speedup is not None:
         targets = (None,) * len(entries)
     device = f"on {cost.device} ({cost.backend}, {cost.dtype})"
     lines = (_denser(entry, prefill, target, device) for entry, target in zip(entries, targets, strict=True))
-    return tuple(line for line in lines if line)
+    return tuple(line for line in (*lines, *slower) if line)
+
+
+def _slower(
+    profile: Profile, entry: LengthProfile, cost: DeviceCost, prefill: PrefillPlan, target: float | None
+) -> str | None:
+    """Of a length, but the longest, at which no density that was profiled comes to the target speedup."""
+    bucket, tables = prefill.bucket(entry.length), ScoreTables.of(entry)
+    choice = None if target is None or bucket.dense else choice_of(bucket, tables)
+    if target is None or choice is None:
+        return None
+    found = prefill_estimate(cost, tables, choice, profile.tile)
+    speedup = found.dense_us / max(found.sparse_us, 1e-9)
+    if speedup >= target:
+        return None
+    return (
+        f"prefill attention at {format_length(entry.length)} is predicted to be {speedup:.2f} times as fast as dense, "
+        f"less than the {target:g} that was asked for: that is the lowest density profiled there"
+    )
 
 
 def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float | None, device: str) -> str | None:
@@ -101,13 +120,21 @@ def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> t
             "decode is not predicted: the device cost has no prices of rows in host memory; measure again with "
             "--offload (leave --cost out)",
         )
-    return tuple(_read_back(profile, decode, decode.offload.layers))
+    return tuple(_read_back(profile, cost, decode, decode.offload))
 
 
-def _read_back(profile: Profile, decode: DecodePlan, hosted: tuple[int, ...]) -> Iterator[str]:
+def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: Offload) -> Iterator[str]:
     for entry in profile.lengths:
-        if set(hosted) - decode.bucket(entry.length).sparse_layers:
+        bucket, at = decode.bucket(entry.length), format_length(entry.length)
+        step = step_us(bucket, cost, entry.length, profile.model.layers, offload)
+        dense_us = profile.model.layers * cost.decode_dense_us(entry.length)
+        if step is None:
             yield (
-                f"decode at {format_length(entry.length)} is not predicted: layers whose rows are in host memory run "
-                "dense there and read all of them back in every step"
+                f"decode at {at} is not predicted: layers whose rows are in host memory run dense there and read all "
+                "of them back in every step"
+            )
+        elif step > dense_us:
+            yield (
+                f"decode at {at} is predicted to take {step / max(dense_us, 1e-9):.2f} times as long as dense with all "
+                "rows on the device: chosen rows come from host memory; leave --offload out where they fit"
             )

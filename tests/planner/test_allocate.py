@@ -11,10 +11,11 @@ from sparsekv.planner.allocate import TAIL_WEIGHT, allocate
 from sparsekv.planner.cost_data import Line
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.predict import predict
-from sparsekv.planner.profile_data import Profile
+from sparsekv.planner.profile_data import LayerScores, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Dense
 
+SCORES = ("error", "tail_error", "tiles", "columns", "patterns")
 ALWAYS = PlanOptions(target_density=(0.3,), crossover=False)
 
 
@@ -81,12 +82,39 @@ def test_a_target_below_the_ladder_is_refused() -> None:
         allocate(profile_with(), made_up_cost(), PlanOptions(target_density=(0.1,), crossover=False))
 
 
-def test_a_target_that_mandatory_tiles_exceed_is_refused() -> None:
-    profile = profile_with()
-    scores = [s.model_copy(update={"tiles": ((0.58,) * 4,) * len(s.tiles)}) for s in profile.lengths[0].layers]
-    entry = profile.lengths[0].model_copy(update={"layers": tuple(scores)})
-    with pytest.raises(UsageError, match="tiles every pattern computes"):
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(512, "tiles every pattern computes.*up to 0.9;"), (8192, "candidates of .* come to a density of 0.3.*found 0.9")],
+)
+def test_a_target_that_nothing_comes_down_to_is_refused_with_the_reason(length: int, said: str) -> None:
+    entry = made_up_length(length, np.random.default_rng(0), levels=(0.3,))
+    scores = [
+        s.model_copy(update={"tiles": ((0.9,) * 4,) * len(s.tiles), "columns": ((0.0,) * 4,) * len(s.tiles)})
+        for s in entry.layers
+    ]
+    entry = entry.model_copy(update={"layers": tuple(scores)})
+    with pytest.raises(UsageError, match=said):
         allocate(made_up_profile(entry), made_up_cost(), ALWAYS)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_what_other_families_come_down_to_is_not_named(heads: int) -> None:
+    """A layer may have fewer heads than the widest; that is no reason to fail otherwise."""
+    entry = profile_with(levels=(0.3,)).lengths[0]
+
+    def dear(scores: LayerScores, heads: int) -> LayerScores:
+        tables = {name: [row[:heads] for row in getattr(scores, name)] for name in SCORES}
+        for place, candidate in enumerate(entry.candidates):
+            if candidate.family == "vertical_slash":
+                tables["tiles"][place] = (0.5,) * heads
+                tables["columns"][place] = (0.0,) * heads
+        return scores.model_copy(update={name: tuple(rows) for name, rows in tables.items()})
+
+    layers = tuple(dear(scores, heads if place == 1 else 4) for place, scores in enumerate(entry.layers))
+    profile = made_up_profile(entry.model_copy(update={"layers": layers}))
+    only = PlanOptions(target_density=(0.3,), families=("vertical_slash",))
+    with pytest.raises(UsageError, match=r"candidates of vertical_slash .*found 0\.5 with"):
+        allocate(profile, made_up_cost(), only)
 
 
 def test_a_ray_that_cannot_come_down_to_the_target_is_not_chosen() -> None:

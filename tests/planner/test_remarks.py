@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
@@ -97,6 +98,14 @@ def test_a_target_speedup_has_no_density_to_exceed() -> None:
     assert remarks(profile_with(), made_up_cost(), PlanOptions(target_speedup=2.0)) == ()
 
 
+@pytest.mark.parametrize("crossover", [True, False])
+def test_lengths_that_miss_the_target_speedup_are_told(crossover: bool) -> None:
+    rng = np.random.default_rng(0)
+    profile = made_up_profile(made_up_length(4096, rng, levels=(0.5,)), made_up_length(8192, rng, levels=(0.2,)))
+    (line,) = remarks(profile, made_up_cost(), PlanOptions(target_speedup=3.0, crossover=crossover))
+    assert line.startswith("prefill attention at 4k is predicted to be 2.00 times as fast as dense, less than the 3 ")
+
+
 def decode_profile(*kept: np.ndarray) -> Profile:
     lengths = [
         LengthProfile(length=8192 << place, prompt_tokens=(8192 << place,), reuse=made_up_reuse(table))
@@ -125,11 +134,16 @@ def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     chosen, away = 819.0, (8192 - 4096) / 8192
     one = 5.0 + 0.001 * chosen + 0.01 * chosen * away
     assert abs(found.decode.sparse_us - (8.192 + 0.8192 + 2 * one)) < 0.1
-    assert offload_remarks(profile, cost, plan) == ()
+    (line,) = offload_remarks(profile, cost, plan)
+    assert (
+        f"decode at 8k is predicted to take {found.decode.sparse_us / found.decode.dense_us:.2f} times as long" in line
+    )
+    cheap = made_up_cost(decode_host=Line(prices=(1.0, 0.001, 0.001)))
+    assert offload_remarks(profile, cheap, plan) == ()
 
 
 def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicted() -> None:
-    cost = made_up_cost(decode_host=Line(prices=(5.0, 0.001, 0.01)))
+    cost = made_up_cost(decode_host=Line(prices=(1.0, 0.001, 0.001)))
     profile = decode_profile(np.zeros((3, 3)), np.ones((3, 3)))  # nothing may be chosen at 8192
     plan = choose_filter_layers(profile, cost, OFFLOAD)
     assert plan.bucket(8192).dense
