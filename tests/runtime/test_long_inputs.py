@@ -370,6 +370,14 @@ def test_the_layers_own_forward_runs_wherever_something_is_unknown(cuts):
         torch.testing.assert_close(layer(states, position_embeddings=position), alone, atol=1e-4, rtol=1e-4)
 
 
+def test_autocast_runs_the_layers_own_forward(cuts):
+    model, prompt = tiny_model(dtype=torch.bfloat16), random_tokens(1, 50)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(prompt).logits
+        assert close(logits_of(model, prompt, CUT), expected)
+    assert cuts == []
+
+
 def test_layers_that_compute_something_else_run_whole_and_one_warning_says_so(monkeypatch, cuts):
     model, prompt = tiny_model(), random_tokens(1, 50)
     original = LlamaAttention.forward
