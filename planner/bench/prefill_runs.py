@@ -66,7 +66,7 @@ class Setting:
             "transformers, SDPA": lambda: _unmodified(model),
             "sparsekv dense, torch": lambda: _applied(self, False),
         }
-        return ways | (self.dense_in_memory(only_flash=True) if self.kv_host_layers is None else {})
+        return ways | self.dense_in_memory(only_flash=True)  # wherever sparse keeps its rows: where it fits, it counts
 
     def dense_in_memory(self, only_flash: bool = False) -> dict[str, Way]:
         """Those that keep all of K and V on the device and take any number of layers."""

@@ -1,6 +1,7 @@
 """The prefill bench on tiny models: dense and sparse of the same model, and what is said of random weights."""
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,12 @@ def test_the_model_is_what_it_was_afterwards(subject, plan):
 def test_in_pieces_the_same_tiles_are_computed(subject, plan):
     (whole,), (pieces,) = rows_of(subject, plan), rows_of(subject, plan, chunk=256)
     assert pieces.density == pytest.approx(whole.density)
+
+
+@pytest.mark.parametrize("hosted", [None, 2])
+def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan, hosted):
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert "sparsekv dense, flash-attn-4" in Setting(on_gpu, plan, "auto", hosted, None).dense()
 
 
 def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatch):
