@@ -60,7 +60,7 @@ def evaluate(
     from sparsekv.plans.fingerprint import check_model
 
     subject = subject_of(target, plan, model)
-    idle = [name for name in ("phase", "allow_mismatch") if name in given(context) and subject.plan is None]
+    idle = [name for name in ("phase", "backend", "allow_mismatch") if name in given(context) and subject.plan is None]
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
     most = _one_length(length)

@@ -170,7 +170,7 @@ def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(spars
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
 
 
-@pytest.mark.parametrize("flags", [("--phase", "prefill"), ("--allow-mismatch",)])
+@pytest.mark.parametrize("flags", [("--phase", "prefill"), ("--backend", "cpu"), ("--allow-mismatch",)])
 def test_eval_refuses_what_only_a_plan_makes_sense_of(sparsekv, copy, flags):
     (copy / "sparsekv.yaml").unlink()
     done = sparsekv("eval", copy, "--length", "1k", *flags)
