@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from unittest import mock
 
 import torch
@@ -197,15 +198,12 @@ def sweep(planted: Planted, rounds: int) -> None:
 def other_sizes(table: Sizes) -> Iterator[tuple[str, Sizes]]:
     """The table, and what may be better."""
     yield "the table", table
-    for heads in (1, 2, 4):
-        for keys in (64, 128):
-            for stages in (2, 3):
-                one = {strips: Pass(heads, keys, 1024, stages) for strips in (1, 2, 4)}
-                yield f"stats {heads} heads, {keys} keys, {stages} stages", replace(table, stats=one)
-    for heads in (1, 2):
-        for stages in (1, 2, 3):
-            one = {strips: Pass(heads, 64, 2048, stages) for strips in (1, 2, 4)}
-            yield f"lines {heads} heads, {stages} stages", replace(table, lines=one)
+    for heads, keys, warps in ((1, 64, 4), (1, 128, 4), (2, 64, 4), (2, 128, 4), (2, 128, 8), (4, 64, 8), (4, 128, 8)):
+        one = {strips: Pass(heads, keys, 1024, 3, warps) for strips in (1, 2, 4)}
+        yield f"stats {heads} heads, {keys} keys, {warps} warps", replace(table, stats=one)
+    for heads, stages, warps in product((1, 2), (2, 3), (4, 8)):
+        one = {strips: Pass(heads, 64, 2048, stages, warps) for strips in (1, 2, 4)}
+        yield f"lines {heads} heads, {stages} stages, {warps} warps", replace(table, lines=one)
     for least in (512, 1024, 2048, 4096):
         yield (
             f"runs of {least} keys at least",

@@ -20,12 +20,6 @@ def _code_at(code_row, distance, entries, RIGHT: tl.constexpr, keep):
     return tl.load(code_row + entry, mask=keep, other=0)
 
 
-@triton.jit
-def _floor_div(number, SIZE: tl.constexpr):
-    """Rounds down also below 0; SIZE is a power of two."""
-    return (number - (number & (SIZE - 1))) // SIZE
-
-
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "entries", "most", "width", "columns", "words"]

@@ -31,6 +31,7 @@ class Pass:
     keys: int  # of a step
     least_run: int  # keys of a program, at least
     stages: int  # of the pipeline that loads them
+    warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,11 @@ class Sizes:
 
 # Four warps and at most 255 registers leave room for two programs on a multiprocessor, of which one computes while the
 # other multiplies. The first pass stacks two heads of a KV head (166 registers, 80 KiB): each block of keys serves
-# both. The second holds two blocks of weights, so one head is all that fits (254 registers, 72 KiB); with four strips
-# about 180 of its 1,330 instructions a step are spills.
+# both. The second holds several blocks of weights, so one head is all that fits: 254 registers and 72 KiB; two strips
+# spill 67 of 756 instructions a step, four would spill 180 of 1,340, and take eight warps, which spill none.
 _HOPPER = Sizes(
     stats={1: Pass(2, 64, 1024, 3), 2: Pass(1, 64, 1024, 3), 4: Pass(1, 64, 1024, 3)},
-    lines={1: Pass(1, 64, 2048, 3), 2: Pass(1, 64, 2048, 2), 4: Pass(1, 64, 2048, 2)},
+    lines={1: Pass(1, 64, 2048, 3), 2: Pass(1, 64, 2048, 2), 4: Pass(1, 64, 2048, 2, warps=8)},
 )
 _AMPERE = Sizes(
     stats={1: Pass(1, 64, 1024, 2), 2: Pass(1, 64, 1024, 2), 4: Pass(1, 64, 1024, 2)},
@@ -87,8 +88,3 @@ def strips_for(sampled: int) -> Strips:
     if sampled <= 64:
         return Strips(max(16, 1 << (sampled - 1).bit_length()), 1)
     return Strips(64, 2 if sampled <= 128 else 4)
-
-
-def warps_of(stacked_rows: int) -> int:
-    """Warps for a product of so many rows with 64 keys: a warp group multiplies 64."""
-    return 8 if stacked_rows >= 256 else 4

@@ -42,7 +42,6 @@ from sparsekv.kernels.index.device.sizes import (
     Strips,
     sizes_for,
     strips_for,
-    warps_of,
 )
 from sparsekv.kernels.index.device.stats import stats_kernel
 from sparsekv.kernels.index.line_scores import LineScores
@@ -223,7 +222,7 @@ class _Launches:
             "WINDOWED": call.window is not None and call.window < call.chunk.longest,
             "PRECISION": "ieee",
             "UPCAST": interpreting() and call.q_BHSD.dtype == torch.bfloat16,
-            "num_warps": warps_of(_stacked(one, call) * self.strips.rows),
+            "num_warps": one.warps,
         }
 
 

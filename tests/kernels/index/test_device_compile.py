@@ -16,8 +16,10 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
 
-def build(past, length, vertical, heads):
-    pattern = VerticalSlash(vertical=tokens(vertical), slash=tokens(50), max_tiles=tokens(vertical))
+def build(past, length, vertical, heads, last_q=64):
+    pattern = VerticalSlash(
+        vertical=tokens(vertical), slash=tokens(50), max_tiles=tokens(vertical), last_q=last_q
+    )
     q, k = torch.empty(1, 8, length - past, 128).bfloat16(), torch.empty(1, 2, length + 5, 128).bfloat16()
     call = IndexCall(q, k, Chunk((past,), (length,)), TileShape(), 0.1, None)
     blocks = BlockSparse(keep=tokens(vertical + 128))
@@ -34,7 +36,9 @@ assert len(others) == 2
 for other in others:
     for (name, kernel), (_, again) in zip(first, other, strict=True):
         assert kernel is again, f"{name} is compiled again for another length, budget or number of heads"
-for name, kernel in first:
+with compiling_for(90) as longer:
+    build(0, 600, 100, range(8), last_q=256)
+for name, kernel in first + longer:
     registers, spilled = _resources(kernel.asm["cubin"])
     assert spilled == 0, f"{name} spills {spilled} bytes"
     assert kernel.metadata.shared <= SHARED[90], name
