@@ -38,6 +38,12 @@ def measured(model, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, .
 
 
 @pytest.fixture
+def priced(measured) -> tuple[object, ...]:
+    """The device cost that was measured once, as an option."""
+    return measured[measured.index("--cost") :]
+
+
+@pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "plan.yaml"
 
@@ -109,10 +115,11 @@ class Interrupted(NoProgress):
 
 
 @pytest.mark.parametrize("stage", ["profile", "cost", "evaluate"])
-def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, out, monkeypatch, stage):
+def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, monkeypatch, stage):
     monkeypatch.setattr(Interrupted, "stage_name", stage)
     profile = out.with_name("a.profile")
-    call = ("plan", model, "-o", out, *FAST, "--verify-samples", 1, "--profile-out", profile)
+    known = () if stage == "cost" else priced
+    call = ("plan", model, "-o", out, *FAST, *known, "--verify-samples", 1, "--profile-out", profile)
     with monkeypatch.context() as patch:
         patch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
         done = sparsekv(*call)
@@ -225,11 +232,11 @@ def test_calibration_prompts_name_the_line_that_is_wrong(sparsekv, model, out, t
     assert word in done.err
 
 
-def test_own_calibration_prompts_are_used(sparsekv, model, out, tmp_path):
+def test_own_calibration_prompts_are_used(sparsekv, model, priced, out, tmp_path):
     lines, text = tmp_path / "prompts.jsonl", tmp_path / "prompt.txt"
     lines.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c" * 40}) + "\n")
     text.write_text("ab " * 330 + "c" * 40)
-    own = ("--lengths", "1k", "--no-crossover")
+    own = ("--lengths", "1k", "--no-crossover", *priced)
     digests = []
     for file in (lines, text):
         done = sparsekv("plan", model, "-o", out, *own, "--no-verify", "--only", "decode", "--prompts", file)
