@@ -3,9 +3,10 @@
     python benchmarks/index_timing.py --lengths 32768,131072,524288      # on a GPU
     python benchmarks/index_timing.py --launches --last-q 64             # the time of every launch as well
     python benchmarks/index_timing.py --sweep                            # other block sizes than the table's
+    python benchmarks/index_timing.py --family block_sparse              # the other family that Triton builds
     python benchmarks/index_timing.py --device cpu --tiny                # tries this script itself, in the interpreter
 
-Vertical-slash heads on planted structure (sparsekv bench kernels plants the same) at about 5% of the tiles. A line a
+Vertical-slash heads on planted structure (sparsekv bench kernels plants the same) at about 5% of the tiles. One line a
 builder: milliseconds of the index, of the attention over it, the share of the index in both, the realised density, the
 recall of what was planted, and the share of row tiles and columns that are those of torch. Times are medians of calls
 timed in turn (sparsekv.planner.bench.timing). Exit status 1 when the builders do not agree.
@@ -53,7 +54,7 @@ class Found:
     index_ms: float
     attention_ms: float
     density: float
-    recall: float  # of planted columns and diagonals
+    recall: float  # of what was planted
     same_rows: float
     same_columns: float
 
@@ -66,7 +67,7 @@ class Found:
 def planted_layer(options: argparse.Namespace, length: int) -> Planted:
     """The layer to build for, with `--last-q` in its patterns."""
     planted = plant(
-        ("vertical_slash",) * options.heads,
+        (options.family,) * options.heads,
         kv_heads=options.kv_heads,
         head_dim=options.head_dim,
         length=length,
@@ -75,7 +76,7 @@ def planted_layer(options: argparse.Namespace, length: int) -> Planted:
         device=torch.device(options.device),
         dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
     )
-    if not options.last_q:
+    if not options.last_q or options.family != "vertical_slash":
         return planted
     patterns = tuple(pattern.model_copy(update={"last_q": options.last_q}) for pattern in planted.patterns)
     return replace(planted, patterns=patterns)
@@ -106,9 +107,9 @@ def time_builders(options: argparse.Namespace, length: int) -> list[Found]:
     times = measure(calls, device, options.rounds)
     found = [summary(planted, name, one, indices["torch"], times) for name, one in indices.items()]
     print_found(length, backend, found)
-    if options.launches:
+    if options.launches and options.family == "vertical_slash":
         print_launches(planted)
-    if options.sweep:
+    if options.sweep and options.family == "vertical_slash":
         sweep(planted, options.rounds)
     return found
 
@@ -116,7 +117,7 @@ def time_builders(options: argparse.Namespace, length: int) -> list[Found]:
 def summary(planted: Planted, name: str, index: TileIndex, torchs: TileIndex, times: dict[str, float]) -> Found:
     """What is printed of a builder."""
     recall = find_planted(planted, index)
-    shares = [share for share in (recall.columns, recall.diagonals) if share is not None]
+    shares = [share for share in (recall.columns, recall.diagonals, recall.tiles) if share is not None]
     return Found(
         name,
         times[name],
@@ -130,7 +131,9 @@ def summary(planted: Planted, name: str, index: TileIndex, torchs: TileIndex, ti
 
 def same_share(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Share of entries of all but the last dimension that are the same."""
-    return float((found == expected).all(-1).float().mean()) if found.shape == expected.shape else 0.0
+    if found.shape != expected.shape:
+        return 0.0
+    return float((found == expected).all(-1).float().mean()) if found.numel() else 1.0
 
 
 def print_found(length: int, backend: str, found: list[Found]) -> None:
@@ -223,6 +226,7 @@ def main() -> int:
     """Times every length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="32768,131072,524288")
+    parser.add_argument("--family", choices=("vertical_slash", "block_sparse"), default="vertical_slash")
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--last-q", type=int, help="sampled queries; the planner's own choice if not given")
     parser.add_argument("--heads", type=int, default=32)

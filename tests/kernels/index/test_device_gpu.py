@@ -1,4 +1,4 @@
-"""The Triton builder of vertical-slash on a GPU: choices as by torch, planted lines found, no wait, little memory."""
+"""The Triton builders on a GPU: choices as by torch, planted lines found, no wait, little memory."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from index_cases import make_layer
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
 
 pytestmark = pytest.mark.gpu
 
@@ -66,12 +66,24 @@ def test_choices_are_those_of_torch_and_planted_lines_are_found(dtype, length, p
     assert counts.max() <= found.tiles_BHTW.shape[3]
 
 
+@pytest.mark.parametrize(("length", "past"), [(8192, 0), (32768, 30001), (262144, 200000)])
+@pytest.mark.parametrize("tile", [TileShape(), TileShape(query=64, key=64)], ids=["128x128", "64x64"])
+def test_blocks_are_those_of_torch(length, past, tile) -> None:
+    q, k = planted(length, past, torch.bfloat16)
+    chosen = [BlockSparse(keep=tokens(keep)) for keep in (0, 1024, 4096, 7000)] * (H // 4)
+    found, expected = (build(builder, chosen, q, k, Chunk((past,), (length,)), tile) for builder in ("triton", "torch"))
+    assert torch.equal(found.counts_BHT, expected.counts_BHT)
+    assert same_share(found.tiles_BHTW, expected.tiles_BHTW) > 0.99
+
+
 def test_small_layers_have_exactly_the_index_of_torch() -> None:
     chosen = [
         VerticalSlash(vertical=tokens(20), slash=tokens(12), max_tiles=fraction(0.6)),
         AShape(sink=tokens(64), window=tokens(128)),
         VerticalSlash(vertical=tokens(45), slash=tokens(2), last_q=100, max_tiles=fraction(0.5)),
         Dense(),
+        BlockSparse(keep=fraction(0.4)),
+        BlockSparse(keep=tokens(256)),
     ]
     for tile in (TileShape(), TileShape(query=64, key=64)):
         for window in (None, 200):
