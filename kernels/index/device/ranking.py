@@ -1,7 +1,8 @@
 """Device code that finds the k-th largest of a row of numbers, by one program, in a few passes over the row.
 
 Numbers are the bit patterns of float32 scores that are 0 or more, which order like the scores; -1 means "none".
-Where the compiler can see that `count` and the row's start are multiples of 4, four numbers are loaded at once.
+Where the compiler can see that `count` and the row's start are multiples of 4, four numbers are loaded at once. Rows
+are shorter than 2 ** 21 (LONGEST in sizes.py).
 """
 
 # Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
@@ -24,8 +25,12 @@ def _count_from(row_ptr, count, first, second, third, BLOCK: tl.constexpr):
         below_first += (number - first) >> 31
         below_second += (number - second) >> 31
         below_third += (number - third) >> 31
-    whole = tl.cdiv(count, BLOCK) * BLOCK
-    return whole + tl.sum(below_first), whole + tl.sum(below_second), whole + tl.sum(below_third)
+    # Three numbers of 21 bits are added up as one: reductions are what a short row waits for.
+    turns = tl.cdiv(count, BLOCK)
+    packed = (turns + below_third).to(tl.int64) << 42
+    packed += (turns + below_second).to(tl.int64) << 21
+    total = tl.sum(packed + (turns + below_first).to(tl.int64))
+    return (total & 2097151).to(tl.int32), ((total >> 21) & 2097151).to(tl.int32), (total >> 42).to(tl.int32)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import torch
 
 LARGEST_SAMPLE = 256  # queries of a head: four strips of 64 rows
 LARGEST_HEAD = 128  # with 256, four strips would fill the shared memory of most GPUs
+LONGEST = 2_000_000  # tokens: ranking.py counts in 21 bits
 PADDING = 16  # rows of scores are padded to a multiple of this
 MOST_RUNS = 64  # partial results of a row that the second pass joins
 

@@ -35,6 +35,7 @@ from sparsekv.kernels.index.device.rows import rows_kernel
 from sparsekv.kernels.index.device.select import select_kernel
 from sparsekv.kernels.index.device.sizes import (
     LARGEST_SAMPLE,
+    LONGEST,
     MOST_RUNS,
     PADDING,
     Pass,
@@ -60,6 +61,8 @@ def obstacle(patterns: Sequence[VerticalSlash], call: IndexCall) -> str | None:
     sampled = max(pattern.last_q for pattern in patterns)
     if sampled > LARGEST_SAMPLE:
         return f"it samples at most {LARGEST_SAMPLE} queries, found last_q {sampled}"
+    if call.chunk.longest > LONGEST:
+        return f"it takes up to {LONGEST:,} tokens, found {call.chunk.longest:,}"
     return tensor_obstacle(call)
 
 

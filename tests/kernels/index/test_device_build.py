@@ -1,5 +1,7 @@
 """The Triton builder of vertical-slash, in the interpreter, against the torch builder and against brute force."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from device_index import SMALL, call_of, differences, torch_index, triton_index
@@ -156,6 +158,8 @@ def test_what_triton_does_not_build_is_built_by_torch() -> None:
     for reason, layer in refused.items():
         assert reason in (vertical_slash.obstacle(layer.patterns, call_of(layer)) or "")
         assert differences(index_by("triton", layer), index_by("torch", layer)) == []
+    long = replace(make_layer((LINES,), chunk, TILES[0]), chunk=Chunk((2_000_000,), (2_000_001,)))
+    assert "up to 2,000,000 tokens" in (vertical_slash.obstacle(long.patterns, call_of(long)) or "")
     strided = make_layer((LINES,), chunk, TILES[0])
     spread = strided.q_BHSD.repeat_interleave(2, 3)[..., ::2]
     layer = Layer(strided.patterns, spread, strided.k_BGKD, chunk, TILES[0], strided.scale, None)
