@@ -183,6 +183,33 @@ def test_compare_runs_a_beginning_both_ways_before_it_times_anything(sparsekv, t
     assert done.data["prompt_tokens"] == 5000
 
 
+@pytest.mark.parametrize(
+    ("device", "ends", "tokens", "length"),
+    [
+        ("cpu", (), 300, 300),
+        ("cpu", (4096,), 8192, 2048),  # nothing is compiled there: any beginning will do
+        ("cuda", (), 20_000, 20_000),  # all of it: cheap, and memory is taken as it will be
+        ("cuda", (4096,), 131_072, 32_768),
+        ("cuda", (4096, 65_536), 131_072, 67_584),  # in the bucket of the whole prompt
+        ("cuda", (4096, 65_536), 131_075, 65_539),  # with its odd last tile
+        ("cuda", (131_072,), 131_072, 32_768),
+    ],
+)
+def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(device, ends, tokens, length):
+    from types import SimpleNamespace
+
+    import torch
+
+    from sparsekv.cli.session import Session
+    from sparsekv.runtime.generate import Sampling
+
+    buckets = tuple(SimpleNamespace(up_to=end) for end in (*ends, None))
+    plan = SimpleNamespace(prefill=SimpleNamespace(lengths=buckets), decode=None)
+    loaded = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
+    session = Session(loaded, plan, True, True, "auto", False, False, 8, None, Sampling())
+    assert session._warm_up_length(tokens) == length
+
+
 def test_compare_says_in_its_help_what_it_runs_first(sparsekv):
     assert "First both run a beginning of the prompt, untimed" in " ".join(sparsekv("run", "--help").out.split())
 

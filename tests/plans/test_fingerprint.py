@@ -63,6 +63,16 @@ def test_differences_of_some_layers_name_them() -> None:
     assert found == ("kind: plan full, model sliding (layers 1,4-11)", "window: plan none, model 512 (layers 1,4-11)")
 
 
+def test_linear_layers_that_the_plan_does_not_name_are_refused() -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    groups = (
+        AttentionGroup(layers=(0, 2, 3), kind="full", **shape),
+        AttentionGroup(layers=(1, 4, 5, 6, 7, 8, 9, 10, 11), kind="linear", **shape),
+    )
+    with pytest.raises(PlanMismatchError, match=r"kind: plan full, model linear \(layers 1,4-11\)"):
+        check_model(small_plan(), model_info().model_copy(update={"attention": groups}))
+
+
 def test_a_digest_that_differs_alone_is_still_said() -> None:
     assert "in something that the plan does not name" in differences(model_info(), model_info(fingerprint=OTHER))[0]
 
