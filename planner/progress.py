@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -47,15 +48,42 @@ class _Bar:
         self._bars.update(self._task, advance=units, note=note)  # type: ignore[arg-type]
 
 
-class BarProgress:
-    """Bars with the time left on a console, standard error unless another one is given."""
+class _Lines:
+    """For logs, where a bar only shows when it is full: a line now and then."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console, name: str, total: float | None, seconds: float) -> None:
+        self._console, self._name, self._total, self._seconds = console, name, total, seconds
+        self._done = 0.0
+        self._told = time.monotonic()
+
+    def advance(self, units: float = 1, note: str = "") -> None:
+        self._done += units
+        now = time.monotonic()
+        if now - self._told >= self._seconds:
+            self._told = now
+            share = f"{self._done:g}" if self._total is None else f"{self._done:g} of {self._total:g}"
+            self._console.print(f"{self._name}: {share} {note}".rstrip(), highlight=False, soft_wrap=True)
+
+
+class BarProgress:
+    """Bars with the time left on a console, standard error unless another one is given.
+
+    Where the console is not a terminal, a line every so many seconds.
+    """
+
+    def __init__(self, console: Console | None = None, seconds: float = 20.0) -> None:
         self._console = console or Console(stderr=True)
+        self._seconds = seconds
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
         """See `Progress`."""
+        if not self._console.is_terminal:
+            started = time.monotonic()
+            self._console.print(f"{name} ...", highlight=False)
+            yield _Lines(self._console, name, total, self._seconds)
+            self._console.print(f"{name}: done in {time.monotonic() - started:.0f} s", highlight=False)
+            return
         columns = (
             TextColumn("{task.description:<14}"),
             BarColumn(),

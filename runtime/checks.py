@@ -45,7 +45,7 @@ def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
     if measured and here not in measured:
         warnings.warn(
             f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            "slower than dense here. `sparsekv plan MODEL --profile FILE` recompiles it for this device",
+            "slower than dense here. `sparsekv plan MODEL --profile FILE -o PLAN` recompiles it for this device",
             PlanWarning,
             stacklevel=3,
         )
