@@ -17,7 +17,7 @@ from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.apply import apply
 from sparsekv.runtime.cache import reserve
-from sparsekv.runtime.placement import Placement, layouts_of, place_layers
+from sparsekv.runtime.placement import layouts_of
 from sparsekv.runtime.stores import memory, packed
 from sparsekv.runtime.stores.base import Layout
 from sparsekv.runtime.stores.device import DeviceStore
@@ -363,35 +363,6 @@ def test_where_memory_cannot_be_locked_the_drivers_own_serves(monkeypatch):
 
 def test_on_a_cpu_the_lane_is_no_lane():
     assert isinstance(HostMemory().lane(CPU), InlineLane)
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [(None, {4, 5}), (0, set()), (1, {5}), (2, {4, 5}), (3, {4, 5, 6}), (4, {4, 5, 6, 7}), ((0, 7), {0, 7})],
-)
-def test_layers_go_to_the_host_as_asked_and_those_that_decode_reads_least_first(asked, expected):
-    plan = decode_plan(segment(1, (4, 5, 6), 100), offload=(4, 5), hot=33)
-    assert place_layers(plan, 8, asked) == Placement(frozenset(expected), tokens(33))
-
-
-def test_without_a_plan_the_last_layers_go_to_the_host():
-    assert place_layers(None, 8, None) == Placement()
-    assert place_layers(None, 8, 3).layers == {5, 6, 7}
-
-
-@pytest.mark.parametrize("asked", [9, -1, (8,), (0, -2)])
-def test_layers_that_are_not_there_are_refused(asked):
-    with pytest.raises(UsageError, match=r"0(-7| to 8)"):
-        place_layers(None, 8, asked)
-
-
-def test_dense_layers_in_host_memory_give_the_dense_tokens(model):
-    prompt = random_tokens(2, 1500)
-    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    with apply(model, plan_for(model), kv_host_layers=(0, 2)) as handle:
-        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
-    assert handle.stats().kv_bytes_host > 0
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_what_was_written_to_room_is_not_packed_again(monkeypatch):

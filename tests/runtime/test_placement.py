@@ -1,0 +1,45 @@
+"""Which layers' keys and values lie in host memory."""
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+
+from sparsekv.plans.budget import tokens
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.apply import apply
+from sparsekv.runtime.placement import Placement, place_layers
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(None, {4, 5}), (0, set()), (1, {5}), (2, {4, 5}), (3, {4, 5, 6}), (4, {4, 5, 6, 7}), ((0, 7), {0, 7})],
+)
+def test_layers_go_to_the_host_as_asked_and_those_that_decode_reads_least_first(asked, expected):
+    plan = decode_plan(segment(1, (4, 5, 6), 100), offload=(4, 5), hot=33)
+    assert place_layers(plan, 8, asked) == Placement(frozenset(expected), tokens(33))
+
+
+def test_without_a_plan_the_last_layers_go_to_the_host():
+    assert place_layers(None, 8, None) == Placement()
+    assert place_layers(None, 8, 3).layers == {5, 6, 7}
+
+
+@pytest.mark.parametrize("asked", [9, -1, (8,), (0, -2)])
+def test_layers_that_are_not_there_are_refused(asked):
+    with pytest.raises(UsageError, match=r"0(-7| to 8)"):
+        place_layers(None, 8, asked)
+
+
+def test_dense_layers_in_host_memory_give_the_dense_tokens(model):
+    prompt = random_tokens(2, 1500)
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with apply(model, plan_for(model), kv_host_layers=(0, 2)) as handle:
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert handle.stats().kv_bytes_host > 0
+    assert model.config._attn_implementation == "sdpa"
