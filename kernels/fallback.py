@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from sparsekv.kernels.dispatch import backends_after
+from sparsekv.kernels.index.build import BuilderName, builds_by_triton
 from sparsekv.plans.errors import BackendError, SparseKVError
 from sparsekv.plans.patterns import TileShape
 
@@ -34,6 +35,7 @@ class Fallback:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._failed: dict[str, str] = {}
+        self._builder: BuilderName = "auto"
 
     @property
     def backend(self) -> str:
@@ -71,9 +73,29 @@ class Fallback:
             if q_BHSD.is_cuda:
                 torch.cuda.empty_cache()
 
+    def build(self, call: Callable[[BuilderName], Found], device: torch.device) -> Found:
+        """`call(builder)`: an index, by the builders of this device, or by torch's once those have failed.
+
+        Raises:
+            Exception: what the builder raised, when the input is at fault, torch was the builder, or the device works
+                no more.
+        """
+        try:
+            return call(self._builder)
+        except Exception as error:
+            of_input = isinstance(error, SparseKVError) and not isinstance(error, BackendError)
+            if of_input or self._builder == "torch" or not builds_by_triton(device) or not _alive(device):
+                raise
+            self._builder = "torch"
+            warnings.warn(
+                f"building indices by Triton failed ({_told(error)}); torch builds them from here on, which is slower",
+                BackendWarning,
+                stacklevel=3,
+            )
+        return call(self._builder)
+
     def _give_up(self, error: Exception, successor: str) -> None:
-        first_line = (str(error).splitlines() or [""])[0]
-        self._failed[self._backend] = f"{type(error).__name__}: {first_line}"
+        self._failed[self._backend] = _told(error)
         warnings.warn(
             f"the {self._backend} backend failed ({self._failed[self._backend]}); {successor} computes prefill from "
             f"here on, which may be slower. Ask for it with --backend {successor} to avoid the attempt.",
@@ -81,6 +103,10 @@ class Fallback:
             stacklevel=4,
         )
         self._backend = successor
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _alive(device: torch.device) -> bool:

@@ -32,7 +32,8 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback
     if all(isinstance(pattern, Dense) for pattern in patterns):
         meter.add_dense_prefill(causal)
         return attend_dense(call, k_BGSD, v_BGSD)
-    index = build_index(patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
+    build = partial(build_index, patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
+    index = fallback.build(lambda builder: build(builder=builder), call.q_BHSD.device)
     meter.add_sparse_prefill(computed_tiles(index), causal)
     attend = partial(
         prefill_attention, call.q_BHSD, k_BGSD, v_BGSD, index, call.chunk, scale=call.scale, window=call.window

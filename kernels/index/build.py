@@ -146,7 +146,7 @@ def _prepare_triton(
     patterns: Sequence[Pattern], kinds: Mapping[type[Pattern], list[int]], call: IndexCall, builder: BuilderName
 ) -> dict[type[Pattern], PreparedIndex]:
     """What Triton builds. The interpreter only ever serves tests, which ask for it by name."""
-    if builder == "torch" or (builder == "auto" and not (TRITON_VERIFIED and call.device.type == "cuda")):
+    if builder == "torch" or (builder == "auto" and not builds_by_triton(call.device)):
         return {}
     if builder == "triton":
         _check_triton(call.device)
@@ -157,6 +157,11 @@ def _prepare_triton(
         if module.obstacle(own, call) is None:
             found[kind] = module.prepare(own, kinds[kind], call)
     return found
+
+
+def builds_by_triton(device: torch.device) -> bool:
+    """Whether "auto" means the Triton builders there."""
+    return TRITON_VERIFIED and device.type == "cuda"
 
 
 def _check_triton(device: torch.device) -> None:

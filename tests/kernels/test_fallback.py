@@ -138,3 +138,26 @@ def test_a_run_survives_a_broken_kernel_with_the_same_answer(monkeypatch: pytest
         model(prompt)
     assert another.backend.name == "cpu"
     assert len(tried) == 2  # another handle tries for itself
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_torch_builds_indices_once_the_device_builders_broke(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    calls, first = Calls(auto=fault), Fallback("triton")
+    with pytest.warns(BackendWarning, match="torch builds them from here on"):
+        assert first.build(calls, Q.device) == "by torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert first.build(calls, Q.device) == "by torch"
+    assert calls.names == ["auto", "torch", "torch"]
+
+
+def test_nothing_else_builds_indices_where_torch_broke_or_the_input_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(auto=RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Fallback("cpu").build(calls, Q.device)
+    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    wrong = Calls(auto=ShapeError("one pattern a head"))
+    with pytest.raises(ShapeError):
+        Fallback("triton").build(wrong, Q.device)
+    assert calls.names == wrong.names == ["auto"]
