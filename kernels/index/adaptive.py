@@ -8,12 +8,12 @@ Shapes as in call.py; R row tiles of one block, M key tiles, K candidates of a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles, ceil_div, empty_tiles, without_columns
-from sparsekv.kernels.index.tile_scores import ScoreKind, tile_scores
+from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles, empty_tiles, without_columns
+from sparsekv.kernels.index.tile_scores import ScoreKind, TileScores, tile_scores
 from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import ascending, mark_best, on_device
 from sparsekv.plans.patterns import Adaptive
@@ -25,19 +25,28 @@ def index_adaptive(patterns: Sequence[Adaptive], heads: Sequence[int], call: Ind
     Best first, among equals the lower tile. Never more than `max_tiles`, or the mandatory tiles of a whole row tile
     where these are more; a mass of 1 keeps all that a row sees, as far as `max_tiles` allows.
     """
-    bounds = _tile_bounds(patterns, call)
+    bounds = call.tile_bounds([pattern.max_tiles for pattern in patterns])
     width = call.most_tiles(max(max(row) for row in bounds))
     bound_Bh1 = on_device(bounds, call.device).unsqueeze(-1)
     mass_h1 = on_device([_share(pattern) for pattern in patterns], call.device, torch.float32)[:, None]
     tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), width)
     for kind, own in _by_score(patterns).items() if width else ():
-        for found in tile_scores(kind, [heads[place] for place in own], call, rows):
+        for found in _scores(kind, [heads[place] for place in own], call, rows):
             into = on_device([own[place] for place in found.places], call.device)
             part = rows.part(found.rows)
             chosen, counts = _choose(found.scores_BhRM, mass_h1[into], bound_Bh1[:, into], width, part)
             tiles_BhTW[:, into, found.rows] = ascending(chosen, width, NO_TILE)
             counts_BhT[:, into, found.rows] = counts.to(torch.int32)
     return without_columns(call, tiles_BhTW, counts_BhT)
+
+
+def _scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[TileScores]:
+    if call.by_triton and kind == "antidiagonal":
+        from sparsekv.kernels.index.device.tile_scores import takes, tile_scores_by_triton
+
+        if takes(call):
+            return tile_scores_by_triton(heads, call)
+    return tile_scores(kind, heads, call, rows)
 
 
 def _by_score(patterns: Sequence[Adaptive]) -> dict[ScoreKind, list[int]]:
@@ -50,14 +59,6 @@ def _by_score(patterns: Sequence[Adaptive]) -> dict[ScoreKind, list[int]]:
 def _share(pattern: Adaptive) -> float:
     # Rounding must not decide whether the whole of a row has been reached.
     return pattern.mass if pattern.mass < 1.0 else float("inf")
-
-
-def _tile_bounds(patterns: Sequence[Adaptive], call: IndexCall) -> list[list[int]]:
-    resolved = call.resolve([pattern.max_tiles for pattern in patterns])
-    return [
-        [max(ceil_div(most, call.tile.key), call.mandatory_tiles(phase)) for most in row]
-        for row, phase in zip(resolved, call.phases, strict=True)
-    ]
 
 
 def _choose(

@@ -13,7 +13,6 @@ from sparsekv.kernels.index.call import (
     HeadIndex,
     IndexCall,
     RowTiles,
-    ceil_div,
     empty_tiles,
     take_heads,
     without_columns,
@@ -33,7 +32,7 @@ def index_block_sparse(
 
     Never fewer than the mandatory tiles of a whole row tile, which a ragged last one may spend on other tiles.
     """
-    keep = _tiles_to_keep(patterns, call)
+    keep = call.tile_bounds([pattern.keep for pattern in patterns])
     width = call.most_tiles(max(max(row) for row in keep))
     keep_Bh1 = on_device(keep, call.device).unsqueeze(-1)
     q_BhTD = pooled_queries(heads, call)
@@ -57,14 +56,6 @@ def pooled_queries(heads: Sequence[int], call: IndexCall) -> torch.Tensor:
     first, span = min(heads), max(heads) - min(heads) + 1
     pooled_BHTD = mean_pool(call.q_BHSD.narrow(1, first, span), call.tile.query, call.rows)
     return take_heads(pooled_BHTD, [head - first for head in heads])
-
-
-def _tiles_to_keep(patterns: Sequence[BlockSparse], call: IndexCall) -> list[list[int]]:
-    resolved = call.resolve([pattern.keep for pattern in patterns])
-    return [
-        [max(ceil_div(keep, call.tile.key), call.mandatory_tiles(phase)) for keep in row]
-        for row, phase in zip(resolved, call.phases, strict=True)
-    ]
 
 
 def _mark_limits(scores_BhRM: torch.Tensor, keep_Bh1: torch.Tensor, rows: RowTiles) -> torch.Tensor:

@@ -104,9 +104,9 @@ def build_index(
         UnsupportedError: a pattern that has no builder yet, or a tile taller in keys than in queries.
     """
     _check(patterns, q_BHSD, k_BGKD, chunk, tile, window)
-    call = IndexCall(q_BHSD, k_BGKD, chunk, tile, scale, window, lines)
+    call = IndexCall(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, _by_triton(builder, q_BHSD.device))
     kinds = _heads_by_kind(patterns)
-    on_gpu = _prepare_triton(patterns, kinds, call, builder)
+    on_gpu = _prepare_triton(patterns, kinds, call) if call.by_triton else {}
     built: dict[type[Pattern], HeadIndex] = {}
     if len(on_gpu) < len(kinds):
         rows = call.locate()
@@ -143,13 +143,9 @@ def _heads_by_kind(patterns: Sequence[Pattern]) -> dict[type[Pattern], list[int]
 
 
 def _prepare_triton(
-    patterns: Sequence[Pattern], kinds: Mapping[type[Pattern], list[int]], call: IndexCall, builder: BuilderName
+    patterns: Sequence[Pattern], kinds: Mapping[type[Pattern], list[int]], call: IndexCall
 ) -> dict[type[Pattern], PreparedIndex]:
-    """What Triton builds. The interpreter only ever serves tests, which ask for it by name."""
-    if builder == "torch" or (builder == "auto" and not builds_by_triton(call.device)):
-        return {}
-    if builder == "triton":
-        _check_triton(call.device)
+    """What Triton builds."""
     found: dict[type[Pattern], PreparedIndex] = {}
     for kind in [kind for kind in kinds if kind in _TRITON_BUILDERS]:
         module = cast(TritonBuilder, import_module(_TRITON_BUILDERS[kind]))
@@ -162,6 +158,13 @@ def _prepare_triton(
 def builds_by_triton(device: torch.device) -> bool:
     """Whether "auto" means the Triton builders there."""
     return TRITON_VERIFIED and device.type == "cuda"
+
+
+def _by_triton(builder: BuilderName, device: torch.device) -> bool:
+    """The interpreter only ever serves tests, which ask for it by name."""
+    if builder == "triton":
+        _check_triton(device)
+    return builder == "triton" or (builder == "auto" and builds_by_triton(device))
 
 
 def _check_triton(device: torch.device) -> None:

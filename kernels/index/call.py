@@ -52,6 +52,7 @@ class IndexCall:
     scale: float
     window: int | None
     lines: Mapping[int, LineScores] | None = None  # of all heads, by last_q, where they are known already
+    by_triton: bool = False  # whether Triton builds what it can
 
     @property
     def device(self) -> torch.device:
@@ -91,6 +92,13 @@ class IndexCall:
     def resolve(self, budgets: Sequence[Budget]) -> list[list[int]]:
         """Tokens of each budget in each batch row: [B][h]."""
         return [[budget.resolve(length) for budget in budgets] for length in self.chunk.lengths]
+
+    def tile_bounds(self, budgets: Sequence[Budget]) -> list[list[int]]:
+        """The most key tiles of a row under each budget, never fewer than the mandatory ones: [B][h]."""
+        return [
+            [max(ceil_div(most, self.tile.key), self.mandatory_tiles(phase)) for most in row]
+            for row, phase in zip(self.resolve(budgets), self.phases, strict=True)
+        ]
 
     def diagonal_tiles(self, phase: int) -> int:
         """Key tiles that the diagonal of a whole row tile overlaps."""

@@ -64,20 +64,12 @@ def _choose_columns(patterns: Sequence[VerticalSlash], lines: LineScores, call: 
 def _choose_slashes(patterns: Sequence[VerticalSlash], lines: LineScores, call: IndexCall) -> tuple[TileDiagonals, int]:
     """The tile diagonals, and the most tiles a row can have."""
     counts = call.resolve([pattern.slash for pattern in patterns])
-    bounds = _tile_bounds(patterns, call)
+    bounds = call.tile_bounds([pattern.max_tiles for pattern in patterns])
     offsets_BhO = top_ascending(lines.slash_BhS, on_device(counts, call.device), _largest(counts), -1).long()
     scores_BhO = lines.slash_BhS.gather(-1, offsets_BhO.clamp(min=0)).masked_fill_(offsets_BhO < 0, UNSEEN)
     crossed = call.tile.query // call.tile.key + 1
     bound = min(_largest(bounds), crossed * _largest(counts) + max(map(call.mandatory_tiles, call.phases)))
     return choose_diagonals(offsets_BhO, scores_BhO, bounds, bound, call), bound
-
-
-def _tile_bounds(patterns: Sequence[VerticalSlash], call: IndexCall) -> list[list[int]]:
-    resolved = call.resolve([pattern.max_tiles for pattern in patterns])
-    return [
-        [max(ceil_div(most, call.tile.key), call.mandatory_tiles(phase)) for most in row]
-        for row, phase in zip(resolved, call.phases, strict=True)
-    ]
 
 
 def _largest(numbers: list[list[int]]) -> int:

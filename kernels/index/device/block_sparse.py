@@ -44,11 +44,7 @@ def prepare(
     patterns: Sequence[BlockSparse], heads: Sequence[int], call: IndexCall, sizes: Sizes | None = None
 ) -> BlockSparseBuild:
     """All that the host knows about the index of these heads; arguments as in vertical_slash.py."""
-    kept = call.resolve([pattern.keep for pattern in patterns])
-    keep = [
-        [max(ceil_div(tokens, call.tile.key), call.mandatory_tiles(phase)) for tokens in row]
-        for row, phase in zip(kept, call.phases, strict=True)
-    ]
+    keep = call.tile_bounds([pattern.keep for pattern in patterns])
     return BlockSparseBuild(tuple(heads), keep, call, sizes or sizes_for(call.device))
 
 

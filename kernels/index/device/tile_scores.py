@@ -1,6 +1,7 @@
 """Antidiagonal tile scores by a Triton kernel, a drop-in for tile_scores.tile_scores("antidiagonal", ...).
 
-Nothing uses it yet: it is right in the interpreter and compiles for Hopper and Ampere, but it has not run on a GPU.
+Used where `build_index` builds by Triton. Right in the interpreter and compiled for Hopper and Ampere; not yet run on a
+GPU.
 
 Shapes as in call.py; R row tiles of one block, M key tiles.
 """
@@ -14,11 +15,18 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from sparsekv.kernels.index.call import IndexCall, RowTiles, ceil_div
+from sparsekv.kernels.index.call import IndexCall, ceil_div
 from sparsekv.kernels.index.device.antidiagonal import antidiagonal_kernel
 from sparsekv.kernels.index.tile_scores import STRIDE, TileScores, tiles_up_to
 from sparsekv.kernels.topk import blocks, on_device
-from sparsekv.kernels.triton_support import check_device, check_head_size, check_row_strides, interpreting
+from sparsekv.kernels.triton_support import (
+    LONGEST_ROW_STRIDE,
+    check_device,
+    check_head_size,
+    check_row_strides,
+    head_size_obstacle,
+    interpreting,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,13 @@ _AMPERE = ((128, Launch(64, 64, 4, 2)), (256, Launch(64, 32, 8, 2)))
 _FLOAT32 = ((256, Launch(32, 32, 4, 1)),)
 
 
-def tile_scores_by_triton(heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[TileScores]:
+def takes(call: IndexCall) -> bool:
+    """Whether the kernel takes this head size and layout."""
+    fits = head_size_obstacle(call.q_BHSD.shape[3]) is None
+    return fits and all(x.stride(3) == 1 and x.stride(2) < LONGEST_ROW_STRIDE for x in (call.q_BHSD, call.k_BGKD))
+
+
+def tile_scores_by_triton(heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
     """Antidiagonal scores of these heads, all heads and a block of row tiles in one launch.
 
     Takes any strides of batch, heads and tokens and copies neither queries nor keys; what it yields holds about
@@ -51,7 +65,6 @@ def tile_scores_by_triton(heads: Sequence[int], call: IndexCall, rows: RowTiles)
     Args:
         heads: query heads, ascending.
         call: the layer's queries and keys; elements of a row lie side by side.
-        rows: of the call; not needed, part of the signature.
 
     Raises:
         BackendError: the tensors are not where Triton runs, or it does not take the head size.
@@ -65,7 +78,8 @@ def tile_scores_by_triton(heads: Sequence[int], call: IndexCall, rows: RowTiles)
     for part in blocks(call.row_tiles, call.batch * len(heads) * call.key_tiles):
         shape = (call.batch, len(heads), part.stop - part.start, tiles_up_to(part, call))
         scores_BhRM = torch.zeros(shape, dtype=torch.float32, device=call.device)
-        _launch(scores_BhRM, part.start, heads_h, past_B, lengths_B, call)
+        with torch.cuda.device_of(scores_BhRM):
+            _launch(scores_BhRM, part.start, heads_h, past_B, lengths_B, call)
         yield TileScores(tuple(range(len(heads))), part, scores_BhRM)
 
 

@@ -6,13 +6,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
 
+from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.call import IndexCall
+from sparsekv.kernels.index.device import tile_scores as tile_scores_module
 from sparsekv.kernels.index.device.tile_scores import tile_scores_by_triton
 from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError
-from sparsekv.plans.patterns import Dense, TileShape
+from sparsekv.plans.patterns import Adaptive, Dense, TileShape
 
+LAUNCH = tile_scores_module._launch
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
 
 
@@ -33,7 +37,7 @@ def joined(found, call: IndexCall, heads: list[int]) -> torch.Tensor:
 def check(layer: Layer, heads: list[int], atol: float = 2e-6) -> torch.Tensor:
     call = IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
     expected = joined(tile_scores("antidiagonal", heads, call, call.locate()), call, heads)
-    found = joined(tile_scores_by_triton(heads, call, call.locate()), call, heads)
+    found = joined(tile_scores_by_triton(heads, call), call, heads)
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     return found
 
@@ -69,11 +73,25 @@ def test_parts_of_the_row_tiles_join_without_seams(monkeypatch: pytest.MonkeyPat
 
 
 @needs_interpreter
+@pytest.mark.parametrize("size", [24, 12], ids=["by the kernel", "by torch, which takes any head size"])
+def test_adaptive_heads_get_the_same_tiles_when_triton_builds(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    calls = []
+    monkeypatch.setattr(tile_scores_module, "_launch", lambda *rest: (calls.append(rest), LAUNCH(*rest)))
+    patterns = [Adaptive(mass=0.6, max_tiles=tokens(256)), Adaptive(score="pooled", mass=0.5, max_tiles=tokens(256))]
+    layer = make_layer(patterns, Chunk((40,), (700,)), TILES[0], size=size)
+    given_ = (layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile)
+    by_torch, by_triton = (build_index(*given_, scale=layer.scale, builder=name) for name in ("torch", "triton"))
+    assert torch.equal(by_torch.tiles_BHTW, by_triton.tiles_BHTW)
+    assert torch.equal(by_torch.counts_BHT, by_triton.counts_BHT)
+    assert bool(calls) == (size == 24)
+
+
+@needs_interpreter
 def test_a_head_size_that_does_not_fit_is_refused() -> None:
     layer = make_layer([Dense()], Chunk((0,), (64,)), TILES[0], size=12)
     call = IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, None)
     with pytest.raises(BackendError, match="multiples of 8"):
-        list(tile_scores_by_triton([0], call, call.locate()))
+        list(tile_scores_by_triton([0], call))
 
 
 @pytest.mark.gpu
