@@ -3,6 +3,7 @@
     python benchmarks/check_kernels.py                  # on a GPU: correctness, then the timing tables
     python benchmarks/check_kernels.py --json out.json  # the same, and every number in a file
     python benchmarks/check_kernels.py --sweep          # also times other block sizes
+    python benchmarks/check_kernels.py --only goals     # one part
     compute-sanitizer python benchmarks/check_kernels.py --quick    # small shapes, every kernel variant once
     python benchmarks/check_kernels.py --device cpu --tiny          # tries this script itself, in the interpreter
 
@@ -38,6 +39,7 @@ from sparsekv.plans.patterns import TileShape
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 TALL_TILE = TileShape(query=128, key=64)
+PARTS = ("checks", "tables", "flash", "goals")
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,31 @@ def check_everything(options: argparse.Namespace, device: str) -> list[Check]:
 
 def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[Timing]]:
     """The timing tables that the options ask for."""
+    tables: dict[str, list[Timing]] = {}
     if options.quick:
-        return {}
+        return tables
     if options.tiny:
         shape = Shape(256, 2, 1, 64, torch.float32)
         tables = {"prefill": time_prefill(shape, device, [(0.5, 8), (1.0, 0)])}
         tables["decode"] = time_decode(shape, device, [32])
         tables["flash, its parts"] = time_parts(shape, device, 8) + time_dense_heads(shape, device)
         return tables | ({"launches": time_launches(shape, device)} if options.sweep else {})
+    if "tables" in options.only:
+        tables |= time_backends(device)
+    if "flash" in options.only:
+        long, short = (32768, 131072), (4096, 8192, 16384, 32768)
+        tables["flash, its parts"] = [timing for tokens in long for timing in time_parts(Shape(tokens), device)]
+        tables["flash, dense heads"] = [
+            timing for tokens in short for timing in time_dense_heads(Shape(tokens), device)
+        ]
+    if options.sweep:
+        tables["block sizes, size 128"] = time_launches(Shape(32768), device)
+        tables["block sizes, size 64"] = time_launches(Shape(32768, dim=64), device)
+    return tables
+
+
+def time_backends(device: str) -> dict[str, list[Timing]]:
+    """Dense and Triton, at several densities."""
     mixes = [(0.02, 0), (0.05, 0), (0.05, 1000), (0.05, 3000), (0.1, 0), (0.2, 0), (0.4, 0), (1.0, 0)]
     tables = {
         f"prefill, {tokens} tokens, 32/8 heads, size 128": time_prefill(Shape(tokens), device, mixes)
@@ -190,19 +209,12 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
     tables["decode, 32/8 heads, size 128"] = [
         timing for tokens in (32768, 131072) for timing in time_decode(Shape(tokens), device, [512, 2048, 8192])
     ]
-    tables["flash, its parts"] = [timing for tokens in (32768, 131072) for timing in time_parts(Shape(tokens), device)]
-    tables["flash, dense heads"] = [
-        timing for tokens in (4096, 8192, 16384, 32768) for timing in time_dense_heads(Shape(tokens), device)
-    ]
-    if options.sweep:
-        tables["block sizes, size 128"] = time_launches(Shape(32768), device)
-        tables["block sizes, size 64"] = time_launches(Shape(32768, dim=64), device)
     return tables
 
 
 def reach_everything(options: argparse.Namespace, device: str) -> list[Goal]:
     """The table of goals, at the lengths that the options ask for."""
-    if options.quick:
+    if options.quick or "goals" not in options.only:
         return []
     if options.tiny:
         return reach(Shape(256, 2, 1, 64, torch.float32), device, (1,), 8)
@@ -216,6 +228,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small shapes, every kernel variant once, no timing")
     parser.add_argument("--tiny", action="store_true", help="next to nothing: tries this script")
     parser.add_argument("--sweep", action="store_true", help="also time other block sizes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some parts only")
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
     device = options.device
@@ -224,7 +237,7 @@ def main() -> int:
     at = torch.cuda.get_device_name() if device != "cpu" else "interpreter"
     print(f"{at}, torch {torch.__version__}, Python {platform.python_version()}")
 
-    checks = check_everything(options, device)
+    checks = check_everything(options, device) if "checks" in options.only else []
     tables = time_everything(options, device)
     for title, timings in tables.items():
         print_timings(title, timings)

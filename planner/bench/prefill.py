@@ -31,6 +31,8 @@ from sparsekv.runtime.describe import attention_groups
 _LONG_MS = 5000.0
 _WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
 _OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
+# From here on a dense run takes minutes: ways are compared on two layers, and only the fastest runs whole.
+_RANKED_FROM = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,10 @@ def _try_dense(
     tried: dict[str, list[Run]] = {}
     refused: dict[str, str] = {}
     few = bench.dense_layers
-    for name, way in (setting.dense() if few is None else setting.dense_in_memory()).items():
+    ways = setting.dense() if few is None else setting.dense_in_memory()
+    if few is None and ids_1S.shape[1] >= _RANKED_FROM:
+        ways, refused = _fastest(setting, ids_1S)
+    for name, way in ways.items():
         try:
             run = _warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)
             tried[name] = [run]
@@ -143,6 +148,27 @@ def _try_dense(
             refused[name] = in_short(error)
         free_memory(setting.device)
     return tried, refused
+
+
+def _fastest(setting: Setting, ids_1S: torch.Tensor) -> tuple[dict[str, Way], dict[str, str]]:
+    """The way that takes the least time by two of its layers, and why the others are not tried."""
+    found: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, way in setting.dense_of_any_depth().items():
+        try:
+            found[name] = _extrapolated(setting, way, ids_1S, 1).milliseconds
+        except Exception as error:
+            refused[name] = in_short(error)
+        free_memory(setting.device)
+    if not found:
+        return {}, refused
+    best = min(found, key=lambda name: found[name])
+    slower = {
+        name: f"about {milliseconds / 1e3:.0f} s by two layers, {best} {found[best] / 1e3:.0f} s"
+        for name, milliseconds in found.items()
+        if name != best
+    }
+    return {best: setting.dense()[best]}, refused | slower
 
 
 def _alternate(

@@ -68,6 +68,11 @@ class Setting:
         }
         return ways | self.dense_in_memory(only_flash=True)  # wherever sparse keeps its rows: where it fits, it counts
 
+    def dense_of_any_depth(self) -> dict[str, Way]:
+        """All of them, in memory and without a plan: they take any number of layers."""
+        model = self.model
+        return {"transformers, SDPA": lambda: _unmodified(model)} | self.dense_in_memory()
+
     def dense_in_memory(self, only_flash: bool = False) -> dict[str, Way]:
         """Those that keep all of K and V on the device and take any number of layers."""
         model = self.model

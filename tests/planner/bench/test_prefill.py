@@ -139,6 +139,26 @@ def test_a_layer_that_takes_no_time_is_not_multiplied(subject, plan, monkeypatch
     assert "cannot be multiplied" in row.dense_peers.refused["sparsekv dense, torch"]
 
 
+def test_of_a_very_long_prompt_only_the_way_that_is_fastest_by_two_layers_runs_whole(subject, plan, monkeypatch):
+    times, real = iter([50.0, 80.0, 40.0, 60.0]), prefill._extrapolated
+
+    def extrapolated(setting, way, ids, layers):
+        assert layers == 1
+        run = real(setting, way, ids, layers)
+        return type(run)(next(times), None, None)
+
+    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    monkeypatch.setattr(prefill, "_extrapolated", extrapolated)
+    monkeypatch.setattr(Setting, "dense_of_any_depth", lambda self: {name: self.dense()[name] for name in self.dense()})
+    (row,) = rows_of(subject, plan)
+    assert list(row.dense_peers.timed_ms) == ["transformers, SDPA"]
+    assert "by two layers" in row.dense_peers.refused["sparsekv dense, torch"]
+    assert row.dense_ms == row.dense_peers.timed_ms["transformers, SDPA"]
+    monkeypatch.undo()
+    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    assert len(rows_of(subject, plan)[0].dense_peers.timed_ms) == 1
+
+
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):
     from sparsekv.kernels import dispatch
     from sparsekv.runtime import prefill as runtime_prefill
