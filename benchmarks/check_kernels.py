@@ -29,7 +29,7 @@ import attention_cases
 import decode_cases
 from attention_cases import Case, Problem
 from decode_cases import DecodeCase
-from flash_timing import Goal, flash, flash_obstacle, print_goals, reach, time_dense_heads, time_parts
+from flash_timing import Goal, flash, flash_obstacle, print_goals, reach, time_columns, time_dense_heads, time_parts
 from kernel_timing import SMALL_TILE, TILE, Shape, Timing, print_timings, time_decode, time_launches, time_prefill
 
 from sparsekv.kernels.dispatch import decode_attention, prefill_attention
@@ -39,7 +39,7 @@ from sparsekv.plans.patterns import TileShape
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 TALL_TILE = TileShape(query=128, key=64)
-PARTS = ("checks", "tables", "flash", "goals")
+PARTS = ("checks", "tables", "flash", "columns", "goals")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
         shape = Shape(256, 2, 1, 64, torch.float32)
         tables = {"prefill": time_prefill(shape, device, [(0.5, 8), (1.0, 0)])}
         tables["decode"] = time_decode(shape, device, [32])
-        tables["flash, its parts"] = time_parts(shape, device, 8) + time_dense_heads(shape, device)
+        tables["flash, its parts"] = time_parts(shape, device) + time_dense_heads(shape, device)
+        tables["single columns"] = time_columns(shape, device, 8)
         return tables | ({"launches": time_launches(shape, device)} if options.sweep else {})
     if "tables" in options.only:
         tables |= time_backends(device)
@@ -190,6 +191,10 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
         tables["flash, its parts"] = [timing for tokens in long for timing in time_parts(Shape(tokens), device)]
         tables["flash, dense heads"] = [
             timing for tokens in short for timing in time_dense_heads(Shape(tokens), device)
+        ]
+    if "columns" in options.only:
+        tables["single columns"] = [
+            timing for tokens in (32768, 131072) for timing in time_columns(Shape(tokens), device)
         ]
     if options.sweep:
         tables["block sizes, size 128"] = time_launches(Shape(32768), device)

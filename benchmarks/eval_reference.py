@@ -36,6 +36,7 @@ from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.lengths import format_length, parse_lengths
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.reader import load_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.writer import write_plan
 from sparsekv.runtime.load import LoadedModel, load_model
@@ -74,6 +75,10 @@ def main() -> None:
         seed=args.seed,
         tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
     )
+    if args.plan:
+        for length in args.at or args.lengths:
+            _measure(bench, _modes(load_plan(args.plan), args.phases, args.backends), TASKS, length)
+        return
     plan, profile, cost = _planned(loaded, options, args.out, "plan")
     settled = options.settled(loaded.info.context_length, loaded.model.device.type)
     modes = _modes(plan, args.phases, args.backends)
@@ -98,6 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lengths", type=lambda text: tuple(sorted(parse_lengths(text))), default=(4096, 16384, 32768))
+    parser.add_argument("--plan", type=Path, help="measure the phases of this one, and plan nothing")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tile", type=int, choices=(64, 128), help="the planner's own choice if not given")

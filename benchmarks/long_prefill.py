@@ -157,7 +157,8 @@ def _measure(model: PreTrainedModel, length: int, args: argparse.Namespace, chun
     options: dict[str, Any] = {"backend": args.backend, "kv_host_layers": hosts, "chunking": chunking}
     unmodified = _unmodified(model, prompt, repeats) if length <= args.unmodified_to else None
     one_layer = length >= args.one_layer_from
-    with apply(model, plan, prefill=False, **options) as handle:
+    # One dense layer fits on the device whatever the length.
+    with apply(model, plan, prefill=False, **(options | ({"kv_host_layers": 0} if one_layer else {}))) as handle:
         dense = _dense(model, prompt, handle, repeats, one_layer)
     with apply(model, plan, **options) as handle:
         sparse = _timed(model, prompt, handle, repeats)
@@ -257,7 +258,7 @@ def _host_layers(model: PreTrainedModel, length: int) -> int:
     states = length * config.hidden_size * size
     queries = length * config.num_attention_heads * config.head_dim * size
     layer = 2 * length * config.num_key_value_heads * config.head_dim * size
-    passing = 2 * states + queries + layer + Chunking().output_bytes + (6 << 30)  # pieces, tile lists, angles
+    passing = 2 * states + queries + layer + Chunking().output_bytes + (12 << 30)  # pieces, tile lists, angles
     total = torch.cuda.get_device_properties(model.device).total_memory
     room = total * (1 - _FREE_SHARE) - model.num_parameters() * size - passing
     return max(0, config.num_hidden_layers - max(0, int(room // layer)))

@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, length: int) -> list[Row]:
         seed=options.seed,
     )
     calls = dense_calls(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
-    dense = time_dense(calls, length, device, options.rounds)
+    dense = time_dense(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, options.rounds)
     for row in _dense_rows(dense):
         print_row(row)
     rows = _dense_rows(dense)

@@ -51,6 +51,9 @@ def kernels(
     builder: Annotated[
         Literal["auto", "torch", "triton"], typer.Option("--builder", help="What builds the indices.")
     ] = "auto",
+    last_q: Annotated[
+        int | None, typer.Option("--last-q", min=1, metavar="N", help="Queries that vertical-slash heads sample.")
+    ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, metavar="N", help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, metavar="N", help="Heads of K and V.")] = 8,
     head_dim: Annotated[int, typer.Option("--head-dim", min=1, metavar="N", help="Size of a head.")] = 128,
@@ -76,6 +79,7 @@ def kernels(
         head_dim=head_dim,
         tile=_tile(tile),
         builder=builder,
+        last_q=last_q,
         device=place,
         dtype=precision,
         seed=seed,

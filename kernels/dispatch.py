@@ -165,6 +165,32 @@ def prefill_attention(
     return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse)
 
 
+def dense_prefill(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    backend: str,
+) -> AttentionOutput:
+    """Dense causal attention of a whole layer: by flash-attn-4 where that is the backend and pays, else by torch.
+
+    Arguments, shapes and errors as in `dense_attention`; no log-sum-exp.
+    """
+    if backend == "flash":
+        flash = import_module(_PREFILL[backend])
+        if flash.takes_dense(q_BHSD, chunk):
+            check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
+            check_chunk(q_BHSD, k_BGKD, chunk, window)
+            found: AttentionOutput = flash.dense(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
+            return found
+    from sparsekv.kernels.prefill.dense import dense_attention  # parts of torch that load Triton
+
+    return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
+
+
 def decode_attention(
     q_BHQD: torch.Tensor,
     k_BGSD: torch.Tensor,

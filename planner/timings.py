@@ -15,7 +15,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import DecodeRows, decode_attention, prefill_attention
+from sparsekv.kernels.dispatch import DecodeRows, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
@@ -68,7 +68,7 @@ class Bench:
         self, length: int, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
     ) -> Iterator[Timing]:
         chunk, heads = Chunk.uniform(1, 0, length), self.shape.heads
-        dense_us = self._us(lambda: dense_attention(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale))
+        dense_us = self._us(lambda: dense_prefill(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=self.backend))
         yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
         for name, pattern in _patterns(length):
             build = partial(build_index, (pattern,) * heads, q_BHSD, k_BGSD, chunk, self.tile, scale=scale)

@@ -45,6 +45,9 @@ class AShape(Part):
     data_dependent: ClassVar[bool] = False
 
 
+MOST_SAMPLED = 1024  # queries of a vertical-slash head
+
+
 class VerticalSlash(Part):
     """The heaviest columns and diagonals, estimated from the last `last_q` queries.
 
@@ -55,7 +58,7 @@ class VerticalSlash(Part):
     pattern: Literal["vertical_slash"] = "vertical_slash"
     vertical: Budget
     slash: Budget
-    last_q: Annotated[int, Field(strict=True, ge=1, le=1024)] = 64
+    last_q: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLED)] = 64
     max_tiles: Budget
     data_dependent: ClassVar[bool] = True
 

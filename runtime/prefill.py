@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.dispatch import dense_prefill, prefill_attention
 from sparsekv.kernels.fallback import Fallback
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
@@ -31,7 +31,8 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback
     patterns = call.own(plan.bucket(call.length).patterns(call.layer, call.layer_heads)) if plan else ()
     if all(isinstance(pattern, Dense) for pattern in patterns):
         meter.add_dense_prefill(causal)
-        return attend_dense(call, k_BGSD, v_BGSD)
+        whole = partial(dense_prefill, call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window)
+        return fallback.run(lambda backend: whole(backend=backend), call.q_BHSD).out_BHSD
     build = partial(build_index, patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
     index = fallback.build(lambda builder: build(builder=builder), call.q_BHSD.device)
     meter.add_sparse_prefill(computed_tiles(index), causal)
@@ -42,5 +43,5 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback
 
 
 def attend_dense(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
-    """Dense causal attention within the layer's own window."""
+    """Dense causal attention within the layer's own window, by torch."""
     return dense_attention(call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window).out_BHSD

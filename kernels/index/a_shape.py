@@ -1,6 +1,7 @@
 """A-shape: the first tokens and a local window (StreamingLLM's mask; MInference 1.0, section 3.1), rounded to tiles.
 
-Static: the tiles of a row follow from its place alone. Shapes as in call.py.
+Static: the tiles of a row follow from its place alone, so they are listed once for each pattern, and kept for the
+layers to come. Shapes as in call.py.
 """
 
 from __future__ import annotations
@@ -12,35 +13,54 @@ import torch
 from sparsekv.kernels.index.call import (
     HeadIndex,
     IndexCall,
+    Layout,
     RowTiles,
     ceil_div,
     empty_tiles,
+    spread,
     without_columns,
 )
 from sparsekv.kernels.tiles import NO_TILE
-from sparsekv.kernels.topk import blocks, on_device
+from sparsekv.kernels.topk import blocks, kept_on_device, on_device
 from sparsekv.plans.patterns import AShape
+
+# Numbers in what is kept of one layer. Up to here the host is what building waits for, not the device.
+_MOST_KEPT = 1 << 20
 
 
 def index_a_shape(patterns: Sequence[AShape], heads: Sequence[int], call: IndexCall, rows: RowTiles) -> HeadIndex:
     """Tiles touched by a key j <= i with j < sink or i - j < window, for any row i of the tile."""
-    sinks, reaches = _sink_tiles(patterns, call), _reach(patterns, call)
-    width = call.most_tiles(_most_tiles(sinks, reaches, call))
-    tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), width)
-    limits = on_device([sinks, reaches], call.device)
-    for part in blocks(call.row_tiles, call.batch * len(heads) * width):
+    distinct = {id(pattern): pattern for pattern in patterns}
+    own = tuple(distinct.values())
+    keeps = call.batch * call.row_tiles * call.key_tiles * len(own) <= _MOST_KEPT
+    index = (_kept if keeps else _build)(call.device, own, call.layout)
+    if not keeps and len(own) == len(patterns):
+        return index
+    places = {name: place for place, name in enumerate(distinct)}
+    return spread(index, [places[id(pattern)] for pattern in patterns])
+
+
+def _build(device: torch.device, patterns: tuple[AShape, ...], layout: Layout) -> HeadIndex:
+    sinks, reaches = _sink_tiles(patterns, layout), _reach(patterns, layout)
+    width = layout.most_tiles(_most_tiles(sinks, reaches, layout))
+    tiles_BhTW, counts_BhT = empty_tiles(layout, len(patterns), width)
+    limits, rows = on_device([sinks, reaches], device), layout.locate()
+    for part in blocks(layout.row_tiles, layout.batch * len(patterns) * width):
         listed, counts = _list_rows(limits, rows.part(part), width)
         tiles_BhTW[:, :, part], counts_BhT[:, :, part] = listed, counts
-    return without_columns(call, tiles_BhTW, counts_BhT)
+    return without_columns(layout, tiles_BhTW, counts_BhT)
 
 
-def _sink_tiles(patterns: Sequence[AShape], call: IndexCall) -> list[list[int]]:
+_kept = kept_on_device(most=4)(_build)
+
+
+def _sink_tiles(patterns: Sequence[AShape], call: Layout) -> list[list[int]]:
     """The first key tile is mandatory."""
     resolved = call.resolve([pattern.sink for pattern in patterns])
     return [[max(1, ceil_div(sink, call.tile.key)) for sink in row] for row in resolved]
 
 
-def _reach(patterns: Sequence[AShape], call: IndexCall) -> list[list[int]]:
+def _reach(patterns: Sequence[AShape], call: Layout) -> list[list[int]]:
     """Key tiles before the one of the first row that the window touches; the one before it is mandatory."""
     resolved = call.resolve([pattern.window for pattern in patterns])
     return [
@@ -49,7 +69,7 @@ def _reach(patterns: Sequence[AShape], call: IndexCall) -> list[list[int]]:
     ]
 
 
-def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], call: IndexCall) -> int:
+def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], call: Layout) -> int:
     return max(
         sink + reach + call.diagonal_tiles(phase)
         for sink_row, reach_row, phase in zip(sinks, reaches, call.phases, strict=True)

@@ -12,7 +12,7 @@ import torch
 from sparsekv.kernels.index.bits import WORD
 from sparsekv.kernels.index.call import HeadIndex, IndexCall, IndexWidths, ceil_div
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, TileIndex
-from sparsekv.kernels.topk import on_device
+from sparsekv.kernels.topk import kept_on_device, on_device
 
 
 def widths_of(index: HeadIndex) -> IndexWidths:
@@ -28,7 +28,7 @@ def index_of(only: HeadIndex, call: IndexCall, dense: tuple[int, ...]) -> TileIn
         counts_BHT=only.counts_BhT.contiguous(),
         columns_BHC=only.columns_BhC.contiguous(),
         live_BHTN=only.live_BhTN.contiguous(),
-        dense_H=_mark_dense(dense, call),
+        dense_H=_mark_dense(call.device, dense, call.heads),
         dense_heads=dense,
     )
 
@@ -40,8 +40,9 @@ def room_for(widths: Sequence[IndexWidths], call: IndexCall, dense: tuple[int, .
     rows = (call.batch, call.q_BHSD.shape[1], call.row_tiles)
 
     def room(padding: int, *shape: int) -> torch.Tensor:
-        room = torch.empty(shape, dtype=torch.int32, device=call.device)
-        return room.fill_(padding) if blank else room
+        if blank:
+            return torch.full(shape, padding, dtype=torch.int32, device=call.device)
+        return torch.empty(shape, dtype=torch.int32, device=call.device)
 
     return TileIndex(
         tile=call.tile,
@@ -49,22 +50,21 @@ def room_for(widths: Sequence[IndexWidths], call: IndexCall, dense: tuple[int, .
         counts_BHT=room(0, *rows),
         columns_BHC=room(NO_COLUMN, *rows[:2], columns),
         live_BHTN=room(0, *rows, ceil_div(columns, WORD)),
-        dense_H=_mark_dense(dense, call),
+        dense_H=_mark_dense(call.device, dense, call.heads),
         dense_heads=dense,
     )
 
 
-def _mark_dense(dense: tuple[int, ...], call: IndexCall) -> torch.Tensor:
-    heads = call.q_BHSD.shape[1]
-    if len(dense) in (0, heads):
-        return torch.full((heads,), bool(dense), device=call.device)
-    return on_device([head in dense for head in range(heads)], call.device, torch.bool)
+@kept_on_device(most=64)
+def _mark_dense(device: torch.device, dense: tuple[int, ...], heads: int) -> torch.Tensor:
+    return on_device([head in dense for head in range(heads)], device, torch.bool)
 
 
-def place(part: HeadIndex, heads: list[int], into: TileIndex) -> None:
-    """Puts the heads of a part in their places; adjacent ones without sending a list of them."""
-    adjacent = heads == list(range(heads[0], heads[0] + len(heads)))
-    own = slice(heads[0], heads[0] + len(heads)) if adjacent else on_device(heads, into.tiles_BHTW.device)
+def place(part: HeadIndex, heads: tuple[int, ...], into: TileIndex) -> None:
+    """Puts the heads of a part in their places; evenly spaced ones without a list of them, which copies faster."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    even = heads == tuple(range(heads[0], heads[-1] + 1, step))
+    own = slice(heads[0], heads[-1] + 1, step) if even else on_device(heads, into.tiles_BHTW.device)
     into.counts_BHT[:, own] = part.counts_BhT
     for whole, piece in (
         (into.tiles_BHTW, part.tiles_BhTW),

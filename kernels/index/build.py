@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G KV heads, S query rows of the chunk, K keys (p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
@@ -20,6 +21,7 @@ from sparsekv.kernels.index.assemble import index_of, place, room_for, widths_of
 from sparsekv.kernels.index.block_sparse import index_block_sparse
 from sparsekv.kernels.index.call import HeadIndex, IndexCall, IndexWidths, RowTiles
 from sparsekv.kernels.index.dense import index_dense
+from sparsekv.kernels.index.heads import HeadGroup, by_kind
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.index.lines import score_lines
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash
@@ -103,21 +105,18 @@ def build_index(
         ShapeError: tensors, patterns and chunk do not fit together.
         UnsupportedError: a pattern that has no builder yet, or a tile taller in keys than in queries.
     """
-    _check(patterns, q_BHSD, k_BGKD, chunk, tile, window)
+    groups = by_kind(patterns)
+    _check(groups, q_BHSD, k_BGKD, chunk, tile, window)
     call = IndexCall(q_BHSD, k_BGKD, chunk, tile, scale, window, lines, _by_triton(builder, q_BHSD.device))
-    kinds = _heads_by_kind(patterns)
-    on_gpu = _prepare_triton(patterns, kinds, call) if call.by_triton else {}
-    built: dict[type[Pattern], HeadIndex] = {}
-    if len(on_gpu) < len(kinds):
-        rows = call.locate()
-        for kind in [kind for kind in kinds if kind not in on_gpu]:
-            built[kind] = BUILDERS[kind]([patterns[head] for head in kinds[kind]], kinds[kind], call, rows)
-    dense = tuple(kinds.get(Dense, ()))
-    if len(built) == len(kinds) == 1:
-        return index_of(next(iter(built.values())), call, dense)
-    index = room_for([*map(widths_of, built.values()), *(part.widths for part in on_gpu.values())], call, dense)
-    for kind, part in built.items():
-        place(part, kinds[kind], index)
+    on_gpu = _prepare_triton(groups, call) if call.by_triton else {}
+    by_torch = [group for group in groups if group.kind not in on_gpu]
+    built = _build_by_torch(by_torch, call)
+    dense = next((group.heads for group in groups if group.kind is Dense), ())
+    if len(built) == len(groups) == 1:
+        return index_of(built[0], call, dense)
+    index = room_for([*map(widths_of, built), *(part.widths for part in on_gpu.values())], call, dense)
+    for group, part in zip(by_torch, built, strict=True):
+        place(part, group.heads, index)
     for prepared in on_gpu.values():
         prepared.fill(index)
     return index
@@ -135,24 +134,26 @@ def layer_lines(
     return score_lines(heads, [last_q] * len(heads), call)
 
 
-def _heads_by_kind(patterns: Sequence[Pattern]) -> dict[type[Pattern], list[int]]:
-    kinds: dict[type[Pattern], list[int]] = {}
-    for head, pattern in enumerate(patterns):
-        kinds.setdefault(type(pattern), []).append(head)
-    return kinds
+def _build_by_torch(groups: Sequence[HeadGroup], call: IndexCall) -> list[HeadIndex]:
+    if not groups:
+        return []
+    rows = call.locate()
+    return [BUILDERS[group.kind](group.patterns, group.heads, call, rows) for group in groups]
 
 
-def _prepare_triton(
-    patterns: Sequence[Pattern], kinds: Mapping[type[Pattern], list[int]], call: IndexCall
-) -> dict[type[Pattern], PreparedIndex]:
+def _prepare_triton(groups: Sequence[HeadGroup], call: IndexCall) -> dict[type[Pattern], PreparedIndex]:
     """What Triton builds."""
     found: dict[type[Pattern], PreparedIndex] = {}
-    for kind in [kind for kind in kinds if kind in _TRITON_BUILDERS]:
-        module = cast(TritonBuilder, import_module(_TRITON_BUILDERS[kind]))
-        own = [patterns[head] for head in kinds[kind]]
-        if module.obstacle(own, call) is None:
-            found[kind] = module.prepare(own, kinds[kind], call)
+    for group in [group for group in groups if group.kind in _TRITON_BUILDERS]:
+        module = _triton_builder(group.kind)
+        if module.obstacle(group.patterns, call) is None:
+            found[group.kind] = module.prepare(group.patterns, group.heads, call)
     return found
+
+
+@lru_cache
+def _triton_builder(kind: type[Pattern]) -> TritonBuilder:
+    return cast(TritonBuilder, import_module(_TRITON_BUILDERS[kind]))
 
 
 def builds_by_triton(device: torch.device) -> bool:
@@ -175,18 +176,18 @@ def _check_triton(device: torch.device) -> None:
 
 
 def _check(
-    patterns: Sequence[Pattern],
+    groups: Sequence[HeadGroup],
     q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,
     chunk: Chunk,
     tile: TileShape,
     window: int | None,
 ) -> None:
-    for pattern in patterns:
-        if type(pattern) not in BUILDERS:
+    for group in groups:
+        if group.kind not in BUILDERS:
             known = ", ".join(str(kind.model_fields["pattern"].default) for kind in BUILDERS)
             raise UnsupportedError(
-                f"pattern {pattern.pattern!r} cannot be executed yet; use one of {known} for this head"
+                f"pattern {group.patterns[0].pattern!r} cannot be executed yet; use one of {known} for this head"
             )
     if tile.query % tile.key:
         raise UnsupportedError(
@@ -195,7 +196,7 @@ def _check(
         )
     if window is not None and window < 1:
         raise ShapeError(f"a sliding window holds at least 1 token, found {window}")
-    _check_shapes(len(patterns), q_BHSD, k_BGKD, chunk)
+    _check_shapes(sum(len(group.heads) for group in groups), q_BHSD, k_BGKD, chunk)
 
 
 def _check_shapes(patterns: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk) -> None:

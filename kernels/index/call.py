@@ -15,7 +15,7 @@ import torch
 
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.tiles import NO_TILE, Chunk
-from sparsekv.kernels.topk import on_device
+from sparsekv.kernels.topk import kept_on_device, on_device
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.patterns import TileShape
 
@@ -42,37 +42,29 @@ class RowTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexCall:
-    """One layer's queries and keys, and where they lie."""
+class Layout:
+    """What the host knows of one layer's queries and keys; all that decides a shape follows from it."""
 
-    q_BHSD: torch.Tensor
-    k_BGKD: torch.Tensor
     chunk: Chunk
     tile: TileShape
-    scale: float
     window: int | None
-    lines: Mapping[int, LineScores] | None = None  # of all heads, by last_q, where they are known already
-    by_triton: bool = False  # whether Triton builds what it can
-
-    @property
-    def device(self) -> torch.device:
-        """Where the index is built."""
-        return self.q_BHSD.device
-
-    @property
-    def batch(self) -> int:
-        """Batch rows."""
-        return self.q_BHSD.shape[0]
+    batch: int
+    heads: int  # H
+    kv_heads: int  # G
+    queries: int  # rows of the queries, padding included
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device  # where the index is built
 
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
-        return self.q_BHSD.shape[1] // self.k_BGKD.shape[1]
+        return self.heads // self.kv_heads
 
     @property
     def row_tiles(self) -> int:
         """T."""
-        return self.chunk.query_tiles(self.tile, self.q_BHSD.shape[2])
+        return self.chunk.query_tiles(self.tile, self.queries)
 
     @property
     def key_tiles(self) -> int:
@@ -117,23 +109,66 @@ class IndexCall:
         return min(bound, max(seen))
 
     def locate(self) -> RowTiles:
-        """The row tiles of the call."""
-        past_B1, length_B1 = on_device([self.chunk.past, self.chunk.lengths], self.device).unsqueeze(-1)
-        first_BT = past_B1 + torch.arange(self.row_tiles, device=self.device) * self.tile.query
-        last_BT = torch.minimum(first_BT + self.tile.query, length_B1) - 1
-        last_BT = last_BT.masked_fill(first_BT >= length_B1, -1)
-        return RowTiles(
-            first_BT=first_BT,
-            last_BT=last_BT,
-            base_BT=floor_div(first_BT, self.tile.key),
-            end_BT=floor_div(last_BT, self.tile.key),
-            seen_BT=self._first_seen(first_BT),
-        )
+        """The row tiles of the call; not to be written to."""
+        return _locate(self.device, self)
 
-    def _first_seen(self, first_BT: torch.Tensor) -> torch.Tensor:
-        if self.window is None:
-            return torch.zeros_like(first_BT)
-        return floor_div(first_BT - self.window + 1, self.tile.key).clamp_(min=0)
+
+@dataclass(frozen=True, slots=True, init=False, eq=False)
+class IndexCall(Layout):
+    """One layer's queries and keys, and where they lie."""
+
+    q_BHSD: torch.Tensor
+    k_BGKD: torch.Tensor
+    scale: float
+    lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where they are known already
+    by_triton: bool  # whether Triton builds what it can
+    layout: Layout  # the call without its tensors: what follows from it may be kept
+
+    def __init__(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BGKD: torch.Tensor,
+        chunk: Chunk,
+        tile: TileShape,
+        scale: float,
+        window: int | None,
+        lines: Mapping[int, LineScores] | None = None,
+        by_triton: bool = False,
+    ) -> None:
+        batch, heads, queries, head_dim = q_BHSD.shape
+        place = (chunk, tile, window, batch, heads, k_BGKD.shape[1], queries, head_dim, q_BHSD.dtype, q_BHSD.device)
+        Layout.__init__(self, *place)
+        put = object.__setattr__
+        put(self, "q_BHSD", q_BHSD)
+        put(self, "k_BGKD", k_BGKD)
+        put(self, "scale", scale)
+        put(self, "lines", lines)
+        put(self, "by_triton", by_triton)
+        put(self, "layout", Layout(*place))
+
+    def locate(self) -> RowTiles:
+        """See Layout."""
+        return self.layout.locate()
+
+
+# Up to 40 bytes a row tile: 320 KiB at a million tokens.
+@kept_on_device(most=4)
+def _locate(device: torch.device, layout: Layout) -> RowTiles:
+    query, key, window = layout.tile.query, layout.tile.key, layout.window
+    past_B1, length_B1 = on_device([layout.chunk.past, layout.chunk.lengths], device).unsqueeze(-1)
+    first_BT = past_B1 + torch.arange(layout.row_tiles, device=device) * query
+    last_BT = torch.minimum(first_BT + query, length_B1) - 1
+    last_BT = last_BT.masked_fill(first_BT >= length_B1, -1)
+    seen_BT = torch.zeros_like(first_BT)
+    if window is not None:
+        seen_BT = floor_div(first_BT - window + 1, key).clamp_(min=0)
+    return RowTiles(
+        first_BT=first_BT,
+        last_BT=last_BT,
+        base_BT=floor_div(first_BT, key),
+        end_BT=floor_div(last_BT, key),
+        seen_BT=seen_BT,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +189,30 @@ class HeadIndex:
     live_BhTN: torch.Tensor
 
 
-def empty_tiles(call: IndexCall, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_tiles(call: Layout, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles [B, h, T, W] and counts [B, h, T] for a builder to fill."""
     shape = (call.batch, heads, call.row_tiles)
     tiles_BhTW = torch.full((*shape, width), NO_TILE, dtype=torch.int32, device=call.device)
     return tiles_BhTW, torch.zeros(shape, dtype=torch.int32, device=call.device)
 
 
-def without_columns(call: IndexCall, tiles_BhTW: torch.Tensor, counts_BhT: torch.Tensor) -> HeadIndex:
+def without_columns(call: Layout, tiles_BhTW: torch.Tensor, counts_BhT: torch.Tensor) -> HeadIndex:
     """The index of heads that compute tiles only."""
     none_BhC = torch.empty((*tiles_BhTW.shape[:2], 0), dtype=torch.int32, device=call.device)
     none_BhTN = torch.empty((*counts_BhT.shape, 0), dtype=torch.int32, device=call.device)
     return HeadIndex(tiles_BhTW, counts_BhT, none_BhC, none_BhTN)
+
+
+def spread(index: HeadIndex, places: Sequence[int]) -> HeadIndex:
+    """An index of as many heads as `places`, each as the head at its place in this index, which is not handed on."""
+    device, count = index.counts_BhT.device, len(places)
+
+    def take(x_BhX: torch.Tensor) -> torch.Tensor:
+        if x_BhX.shape[1] == 1 < count:
+            return x_BhX.expand(-1, count, *x_BhX.shape[2:])
+        return x_BhX.index_select(1, on_device(places, device))
+
+    return HeadIndex(take(index.tiles_BhTW), take(index.counts_BhT), take(index.columns_BhC), take(index.live_BhTN))
 
 
 def ceil_div(tokens: int, size: int) -> int:

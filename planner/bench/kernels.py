@@ -26,7 +26,7 @@ from sparsekv.planner.place import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.lengths import format_length
-from sparsekv.plans.patterns import Adaptive, TileShape
+from sparsekv.plans.patterns import MOST_SAMPLED, Adaptive, Pattern, TileShape, VerticalSlash
 
 PatternMix = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive", "mixed"]
 MIXES: tuple[PatternMix, ...] = get_args(PatternMix)
@@ -60,6 +60,7 @@ class KernelBench:
     head_dim: int = 128
     tile: TileShape = field(default_factory=TileShape)
     builder: BuilderName = "auto"
+    last_q: int | None = None  # queries that vertical-slash heads sample; None: as the planner's own patterns
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -73,6 +74,8 @@ class KernelBench:
         for what, numbers in (("length", self.lengths), ("density", self.densities), ("pattern", self.patterns)):
             if not numbers:
                 raise UsageError(f"expected at least one {what}, found none")
+        if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
+            raise UsageError(f"expected 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
         if self.rounds < 1:
             raise UsageError(f"expected one round or more, found {self.rounds}")
         for length in self.lengths:
@@ -138,9 +141,11 @@ class _Layer:
             dtype=bench.dtype,
             seed=bench.seed,
         )
+        if bench.last_q is not None:
+            planted = replace(planted, patterns=tuple(_sampling(one, bench.last_q) for one in planted.patterns))
         calls = dense_calls(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
         if peers is None or peers.length != length:
-            peers = time_dense(calls, length, bench.device, bench.rounds)
+            peers = time_dense(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, bench.rounds)
         dense = {"dense": calls[peers.fastest]} if peers.fastest else {}
         return cls(planted, _index(planted, bench.builder), bench.builder, peers, dense)
 
@@ -193,6 +198,10 @@ def _timed(bench: KernelBench, blank: KernelRow, layer: _Layer) -> KernelRow:
         error=checked.error,
         note="" if dense_ms else "no dense kernel ran",
     )
+
+
+def _sampling(pattern: Pattern, last_q: int) -> Pattern:
+    return pattern.model_copy(update={"last_q": last_q}) if isinstance(pattern, VerticalSlash) else pattern
 
 
 def families_of(mix: str, heads: int) -> tuple[BenchFamily, ...]:

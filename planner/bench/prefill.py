@@ -31,8 +31,8 @@ from sparsekv.runtime.describe import attention_groups
 _LONG_MS = 5000.0
 _WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
 _OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
-# From here on a dense run takes minutes: ways are compared on two layers, and only the fastest runs whole.
-_RANKED_FROM = 256 << 10
+# From here on a dense run takes minutes: ways are compared on a part of the prompt, and only the fastest runs on all.
+_RANKED_FROM, _RANKED_BY = 256 << 10, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow
     except Exception as error:  # out of memory, or a kernel that fails
         blank, sparse = _noted(blank, f"sparse: {in_short(error)}"), []
     tried, refused = _try_dense(setting, bench, ids_1S)
-    ways, dense_note = setting.dense(), ""
+    ways, dense_note = setting.dense_in_memory() | setting.dense(), ""
     if bench.dense_layers is not None:
         dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once"
     again = tried if bench.dense_layers is None else {}
@@ -138,8 +138,8 @@ def _try_dense(
     refused: dict[str, str] = {}
     few = bench.dense_layers
     ways = setting.dense() if few is None else setting.dense_in_memory()
-    if few is None and ids_1S.shape[1] >= _RANKED_FROM:
-        ways, refused = _fastest(setting, ids_1S)
+    if ids_1S.shape[1] >= _RANKED_FROM:
+        ways, refused = _fastest(setting, setting.dense_in_memory(), ids_1S)
     for name, way in ways.items():
         try:
             run = _warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)
@@ -150,25 +150,23 @@ def _try_dense(
     return tried, refused
 
 
-def _fastest(setting: Setting, ids_1S: torch.Tensor) -> tuple[dict[str, Way], dict[str, str]]:
-    """The way that takes the least time by two of its layers, and why the others are not tried."""
+def _fastest(setting: Setting, ways: dict[str, Way], ids_1S: torch.Tensor) -> tuple[dict[str, Way], dict[str, str]]:
+    """The way whose layers take the least time on a part of the prompt, and why the others are not tried."""
     found: dict[str, float] = {}
     refused: dict[str, str] = {}
-    for name, way in setting.dense_of_any_depth().items():
+    part_1S = ids_1S[:, : ids_1S.shape[1] // _RANKED_BY]
+    for name, way in ways.items():
         try:
-            found[name] = _extrapolated(setting, way, ids_1S, 1).milliseconds
+            found[name] = _extrapolated(setting, way, part_1S, 1).milliseconds
         except Exception as error:
             refused[name] = in_short(error)
-        free_memory(setting.device)
     if not found:
         return {}, refused
     best = min(found, key=lambda name: found[name])
-    slower = {
-        name: f"about {milliseconds / 1e3:.0f} s by two layers, {best} {found[best] / 1e3:.0f} s"
-        for name, milliseconds in found.items()
-        if name != best
-    }
-    return {best: setting.dense()[best]}, refused | slower
+    for name, milliseconds in found.items():
+        if name != best:
+            refused[name] = f"{milliseconds / found[best]:.2f} times as slow as {best} at {part_1S.shape[1]} tokens"
+    return {best: ways[best]}, refused
 
 
 def _alternate(

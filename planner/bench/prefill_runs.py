@@ -64,14 +64,9 @@ class Setting:
         model = self.model
         ways: dict[str, Way] = {
             "transformers, SDPA": lambda: _unmodified(model),
-            "sparsekv dense, torch": lambda: _applied(self, False),
+            "sparsekv dense": lambda: _applied(self, False),
         }
         return ways | self.dense_in_memory(only_flash=True)  # wherever sparse keeps its rows: where it fits, it counts
-
-    def dense_of_any_depth(self) -> dict[str, Way]:
-        """All of them, in memory and without a plan: they take any number of layers."""
-        model = self.model
-        return {"transformers, SDPA": lambda: _unmodified(model)} | self.dense_in_memory()
 
     def dense_in_memory(self, only_flash: bool = False) -> dict[str, Way]:
         """Those that keep all of K and V on the device and take any number of layers."""

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-from sparsekv.kernels.index.call import IndexCall, IndexWidths, ceil_div
+from sparsekv.kernels.index.call import IndexCall, IndexWidths, Layout, ceil_div
 from sparsekv.kernels.index.device.choose import choose_kernel
 from sparsekv.kernels.index.device.limits import tensor_obstacle
-from sparsekv.kernels.index.device.numbers import flat, largest, send_fields
+from sparsekv.kernels.index.device.numbers import Fields, flat, largest, send_fields
 from sparsekv.kernels.index.device.pool import pool_kernel
 from sparsekv.kernels.index.device.products import products_kernel
 from sparsekv.kernels.index.device.sizes import Sizes, sizes_for
+from sparsekv.kernels.index.heads import Same
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.kernels.topk import blocks
 from sparsekv.kernels.triton_support import interpreting
@@ -44,23 +46,40 @@ def prepare(
     patterns: Sequence[BlockSparse], heads: Sequence[int], call: IndexCall, sizes: Sizes | None = None
 ) -> BlockSparseBuild:
     """All that the host knows about the index of these heads; arguments as in vertical_slash.py."""
-    keep = call.tile_bounds([pattern.keep for pattern in patterns])
-    return BlockSparseBuild(tuple(heads), keep, call, sizes or sizes_for(call.device))
+    return BlockSparseBuild(
+        _plan(Same(tuple(patterns)), tuple(heads), call.layout), call, sizes or sizes_for(call.device)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What follows from patterns and places, never from tensors."""
+
+    heads: int  # h
+    widths: IndexWidths
+    fields: Fields  # past, length, zero, head, KV head, tiles a row
+
+
+@lru_cache(maxsize=256)
+def _plan(patterns: Same, heads: tuple[int, ...], layout: Layout) -> _Plan:
+    keep = layout.tile_bounds([pattern.keep for pattern in patterns.objects])
+    places = (layout.chunk.past, layout.chunk.lengths, (0,) * layout.batch)
+    fields = (*places, heads, tuple(range(layout.kv_heads)), flat(keep))
+    return _Plan(len(heads), IndexWidths(layout.most_tiles(largest(keep)), 0), fields)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSparseBuild:
     """An index that is to be built."""
 
-    heads: tuple[int, ...]
-    keep: list[list[int]]  # [B][h] tiles a row
+    plan: _Plan
     call: IndexCall
     sizes: Sizes
 
     @property
     def widths(self) -> IndexWidths:
         """How wide the index is."""
-        return IndexWidths(self.call.most_tiles(largest(self.keep)), 0)
+        return self.plan.widths
 
     def fill(self, into: TileIndex) -> None:
         """Launches everything that builds it, straight into the tensors of the whole layer.
@@ -68,20 +87,9 @@ class BlockSparseBuild:
         Args:
             into: contiguous, of all heads, at least as wide as `widths`; tiles and counts of these heads are written.
         """
-        call, h = self.call, len(self.heads)
-        kv_heads = list(range(call.k_BGKD.shape[1]))
+        call, h = self.call, self.plan.heads
         with torch.cuda.device_of(call.q_BHSD):
-            past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = send_fields(
-                [
-                    list(call.chunk.past),
-                    list(call.chunk.lengths),
-                    [0] * call.batch,
-                    list(self.heads),
-                    kv_heads,
-                    flat(self.keep),
-                ],
-                call.device,
-            )
+            past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = send_fields(call.device, self.plan.fields)
             q_BhTD = self._pool(call.q_BHSD, past_B, length_B, head_h, call.row_tiles, call.tile.query)
             k_BGMD = self._pool(call.k_BGKD, zero_B, length_B, kv_head_G, call.key_tiles, call.tile.key)
             for part in blocks(call.row_tiles, call.batch * h * call.key_tiles, MOST_SCORES):
@@ -115,7 +123,7 @@ class BlockSparseBuild:
         into: TileIndex,
     ) -> None:
         """Scores and lists a block of row tiles."""
-        call, sizes, h, rows = self.call, self.sizes, len(self.heads), part.stop - part.start
+        call, sizes, h, rows = self.call, self.sizes, self.plan.heads, part.stop - part.start
         shape: dict[str, Any] = {"QUERY": call.tile.query, "KEY": call.tile.key, "WINDOWED": call.window is not None}
         order_BhRM = torch.empty((call.batch, h, rows, call.key_tiles), dtype=torch.int32, device=call.device)
         reach = (call.row_tiles, call.key_tiles, part.start, part.stop)

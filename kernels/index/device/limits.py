@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from sparsekv.kernels.index.call import IndexCall
@@ -14,7 +16,7 @@ def tensor_obstacle(call: IndexCall) -> str | None:
     q_BHSD, k_BGKD = call.q_BHSD, call.k_BGKD
     if not (q_BHSD.is_cuda or interpreting()):
         return f"it needs tensors on a GPU, found {q_BHSD.device}"
-    if q_BHSD.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(q_BHSD.device)[0] < 8):
+    if q_BHSD.is_cuda and not _ampere_or_newer(q_BHSD.device):
         return "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
     halves = (torch.float16, torch.bfloat16)
     if q_BHSD.dtype not in (halves if q_BHSD.is_cuda else (*halves, torch.float32)) or k_BGKD.dtype != q_BHSD.dtype:
@@ -26,3 +28,8 @@ def tensor_obstacle(call: IndexCall) -> str | None:
     if q_BHSD.shape[3] > LARGEST_HEAD:
         return f"it takes head sizes up to {LARGEST_HEAD}, found {q_BHSD.shape[3]}"
     return head_size_obstacle(q_BHSD.shape[3])
+
+
+@lru_cache
+def _ampere_or_newer(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.index.call import IndexCall, ceil_div
-from sparsekv.kernels.topk import on_device
+from sparsekv.kernels.index.call import Layout, ceil_div
+from sparsekv.kernels.topk import kept_on_device, on_device
 from sparsekv.plans.patterns import VerticalSlash
 
 NO_HEAD = -1
+Fields = tuple[tuple[int, ...], ...]
 _ALIGNED = 4  # int32 numbers of 16 bytes: every field begins where Triton's usual launch expects it
 
 
@@ -44,11 +45,11 @@ class Numbers:
     columns_Bh: torch.Tensor
     slashes_Bh: torch.Tensor
     tiles_Bh: torch.Tensor
-    stats_UP: torch.Tensor  # the heads that a program of a pass serves; NO_HEAD where a KV head has no more
-    lines_UP: torch.Tensor
+    stats_units: torch.Tensor  # [U * P] heads that a program of a pass serves; NO_HEAD where a KV head has no more
+    lines_units: torch.Tensor
 
 
-def budgets_of(patterns: Sequence[VerticalSlash], call: IndexCall) -> Budgets:
+def budgets_of(patterns: Sequence[VerticalSlash], call: Layout) -> Budgets:
     """The budgets of the patterns, resolved for this call."""
     places = [
         (rows, length, call.mandatory_tiles(phase))
@@ -77,28 +78,30 @@ def largest(numbers: list[list[int]]) -> int:
     return max(max(row) for row in numbers)
 
 
-def send(
-    heads: Sequence[int], budgets: Budgets, stats_units: list[list[int]], lines_units: list[list[int]], call: IndexCall
-) -> Numbers:
-    """Packs the numbers into one tensor, and takes it apart again on the device."""
-    past, length, own, sampled, columns, slashes, tiles, stats, lines = send_fields(
-        [
-            list(call.chunk.past),
-            list(call.chunk.lengths),
-            list(heads),
-            *map(flat, (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles, stats_units, lines_units)),
-        ],
-        call.device,
-    )
-    stats_UP, lines_UP = stats.view(len(stats_units), -1), lines.view(len(lines_units), -1)
-    return Numbers(past, length, own, sampled, columns, slashes, tiles, stats_UP, lines_UP)
+def fields_of(
+    heads: Sequence[int], budgets: Budgets, stats_units: list[list[int]], lines_units: list[list[int]], layout: Layout
+) -> Fields:
+    """What Numbers holds, in its order."""
+    spent = (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles)
+    return (layout.chunk.past, layout.chunk.lengths, tuple(heads), *map(flat, (*spent, stats_units, lines_units)))
 
 
-def send_fields(fields: list[list[int]], device: torch.device) -> list[torch.Tensor]:
-    """Each list as an int32 tensor on the device, all in one copy."""
-    padded = [field + [0] * (-len(field) % _ALIGNED) for field in fields]
-    packed = on_device(flat(padded), device, torch.int32)
-    return list(packed.split([size for field in fields for size in (len(field), -len(field) % _ALIGNED)])[::2])
+@kept_on_device(most=256)
+def send_fields(device: torch.device, fields: Fields) -> tuple[torch.Tensor, ...]:
+    """Each field as an int32 tensor on the device, all in one copy; not to be written to."""
+    packed = on_device([number for field in fields for number in _padded(field)], device, torch.int32)
+    sizes = [size for field in fields for size in (len(field), -len(field) % _ALIGNED)]
+    return tuple(packed.split_with_sizes(sizes)[::2])
+
+
+def _padded(field: tuple[int, ...]) -> tuple[int, ...]:
+    return field + (0,) * (-len(field) % _ALIGNED)
+
+
+@kept_on_device(most=256)
+def send(device: torch.device, fields: Fields) -> Numbers:
+    """The fields of `fields_of` on the device; not to be written to."""
+    return Numbers(*send_fields(device, fields))
 
 
 def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int]]:
@@ -116,6 +119,6 @@ def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int
     ]
 
 
-def flat(rows: list[list[int]]) -> list[int]:
+def flat(rows: list[list[int]]) -> tuple[int, ...]:
     """Row after row."""
-    return [number for row in rows for number in row]
+    return tuple(number for row in rows for number in row)

@@ -6,6 +6,7 @@ Register and memory figures are what ptxas reports for head size 128; none of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -35,7 +36,7 @@ class Pass:
     warps: int = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, for keys of what is kept
 class Sizes:
     """One row of the table. Passes by number of strips; blocks in elements, with the warps that work on them."""
 
@@ -74,6 +75,7 @@ _AMPERE = Sizes(
 )
 
 
+@lru_cache
 def sizes_for(device: torch.device) -> Sizes:
     """The row for this GPU; any will do in the interpreter."""
     return table_of(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else _AMPERE

@@ -23,8 +23,12 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
 
 # Dense heads are listed while a row has at most this many key tiles: 32K tokens of 128, lists of 8 MB for 32 heads.
-# Beyond, a launch of a single head has about twice as many query tiles as an H200 has multiprocessors. Not measured.
+# Beyond, a launch of a single head has about twice as many query tiles as an H200 has multiprocessors. A quarter of 32
+# heads dense on an H200, listed against alone: 0.41 and 1.29 ms at 4K, 1.31 and 1.88 at 16K, 4.26 and 4.41 at 32K.
 LISTED_TILES = 256
+# Dense layers of fewer rows are left to torch, whose launches cost the host less: of a whole prompt, where torch has a
+# kernel that is nearly as fast, and of a chunk, where it has one of half the speed.
+DENSE_ROWS, DENSE_CHUNK_ROWS = 16384, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,41 @@ def prefill(
         raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")
     passes = Passes(call.attend_lists, call.attend_dense)
     return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=passes)
+
+
+def takes_dense(q_BHSD: torch.Tensor, chunk: Chunk) -> bool:
+    """Whether `dense` runs this call, and pays."""
+    fewest = DENSE_CHUNK_ROWS if any(chunk.past) else DENSE_ROWS
+    refused = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], None)
+    return refused is None and q_BHSD.shape[2] >= fewest
+
+
+@torch.no_grad()
+def dense(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    passes: Passes = Passes(call.attend_lists, call.attend_dense),
+) -> AttentionOutput:
+    """Causal attention of all heads over every key (of the window); arguments as in `dense_attention`.
+
+    Raises:
+        BackendError: the memory layout is not supported.
+    """
+    if window is not None and window >= chunk.longest:
+        window = None
+    out_BHSD = torch.empty_like(q_BHSD)
+    lse_BHS = torch.empty(q_BHSD.shape[:3], dtype=torch.float32, device=q_BHSD.device)
+    whole = Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window)
+    for span in spans(chunk):
+        _pad(whole, span)
+        if span.queries:
+            passes.dense(whole.at(span))
+    return AttentionOutput(out_BHSD, None)
 
 
 @torch.no_grad()

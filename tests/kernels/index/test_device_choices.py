@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, budgets, make_layer
 
 from sparsekv.kernels.index.device import vertical_slash
-from sparsekv.kernels.index.device.numbers import NO_HEAD, budgets_of, units_of
+from sparsekv.kernels.index.device.numbers import NO_HEAD, budgets_of, send, units_of
+from sparsekv.kernels.index.device.plan import plan_heads
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.index.lines import UNSEEN, score_lines
 from sparsekv.kernels.tiles import Chunk
@@ -93,7 +94,8 @@ def test_scores_of_columns_and_diagonals_are_those_of_torch(last_q, chunk, windo
     layer = make_layer(chosen, chunk, TILES[0], window=window, spare=30, seed=4)
     call, heads = call_of(layer), tuple(range(len(last_q)))
     expected = score_lines(heads, last_q, call)
-    found = vertical_slash._Launches.plan(heads, budgets_of(chosen, call), call, SMALL).score()
+    plan = plan_heads(slice(0, len(heads)), heads, budgets_of(chosen, call), call.layout, SMALL)
+    found = vertical_slash.Launches(plan, call, SMALL, send(call.device, plan.fields)).score()
     for b, length in enumerate(chunk.lengths):
         for name in ("vertical_BhS", "slash_BhS"):
             scores = getattr(found, name)[b, :, :length]

@@ -2,12 +2,14 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_cases import Case, assert_close, compare, draw
 from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
 
+from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.flash import backend, call, emulator
@@ -180,3 +182,38 @@ def test_tensors_in_main_memory_are_refused_with_the_way_out() -> None:
         backend.prefill(
             problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk, scale=problem.scale
         )
+
+
+WHOLE = [
+    Case("whole prompt", lengths=(300,), heads=4),
+    Case("past, ragged", past=(77, 0), lengths=(300, 190), heads=4, spare_rows=5, spare_keys=40),
+    Case("window", past=(30,), lengths=(333,), heads=4, window=90),
+]
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_dense_layers_see_every_key_and_nothing_of_the_padding(case: Case) -> None:
+    problem = draw(replace(case, dense_heads=tuple(range(case.heads))))
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+    found = backend.dense(*tensors, scale=problem.scale, window=problem.window, passes=emulator.PASSES)
+    assert_close(found, problem)
+
+
+def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = []
+
+    def dense(*tensors: object, **how: object) -> AttentionOutput:
+        took.append(tensors[0].shape[2])
+        return backend.dense(*tensors, **how, passes=emulator.PASSES)
+
+    stand_in_backend = SimpleNamespace(takes_dense=backend.takes_dense, dense=dense)
+    monkeypatch.setattr(backend, "device_obstacle", lambda device: None)
+    monkeypatch.setattr(backend, "shape_obstacle", lambda dtype, head_dim, tile: None)
+    monkeypatch.setattr(backend, "DENSE_ROWS", 200)
+    monkeypatch.setattr(backend, "DENSE_CHUNK_ROWS", 100)
+    monkeypatch.setattr(dispatch, "import_module", lambda name: stand_in_backend)
+    for past, length, name in ((0, 199, "flash"), (0, 200, "flash"), (7, 107, "flash"), (0, 200, "triton")):
+        problem = draw(Case("x", past=(past,), lengths=(length,), dense_heads=(0, 1)))
+        tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+        assert_close(dispatch.dense_prefill(*tensors, scale=problem.scale, backend=name), problem)
+    assert took == [200, 100]

@@ -7,7 +7,7 @@ import torch
 from attention_cases import Case, assert_close, draw
 from flash_cases import GPU_CASES, SQUARE
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.dispatch import dense_prefill, prefill_attention
 from sparsekv.kernels.prefill.flash import backend, emulator
 from sparsekv.kernels.prefill.flash.limits import device_obstacle
 from sparsekv.kernels.tiles import AttentionOutput
@@ -81,6 +81,20 @@ def test_flash_and_triton_agree() -> None:
     flash, other = run(CASE), run(CASE, "triton")
     torch.testing.assert_close(flash.out_BHSD, other.out_BHSD, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(flash.lse_BHS, other.lse_BHS, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(("past", "length"), [(0, 17000), (3001, 5200)])
+def test_dense_layers_come_out_as_by_torch(past: int, length: int, window: int | None) -> None:
+    problem = draw(
+        Case("x", past=(past,), lengths=(length,), heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16), "cuda"
+    )
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+    assert backend.takes_dense(problem.q_BHSD, problem.chunk)
+    found, other = (
+        dense_prefill(*tensors, scale=problem.scale, window=window, backend=name) for name in ("flash", "triton")
+    )
+    torch.testing.assert_close(found.out_BHSD, other.out_BHSD, atol=2e-2, rtol=2e-2)
 
 
 def test_another_length_past_or_width_compiles_nothing() -> None:

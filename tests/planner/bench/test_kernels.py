@@ -37,6 +37,20 @@ def test_every_length_density_and_pattern_is_a_row_with_all_of_its_numbers():
     assert len(rows) == 4
 
 
+def test_vertical_slash_heads_sample_as_many_queries_as_asked_for(monkeypatch):
+    sampled, original = set(), kernels.build_index
+
+    def build(patterns, *tensors, **options):
+        sampled.update(getattr(pattern, "last_q", None) for pattern in patterns)
+        return original(patterns, *tensors, **options)
+
+    monkeypatch.setattr(kernels, "build_index", build)
+    list(bench_kernels(bench(patterns=("vertical_slash", "a_shape"), last_q=17)))
+    assert sampled == {17, None}
+    with pytest.raises(UsageError, match="sampled"):
+        bench(last_q=0)
+
+
 def test_dense_kernels_are_tried_once_a_length():
     rows = list(bench_kernels(bench(lengths=(512, 640), patterns=("a_shape", "block_sparse"))))
     assert rows[0].dense_peers is rows[1].dense_peers

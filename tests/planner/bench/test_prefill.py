@@ -1,6 +1,7 @@
 """The prefill bench on tiny models: dense and sparse of the same model, and what is said of random weights."""
 
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,7 @@ def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, pl
     assert data["speedup"] == pytest.approx(data["dense_ms"] / data["sparse_ms"])
     assert 0 < data["density"] < 1
     assert data["tflops"] > 0
-    assert data["dense_peers_ms"].keys() == {"transformers, SDPA", "sparsekv dense, torch"}
+    assert data["dense_peers_ms"].keys() == {"transformers, SDPA", "sparsekv dense"}
     assert data["dense_kernel"] == min(data["dense_peers_ms"], key=data["dense_peers_ms"].get)
     assert (data["weights"], data["plan"]) == ("random", "static")
     assert "random" in data["note"]
@@ -139,24 +140,24 @@ def test_a_layer_that_takes_no_time_is_not_multiplied(subject, plan, monkeypatch
     assert "cannot be multiplied" in row.dense_peers.refused["sparsekv dense, torch"]
 
 
-def test_of_a_very_long_prompt_only_the_way_that_is_fastest_by_two_layers_runs_whole(subject, plan, monkeypatch):
-    times, real = iter([50.0, 80.0, 40.0, 60.0]), prefill._extrapolated
+def test_of_a_very_long_prompt_only_the_way_that_is_fastest_on_a_part_of_it_runs_whole(subject, plan, monkeypatch):
+    lengths, real = [], prefill._extrapolated
 
     def extrapolated(setting, way, ids, layers):
-        assert layers == 1
-        run = real(setting, way, ids, layers)
-        return type(run)(next(times), None, None)
+        lengths.append(ids.shape[1])
+        return replace(real(setting, way, ids, layers), milliseconds=50.0 if len(lengths) == 2 else 80.0)
 
+    ways = Setting.dense_in_memory
     monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
     monkeypatch.setattr(prefill, "_extrapolated", extrapolated)
-    monkeypatch.setattr(Setting, "dense_of_any_depth", lambda self: {name: self.dense()[name] for name in self.dense()})
+    monkeypatch.setattr(
+        Setting, "dense_in_memory", lambda self, **only: {name: way for name in "abc" for way in ways(self).values()}
+    )
     (row,) = rows_of(subject, plan)
-    assert list(row.dense_peers.timed_ms) == ["transformers, SDPA"]
-    assert "by two layers" in row.dense_peers.refused["sparsekv dense, torch"]
-    assert row.dense_ms == row.dense_peers.timed_ms["transformers, SDPA"]
-    monkeypatch.undo()
-    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
-    assert len(rows_of(subject, plan)[0].dense_peers.timed_ms) == 1
+    assert lengths == [128] * 3
+    assert list(row.dense_peers.timed_ms) == ["b"]
+    assert row.dense_peers.refused["a"] == "1.60 times as slow as b at 128 tokens"
+    assert row.dense_ms == row.dense_peers.timed_ms["b"]
 
 
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):

@@ -1,9 +1,13 @@
 """Calls are timed in turn, and what does not run is named, not dropped."""
 
+import time
+from functools import partial
+
 import pytest
 import torch
 
-from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_dense
+from sparsekv.planner.bench import dense_peers
+from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_calls, time_dense
 from sparsekv.planner.bench.rows import DensePeers
 from sparsekv.planner.bench.timing import in_short, is_out_of_memory, measure
 
@@ -23,7 +27,7 @@ def test_a_dense_kernel_that_does_not_run_is_refused_with_its_reason():
     def broken():
         raise RuntimeError("no such kernel\nand more")
 
-    peers = time_dense({"good": lambda: None, "broken": broken}, 128, CPU, rounds=2)
+    peers = time_calls({"good": lambda: None, "broken": broken}, 128, CPU, rounds=2)
     assert peers.fastest == "good"
     assert peers.refused == {"broken": "RuntimeError: no such kernel"}
 
@@ -53,3 +57,24 @@ def test_running_out_of_memory_is_told_from_other_failures():
 
 def test_rates_count_the_causal_half():
     assert dense_tflops(1, 1, 3, 1e3) == pytest.approx(4 * 6 / 1e12)
+
+
+def test_of_a_very_long_prompt_only_the_kernel_that_is_fastest_on_a_part_of_it_is_timed(monkeypatch):
+    q, k, v = (torch.randn(1, heads, 256, 16) for heads in (4, 2, 2))
+    sleeps = {"slow": 0.02, "fast": 0.001}
+    lengths = []
+
+    def calls(q_BHSD, k_BGSD, v_BGSD):
+        def sleep(name):
+            lengths.append((name, q_BHSD.shape[2], k_BGSD.shape[2]))
+            time.sleep(sleeps[name])
+
+        return {name: partial(sleep, name) for name in sleeps}
+
+    monkeypatch.setattr(dense_peers, "_RANKED_FROM", 256)
+    monkeypatch.setattr(dense_peers, "dense_calls", calls)
+    peers = time_dense(q, k, v, rounds=1)
+    assert (peers.length, list(peers.timed_ms)) == (256, ["fast"])
+    assert "times as slow as fast at 64 tokens" in peers.refused["slow"]
+    assert {place for place in lengths if place[1] == 256} == {("fast", 256, 256)}
+    assert ("slow", 64, 64) in lengths

@@ -1,0 +1,138 @@
+"""What is kept between builds: it changes no index, nobody writes to it, and equal layers share it."""
+
+import pytest
+import torch
+from device_index import differences
+from index_cases import TILES, Layer, make_layer
+
+from sparsekv.kernels import topk
+from sparsekv.kernels.index import a_shape
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.index.heads import by_kind
+from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.topk import kept_on_device, on_device
+from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
+
+CPU = torch.device("cpu")
+PARTS = ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN", "dense_H")
+A, B = AShape(sink=tokens(64), window=tokens(128)), AShape(sink=tokens(1), window=fraction(0.5))
+LINES = VerticalSlash(vertical=tokens(20), slash=tokens(12), max_tiles=fraction(0.6))
+BLOCKS = BlockSparse(keep=fraction(0.4))
+LAYERS = {
+    "all lines": (LINES,) * 4,
+    "lines and a_shape": (A, LINES) * 2,
+    "all a_shape": (A,) * 4,
+    "one a_shape": (A,),
+    "two a_shapes": (A, B, B, A),
+    "every kind": (B, LINES, Dense(), A, BLOCKS, Adaptive(mass=0.8, max_tiles=tokens(200))),
+}
+PLACES = (Chunk((7,), (200,)), Chunk((64, 0), (190, 150)))
+
+
+def build(layer: Layer, builder: str = "triton") -> TileIndex:
+    return build_index(
+        layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, scale=layer.scale, window=layer.window,
+        builder=builder,
+    )  # fmt: skip
+
+
+def copy_of(index: TileIndex) -> TileIndex:
+    return TileIndex(index.tile, *(getattr(index, name).clone() for name in PARTS), index.dense_heads)
+
+
+def layer_at(patterns, chunk: Chunk, window: int | None = None, seed: int = 3) -> Layer:
+    return make_layer(patterns, chunk, TILES[0], window=window, spare=9, seed=seed)
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch):
+    """Calling it makes everything anew from then on, as while a CUDA graph is captured."""
+    return lambda: monkeypatch.setattr(topk, "_stream", lambda device: None)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_second_build_is_the_first_whatever_was_built_in_between(name: str, nothing_kept) -> None:
+    layer = layer_at(LAYERS[name], PLACES[0])
+    others = [layer_at(LAYERS[name], place, window, seed=8) for place in PLACES for window in (None, 77)]
+    first = build(layer)
+    as_it_was = copy_of(first)
+    for other in others:
+        build(other)
+    again = build(layer)
+    assert differences(again, as_it_was) == []
+    assert differences(first, as_it_was) == []
+    kept = [build(other) for other in others]
+    nothing_kept()
+    assert differences(build(layer), as_it_was) == []
+    for other, found in zip(others, kept, strict=True):
+        assert differences(build(other), found) == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_whoever_writes_to_lists_of_one_index_harms_no_other(name: str) -> None:
+    layer = layer_at(LAYERS[name], PLACES[1])
+    first = build(layer)
+    expected = copy_of(first)
+    for part in (first.tiles_BHTW, first.counts_BHT, first.columns_BHC, first.live_BHTN):
+        part.fill_(99)
+    assert differences(build(layer), expected) == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_builder_writes_to_kept_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sending = topk._sent
+
+    def note(*arguments: object) -> torch.Tensor:
+        sent.append((tensor := sending(*arguments), tensor.clone()))
+        return tensor
+
+    monkeypatch.setattr(topk, "_sent", note)
+    monkeypatch.setattr(topk, "_stream", lambda device: id(sent))  # nothing is kept of this stream yet
+    for builder in ("triton", "torch"):
+        build(layer_at(LAYERS[name], PLACES[1], window=90), builder)
+    assert sent
+    assert all(torch.equal(tensor, before) for tensor, before in sent)
+
+
+def test_long_a_shapes_are_not_kept_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer_at(LAYERS[name], PLACES[0]) for name in ("all a_shape", "two a_shapes", "one a_shape")]
+    expected = [build(layer) for layer in layers]
+    monkeypatch.setattr(a_shape, "_MOST_KEPT", 0)
+    monkeypatch.setattr(a_shape, "_kept", None)
+    for layer, index in zip(layers, expected, strict=True):
+        assert differences(build(layer), index) == []
+
+
+def test_equal_layers_share_their_groups_whoever_made_the_patterns() -> None:
+    mine, yours = ((LINES.model_copy(deep=True), Dense(), A.model_copy(deep=True)) for _ in range(2))
+    assert all(one is other for one, other in zip(by_kind(mine), by_kind(yours), strict=True))
+    assert by_kind(mine) != by_kind((mine[0], mine[2], mine[1]))
+
+
+def test_equal_numbers_of_another_type_or_shape_are_other_tensors() -> None:
+    assert on_device([1, 0], CPU) is on_device((1, 0), CPU)
+    assert on_device([1, 0], CPU, torch.bool).tolist() == [True, False]
+    assert on_device([[1, 0]], CPU).shape == (1, 2)
+    assert on_device([1.5, 0.0], CPU, torch.float32).tolist() == [1.5, 0.0]
+
+
+def test_every_stream_has_its_own_and_a_captured_one_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = kept_on_device(most=4)(lambda device, count: torch.arange(count, device=device))
+    found = []
+    for stream in (1, 2, 1, None, None):
+        monkeypatch.setattr(topk, "_stream", lambda device, stream=stream: stream)
+        found.append(made(CPU, 3))
+    assert found[0] is found[2]
+    assert len({id(tensor) for tensor in found}) == 4
+
+
+def test_what_inference_mode_made_first_serves_training_later() -> None:
+    with torch.inference_mode():
+        heads = on_device([2, 0, 5, 1], CPU)
+    weights = torch.ones(6, 3, requires_grad=True)
+    (weights * 2).index_select(0, heads).sum().backward()
+    assert weights.grad is not None
