@@ -16,7 +16,8 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,130 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 if "cpu" in sys.argv or "--device=cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-import attention_cases
 import decode_cases
-from attention_cases import Case, Problem
-from decode_cases import DecodeCase
-from flash_timing import Goal, flash, flash_obstacle, print_goals, reach, time_columns, time_dense_heads, time_parts
+from flash_timing import Goal, print_goals, reach, time_columns, time_dense_heads, time_parts
+from kernel_checks import LARGE, TINY, VARIANTS, Check, check_columns, check_decode, check_index, check_prefill
 from kernel_timing import SMALL_TILE, TILE, Shape, Timing, print_timings, time_decode, time_launches, time_prefill
 
-from sparsekv.kernels.dispatch import decode_attention, prefill_attention
-from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.tiles import AttentionOutput
-from sparsekv.plans.patterns import TileShape
-
-HALF, BFLOAT = torch.float16, torch.bfloat16
-TALL_TILE = TileShape(query=128, key=64)
 PARTS = ("checks", "tables", "flash", "columns", "goals")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison with the oracle."""
-
-    kernel: str
-    case: str
-    error: float
-    lse_error: float
-    faults: tuple[str, ...]
-
-
-# --- what is checked ------------------------------------------------------------------------------------------------
-
-# Every variant that compiles to other code: tile, head size, columns, window, log-sum-exp, dense heads, dtype.
-VARIANTS = [
-    Case("128 tiles", lengths=(600,), heads=4, tile=TILE, dim=128, dtype=BFLOAT),
-    Case("128 tiles, columns", lengths=(600,), heads=4, tile=TILE, dim=128, dtype=BFLOAT, columns=150),
-    Case("64 tiles, columns", lengths=(400,), heads=4, tile=SMALL_TILE, dim=128, dtype=BFLOAT, columns=150),
-    Case("128 tiles, size 64, columns", lengths=(600,), heads=4, tile=TILE, dtype=BFLOAT, columns=150),
-    Case("64 tiles, size 64, fp16", lengths=(400,), dtype=HALF, columns=70),
-    Case("window", lengths=(600,), tile=TILE, dim=128, dtype=BFLOAT, columns=100, window=200, share=0.8),
-    Case("past, ragged, dense head", past=(77, 0), lengths=(600, 333), heads=4, tile=TILE, dim=128, dtype=BFLOAT,
-         columns=100, dense_heads=(2,), spare_rows=5, spare_keys=40, token_major=True),
-    Case("columns only", lengths=(600,), tile=TILE, dim=128, dtype=BFLOAT, columns=300, share=0.0),
-    Case("size 96", lengths=(400,), tile=TILE, dim=96, dtype=BFLOAT, columns=100),
-    Case("size 256", lengths=(400,), tile=TILE, dim=256, dtype=BFLOAT, columns=100),
-    Case("128 x 64 tiles, columns", lengths=(600,), heads=4, tile=TALL_TILE, dim=128, dtype=BFLOAT, columns=150),
-    Case("128 x 64 tiles, size 256", lengths=(600,), tile=TALL_TILE, dim=256, dtype=BFLOAT, columns=100, window=200),
-    Case("dense heads within groups", lengths=(600,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT,
-         dense_heads=(1, 2, 7), columns=100),
-    Case("float32", lengths=(300,), tile=TILE, dtype=torch.float32, columns=50),
-]  # fmt: skip
-LARGE = [
-    Case("32K", lengths=(32768,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT, share=0.1),
-    Case("32K, columns, dense head", lengths=(32768,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT,
-         share=0.05, columns=1000, dense_heads=(3,)),
-    Case("40K, dense heads", lengths=(40960,), heads=8, kv_heads=2, tile=TILE, dim=128, dtype=BFLOAT, share=0.05,
-         columns=300, dense_heads=(1, 4, 5, 6, 7)),
-    Case("32K, 64 tiles, columns", lengths=(32768,), heads=8, kv_heads=2, dim=128, dtype=BFLOAT, share=0.05,
-         columns=3000),
-    Case("32K, size 64, window", lengths=(32768,), heads=4, kv_heads=2, tile=TILE, dtype=BFLOAT, share=0.3,
-         columns=500, window=4096),
-    Case("chunk of 8K at 90K", past=(90001,), lengths=(98193,), heads=8, kv_heads=2, tile=TILE, dim=128,
-         dtype=BFLOAT, share=0.05, columns=1000),
-    Case("ragged batch of 16K", past=(0, 5000, 3), lengths=(16000, 16384, 900), heads=8, kv_heads=2, tile=TILE,
-         dim=128, dtype=HALF, share=0.1, columns=500, spare_keys=777, token_major=True),
-]  # fmt: skip
-TINY = [
-    Case("columns", lengths=(150,), heads=4, tile=TILE, dim=128, columns=50),
-    Case("past, ragged, dense head", past=(77, 0), lengths=(160, 90), tile=TILE, columns=30, dense_heads=(1,)),
-]
-
-
-def check_prefill(case: Case, device: str) -> list[Check]:
-    """The sparse kernels on this problem, and the dense one on the same tensors; long prompts on a sample of rows."""
-    problem = attention_cases.draw(case, device)
-    rows = sampled_rows(problem)
-    checks = [_check("triton prefill", case, attention_cases.compare(_triton(problem), problem, rows))]
-    if flash_obstacle(device, case.dtype, case.dim, case.tile) is None:
-        checks.append(_check("flash prefill", case, attention_cases.compare(_flash(problem), problem, rows)))
-    dense = attention_cases.draw(replace(case, dense_heads=tuple(range(case.heads)), columns=0), device)
-    output = dense_attention(
-        dense.q_BHSD, dense.k_BGKD, dense.v_BGKD, dense.chunk, scale=dense.scale, window=dense.window
-    )
-    return [*checks, _check("torch dense", case, attention_cases.compare(output, dense, rows))]
-
-
-def _triton(problem: Problem) -> AttentionOutput:
-    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
-    return prefill_attention(*tensors, scale=problem.scale, window=problem.window, want_lse=True, backend="triton")
-
-
-def _flash(problem: Problem) -> AttentionOutput:
-    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
-    return flash(*tensors, scale=problem.scale, window=problem.window, want_lse=True)
-
-
-def sampled_rows(problem: Problem, most: int = 64) -> torch.Tensor:
-    """All rows of a short prompt; else the first and last, those around tile edges, and some at random."""
-    rows = problem.q_BHSD.shape[2]
-    if rows <= 1024:
-        return problem.every_row
-    edges = [0, 1, 63, 64, 127, 128, rows // 2, rows - 129, rows - 128, rows - 2, rows - 1]
-    drawn = torch.randint(rows, (most - len(edges),), generator=torch.Generator().manual_seed(0)).tolist()
-    return torch.tensor(sorted({*edges, *drawn}), device=problem.q_BHSD.device)
-
-
-def check_decode(case: DecodeCase, device: str) -> Check:
-    """The decode kernels on this problem."""
-    problem = decode_cases.draw(case, device)
-    found = decode_attention(
-        problem.q_BHQD,
-        problem.k_BGSD,
-        problem.v_BGSD,
-        problem.rows,
-        scale=problem.scale,
-        want_lse=True,
-        backend="triton",
-    )
-    return _check("triton decode", case, decode_cases.compare(found, problem))
-
-
-def _check(kernel: str, case: Case | DecodeCase, found: attention_cases.Comparison) -> Check:
-    return Check(kernel, f"{case.name} ({str(case.dtype)[6:]})", found.error, found.lse_error, found.faults)
-
-
-# --- the script -----------------------------------------------------------------------------------------------------
 
 
 def print_check(check: Check) -> None:
@@ -161,15 +44,22 @@ def check_everything(options: argparse.Namespace, device: str) -> list[Check]:
     """Every case that the options ask for, printed as it is known."""
     print(f"\n{'kernel':16} {'case':42} {'error':>9} {'lse':>9}")
     checks = []
+    for check in _checks(options, device):
+        checks.append(check)
+        print_check(check)
+    return checks
+
+
+def _checks(options: argparse.Namespace, device: str) -> Iterator[Check]:
     for case in TINY if options.tiny else VARIANTS if options.quick else VARIANTS + LARGE:
-        for check in check_prefill(case, device):
-            checks.append(check)
-            print_check(check)
+        yield from check_prefill(case, device)
+        if case.columns and case.dtype != torch.float32:  # flash-attn-4, behind which that pass runs, takes halves
+            yield check_columns(case, device)
     decode = decode_cases.CASES if options.tiny or options.quick else decode_cases.GPU_CASES
     for decode_case in decode[:2] if options.tiny else decode:
-        checks.append(check_decode(decode_case, device))
-        print_check(checks[-1])
-    return checks
+        yield check_decode(decode_case, device)
+    for tile, window in ((TILE, None),) if options.tiny else ((TILE, None), (TILE, 200), (SMALL_TILE, None)):
+        yield check_index(tile, window, device)
 
 
 def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[Timing]]:

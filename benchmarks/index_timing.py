@@ -207,6 +207,10 @@ def other_sizes(table: Sizes) -> Iterator[tuple[str, Sizes]]:
     for heads, stages, warps in product((1, 2), (2, 3), (4, 8)):
         one = {strips: Pass(heads, 64, 2048, stages, warps) for strips in (1, 2, 4)}
         yield f"lines {heads} heads, {stages} stages, {warps} warps", replace(table, lines=one)
+    yield (
+        "lines 1 heads, 2 stages, 16 warps",
+        replace(table, lines={strips: Pass(1, 64, 2048, 2, 16) for strips in (1, 2, 4)}),
+    )
     for least in (512, 1024, 2048, 4096):
         yield (
             f"runs of {least} keys at least",

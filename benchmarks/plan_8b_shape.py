@@ -1,8 +1,10 @@
-"""Plans and runs a model of Llama-3-8B's shape with random weights: minutes, peak memory, and that it works.
+"""Plans a model of an 8B's shape with random weights, then times what the plan does beside dense: what a user gets.
 
-    python benchmarks/plan_8b_shape.py --out DIR [--length 32k]
+    python benchmarks/plan_8b_shape.py --out DIR [--lengths 4k,8k,32k] [--at 1k,2k,4k,8k,32k] [--tile 128]
 
-Random weights attend diffusely, so nothing here says what sparsity keeps: it is about time and memory alone.
+The crossover is on, so that short prompts are to come out dense and no slower. Prefill is timed as `sparsekv bench
+prefill` does, decode by generating. Random weights attend diffusely, so nothing here says what sparsity keeps: it is
+about time and memory alone.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
+from sparsekv.planner.bench.random_model import BenchModel, random_model
 from sparsekv.planner.compile import compile_plan
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
-from sparsekv.plans.lengths import parse_length
-from sparsekv.plans.reader import load_plan
+from sparsekv.plans.lengths import parse_lengths
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.writer import write_plan
 from sparsekv.runtime.apply import apply
-from sparsekv.runtime.describe import describe_model
 from sparsekv.runtime.generate import Generation, generate_stream
 from sparsekv.runtime.load import LoadedModel, load_model
 
@@ -30,90 +33,100 @@ _NEW_TOKENS = 32
 
 
 def main() -> None:
-    """Plans, runs dense and sparse, prints one row."""
+    """Plans, runs dense and sparse, prints what came of it."""
+    args = _arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    longest = max(*args.lengths, *args.at) + _NEW_TOKENS
+    subject = random_model(
+        args.model,
+        device=torch.device(args.device),
+        dtype=torch.bfloat16 if args.device == "cuda" else torch.float32,
+        longest=longest,
+        layers=args.layers,
+    )
+    loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
+    plan, found = _plan(loaded, args)
+    found["prefill"] = _prefill(subject, plan, args)
+    found["decode"] = _decode(loaded, plan, max(args.lengths))
+    (args.out / "plan_8b_shape.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--length", type=parse_length, default=32768)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", default="llama3-8b", help="whose shape")
+    parser.add_argument("--lengths", type=parse_lengths, default=(4096, 8192, 32768), help="that are planned")
+    parser.add_argument("--at", type=parse_lengths, default=(1024, 2048, 4096, 8192, 32768), help="that are timed")
+    parser.add_argument("--tile", type=int, choices=(64, 128), help="the planner's own choice if not given")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--samples", type=int, default=2)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    loaded = _random_8b(args.layers, 2 * args.length)
-    row: dict[str, Any] = {"device": torch.cuda.get_device_name(), "length": args.length, "layers": args.layers}
-    row |= _plan(loaded, args.length, args.samples, args.out / "plan_8b_shape.yaml")
-    row |= _run(loaded, args.length, args.out / "plan_8b_shape.yaml")
-    (args.out / "plan_8b_shape.json").write_text(json.dumps(row, indent=1))
-    print(json.dumps(row, indent=1))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    return parser.parse_args()
 
 
-def _random_8b(layers: int, context: int) -> LoadedModel:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=context,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    tokenizer = load_model("tiny-retriever", device="cpu").tokenizer
-    return LoadedModel(model, tokenizer, describe_model(model, "random-8b"))
-
-
-def _plan(loaded: LoadedModel, length: int, samples: int, path: Path) -> dict[str, Any]:
+def _plan(loaded: LoadedModel, args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     options = PlanOptions(
-        lengths=(length,), samples=samples, tasks=("kv_retrieval", "two_stage")[:samples], verify_samples=0
+        lengths=tuple(sorted(args.lengths)),
+        samples=args.samples,
+        tasks=("kv_retrieval", "two_stage")[: args.samples],
+        verify_samples=0,
+        tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
+        backend=args.backend,
     )
-    torch.cuda.reset_peak_memory_stats()
     result = compile_plan(loaded, options)
-    write_plan(result.plan, path)
-    return {
+    write_plan(result.plan, args.out / "plan_8b_shape.yaml")
+    row = {
+        "model": args.model,
+        "layers": loaded.info.layers,
         "plan_minutes": round(result.seconds / 60, 2),
-        "plan_peak_gib": _peak_gib(),
+        "plan_peak_gib": _peak_gib(loaded),
         "predicted_density": result.prefill_density,
         "predicted_speedup": result.predicted_speedup,
+        "remarks": list(result.remarks),
     }
+    print(json.dumps(row, indent=1, default=str), flush=True)
+    return result.plan, row
 
 
-def _run(loaded: LoadedModel, length: int, path: Path) -> dict[str, Any]:
+def _prefill(subject: BenchModel, plan: Plan, args: argparse.Namespace) -> list[dict[str, Any]]:
+    bench = PrefillBench(tuple(sorted(args.at)), args.repeats, backend=args.backend)
+    rows = []
+    for row in bench_prefill(subject, plan, "planned", bench):
+        rows.append(row.as_data())
+        sparse, dense, density = row.sparse_ms or 0.0, row.dense_ms or 0.0, row.density or 1.0
+        print(f"{row.length:7} {row.backend:7} dense {dense:9.1f} ms, planned {sparse:9.1f} ms, density {density:.3f}")
+    return rows
+
+
+def _decode(loaded: LoadedModel, plan: Plan, length: int) -> dict[str, Any]:
     kit = prepare(loaded.tokenizer, Split.EVALUATION)
     prompt = make_sample(TASKS["kv_retrieval"], kit, length, 0, 0).prompt_ids.tolist()
-    _generate(loaded, prompt)  # warm up
-    dense, dense_gib = _generate(loaded, prompt)
-    with apply(loaded.model, load_plan(path)) as handle:
+    _generate(loaded, prompt)  # warms up
+    dense = _generate(loaded, prompt)
+    with apply(loaded.model, plan) as handle:
         _generate(loaded, prompt)
         handle.reset_stats()
-        sparse, sparse_gib = _generate(loaded, prompt)
-        stats = handle.stats()
-    return {
-        "dense_prefill_s": round(dense.prefill_seconds, 3),
-        "sparse_prefill_s": round(sparse.prefill_seconds, 3),
-        "dense_decode_ms": round(1e3 * dense.decode_seconds / (_NEW_TOKENS - 1), 2),
-        "sparse_decode_ms": round(1e3 * sparse.decode_seconds / (_NEW_TOKENS - 1), 2),
-        "prefill_density": stats.prefill_density,
-        "decode_share": stats.decode_share,
-        "dense_peak_gib": dense_gib,
-        "sparse_peak_gib": sparse_gib,
+        sparse = _generate(loaded, prompt)
+        share = handle.stats().decode_share
+    row = {
+        "length": length,
+        "dense_ms": round(1e3 * dense.decode_seconds / (_NEW_TOKENS - 1), 2),
+        "planned_ms": round(1e3 * sparse.decode_seconds / (_NEW_TOKENS - 1), 2),
+        "decode_share": share,
     }
+    print(row, flush=True)
+    return row
 
 
-def _generate(loaded: LoadedModel, prompt: list[int]) -> tuple[Generation, float]:
-    torch.cuda.reset_peak_memory_stats()
-    found = generate_stream(loaded, prompt, max_new_tokens=_NEW_TOKENS)
-    return found, _peak_gib()
+def _generate(loaded: LoadedModel, prompt: list[int]) -> Generation:
+    return generate_stream(loaded, prompt, max_new_tokens=_NEW_TOKENS)
 
 
-def _peak_gib() -> float:
+def _peak_gib(loaded: LoadedModel) -> float | None:
+    if loaded.model.device.type != "cuda":
+        return None
     return round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 

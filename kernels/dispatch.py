@@ -26,11 +26,6 @@ from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import TileShape
 
 BACKENDS = ("flash", "triton", "cpu", "reference")  # the first that can run is chosen; reference never is
-# Nobody has run the flash backend on a GPU yet: its lists and its column pass are tested in an emulator and in Triton's
-# interpreter only, and none of its times is known. Set this to True once benchmarks/check_kernels.py has found it right
-# and faster than triton on a Hopper GPU; until then "auto" passes it by, and `--backend flash` runs it.
-FLASH_VERIFIED = False
-_FLASH_UNVERIFIED = "not verified on hardware in this version; ask for it with --backend flash"
 _PREFILL = {
     "flash": "sparsekv.kernels.prefill.flash.backend",
     "triton": "sparsekv.kernels.prefill.triton_backend",
@@ -113,8 +108,6 @@ def choose_backend(
     rejected: list[tuple[str, str]] = []
     for name in ("flash", "triton", "cpu"):
         obstacle = _obstacle(name, device, dtype, head_dim, tile)
-        if name == "flash" and obstacle is None and not FLASH_VERIFIED:
-            obstacle = _FLASH_UNVERIFIED
         if obstacle is None:
             return BackendChoice(name, _reason(name, device), tuple(rejected))
         rejected.append((name, obstacle))

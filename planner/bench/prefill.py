@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparsekv.kernels.dispatch import choose_backend
-from sparsekv.planner.bench.prefill_runs import Run, Setting, Way, layer_flops, only_layers, run_prefill
+from sparsekv.planner.bench.prefill_runs import Run, Setting, Way, layer_flops, run_prefill
 from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.rows import DensePeers, PrefillRow
 from sparsekv.planner.bench.timing import free_memory, in_short
@@ -117,7 +117,7 @@ def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow
     except Exception as error:  # out of memory, or a kernel that fails
         blank, sparse = _noted(blank, f"sparse: {in_short(error)}"), []
     tried, refused = _try_dense(setting, bench, ids_1S)
-    ways, dense_note = setting.dense_in_memory() | setting.dense(), ""
+    ways, dense_note = setting.dense(), ""
     if bench.dense_layers is not None:
         dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once"
     again = tried if bench.dense_layers is None else {}
@@ -137,36 +137,35 @@ def _try_dense(
     tried: dict[str, list[Run]] = {}
     refused: dict[str, str] = {}
     few = bench.dense_layers
-    ways = setting.dense() if few is None else setting.dense_in_memory()
-    if ids_1S.shape[1] >= _RANKED_FROM:
-        ways, refused = _fastest(setting, setting.dense_in_memory(), ids_1S)
+    very_long = ids_1S.shape[1] >= _RANKED_FROM
+    ways = _fastest_first(setting, ids_1S, refused) if very_long else setting.dense()
     for name, way in ways.items():
+        if very_long and tried:
+            break
         try:
             run = _warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)
-            tried[name] = [run]
+            tried[name], _ = [run], refused.pop(name, None)
         except Exception as error:
             refused[name] = in_short(error)
         free_memory(setting.device)
     return tried, refused
 
 
-def _fastest(setting: Setting, ways: dict[str, Way], ids_1S: torch.Tensor) -> tuple[dict[str, Way], dict[str, str]]:
-    """The way whose layers take the least time on a part of the prompt, and why the others are not tried."""
+def _fastest_first(setting: Setting, ids_1S: torch.Tensor, refused: dict[str, str]) -> dict[str, Way]:
+    """The ways that run a part of the prompt, in the order of what a layer takes; `refused` gets how they compare."""
     found: dict[str, float] = {}
-    refused: dict[str, str] = {}
+    ways = setting.dense()
     part_1S = ids_1S[:, : ids_1S.shape[1] // _RANKED_BY]
     for name, way in ways.items():
         try:
             found[name] = _extrapolated(setting, way, part_1S, 1).milliseconds
         except Exception as error:
             refused[name] = in_short(error)
-    if not found:
-        return {}, refused
-    best = min(found, key=lambda name: found[name])
-    for name, milliseconds in found.items():
-        if name != best:
-            refused[name] = f"{milliseconds / found[best]:.2f} times as slow as {best} at {part_1S.shape[1]} tokens"
-    return {best: ways[best]}, refused
+        free_memory(setting.device)
+    order = sorted(found, key=lambda name: found[name])
+    for name in order:
+        refused[name] = f"{found[name] / found[order[0]]:.2f} times the time of {order[0]} at {part_1S.shape[1]} tokens"
+    return {name: ways[name] for name in order}
 
 
 def _alternate(
@@ -186,22 +185,19 @@ def _alternate(
             runs.append(run_prefill(setting, way, ids_1S))
 
 
-def _warmed(setting: Setting, way: Way, ids_1S: torch.Tensor) -> Run:
+def _warmed(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
     """A run after kernels were compiled with a short prompt; a short run is repeated, so that nothing is new to it."""
     if setting.device.type == "cuda":
-        run_prefill(setting, way, ids_1S[:, :_WARM_UP_TOKENS])
-    run = run_prefill(setting, way, ids_1S)
-    return run if run.milliseconds > _LONG_MS else run_prefill(setting, way, ids_1S)
+        run_prefill(setting, way, ids_1S[:, :_WARM_UP_TOKENS], layers)
+    run = run_prefill(setting, way, ids_1S, layers)
+    return run if run.milliseconds > _LONG_MS else run_prefill(setting, way, ids_1S, layers)
 
 
 def _extrapolated(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int) -> Run:
     """The whole model's time, from one layer and from `layers` more."""
-    model = setting.model
-    count = model.config.num_hidden_layers
-    with only_layers(model, 1):
-        one = _warmed(setting, way, ids_1S)
-    with only_layers(model, 1 + layers):
-        more = _warmed(setting, way, ids_1S)
+    count = setting.model.config.num_hidden_layers
+    one = _warmed(setting, way, ids_1S, 1)
+    more = _warmed(setting, way, ids_1S, 1 + layers)
     each = (more.milliseconds - one.milliseconds) / layers
     if each <= 0.0:
         raise RuntimeError("a layer more took no longer, which cannot be multiplied; measure more --dense-layers")

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from sparsekv.kernels import dispatch
 from sparsekv.kernels.dispatch import choose_backend
 from sparsekv.kernels.prefill.flash import limits
 from sparsekv.plans.errors import BackendError
@@ -76,17 +75,7 @@ def hopper(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_flash_that_nobody_has_measured_runs_on_request_only() -> None:
-    assert not dispatch.FLASH_VERIFIED, "then let auto choose it, and change this test"
-    choice = choose_backend("cuda", torch.bfloat16, 128)
-    assert choice.name == "triton"
-    assert dict(choice.rejected)["flash"] == "not verified on hardware in this version; ask for it with --backend flash"
-    assert choose_backend("cuda", torch.bfloat16, 128, "flash", TileShape()).name == "flash"
-
-
-@pytest.mark.usefixtures("hopper")
-def test_flash_is_chosen_first_once_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "FLASH_VERIFIED", True)
+def test_flash_is_chosen_first_and_for_tiles_that_it_takes() -> None:
     assert choose_backend("cuda", torch.bfloat16, 128).name == "flash"
     choice = choose_backend("cuda", torch.bfloat16, 128, tile=TileShape(query=64, key=64))
     assert choice.name == "triton"

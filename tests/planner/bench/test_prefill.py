@@ -12,7 +12,7 @@ from tiny_plans import every_head, info_of, plan_for
 from sparsekv.planner.bench import prefill, random_model
 from sparsekv.planner.bench.hand_plan import hand_plan, in_words
 from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
-from sparsekv.planner.bench.prefill_runs import Setting, layer_flops, only_layers, run_prefill
+from sparsekv.planner.bench.prefill_runs import Setting, layer_flops, run_prefill
 from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.random_model import random_model as make
 from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
@@ -73,7 +73,7 @@ def test_in_pieces_the_same_tiles_are_computed(subject, plan):
 @pytest.mark.parametrize("hosted", [None, 2])
 def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan, hosted):
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert "sparsekv dense, flash-attn-4" in Setting(on_gpu, plan, "auto", hosted, None).dense()
+    assert "transformers, flash-attn-4" in Setting(on_gpu, plan, "auto", hosted, None).dense()
 
 
 def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatch):
@@ -92,17 +92,22 @@ def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatc
     assert row.sparse_ms > 0
 
 
-def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan, monkeypatch):
-    times = iter([30.0, 50.0])  # of one layer, of two
+def timed_as(monkeypatch, milliseconds):
+    """Runs of 1 and of 2 layers take so long."""
     real = prefill._warmed
 
-    def warmed(setting, way, ids):
-        run = real(setting, way, ids)
-        return run if run.stats else type(run)(next(times), None, None)
+    def warmed(setting, way, ids, layers=None):
+        run = real(setting, way, ids, layers)
+        return run if layers is None else replace(run, milliseconds=milliseconds[layers - 1])
 
     monkeypatch.setattr(prefill, "_warmed", warmed)
+
+
+def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan, monkeypatch):
+    timed_as(monkeypatch, (30.0, 50.0))
     (row,) = rows_of(subject, plan, dense_layers=1)
     assert row.dense_ms == 30 + 1 * 20
+    assert row.dense_peers.timed_ms.keys() == {"transformers, SDPA", "sparsekv dense"}
     assert "1 measured layer" in row.note
 
 
@@ -110,8 +115,8 @@ def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan, monke
 def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, monkeypatch, options):
     sparse, real = [], prefill.run_prefill
 
-    def run(setting, way, ids):
-        found = real(setting, way, ids)
+    def run(setting, way, ids, layers=None):
+        found = real(setting, way, ids, layers)
         if found.stats is not None and found.stats.prefill_density < 1:
             sparse.append(found)
             return found
@@ -127,37 +132,50 @@ def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, monkeypatch, 
 
 
 def test_a_layer_that_takes_no_time_is_not_multiplied(subject, plan, monkeypatch):
-    times, real = iter([50.0, 30.0]), prefill._warmed
-
-    def warmed(setting, way, ids):
-        run = real(setting, way, ids)
-        return run if run.stats else type(run)(next(times), None, None)
-
-    monkeypatch.setattr(prefill, "_warmed", warmed)
+    timed_as(monkeypatch, (50.0, 30.0))
     (row,) = rows_of(subject, plan, dense_layers=1)
     assert row.dense_ms is None
     assert row.speedup is None
-    assert "cannot be multiplied" in row.dense_peers.refused["sparsekv dense, torch"]
+    assert "cannot be multiplied" in row.dense_peers.refused["sparsekv dense"]
 
 
-def test_of_a_very_long_prompt_only_the_way_that_is_fastest_on_a_part_of_it_runs_whole(subject, plan, monkeypatch):
-    lengths, real = [], prefill._extrapolated
+def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_of_it_runs_alone(subject, plan, monkeypatch):
+    ran, real = [], prefill._warmed
 
-    def extrapolated(setting, way, ids, layers):
-        lengths.append(ids.shape[1])
-        return replace(real(setting, way, ids, layers), milliseconds=50.0 if len(lengths) == 2 else 80.0)
+    def warmed(setting, way, ids, layers=None):
+        found = real(setting, way, ids, layers)
+        is_ours = found.stats is not None
+        if is_ours and found.stats.prefill_density < 1:
+            return found
+        ran.append((is_ours, ids.shape[1], layers))
+        return found if layers is None else replace(found, milliseconds=layers * (50.0 if is_ours else 80.0))
 
-    ways = Setting.dense_in_memory
     monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
-    monkeypatch.setattr(prefill, "_extrapolated", extrapolated)
-    monkeypatch.setattr(
-        Setting, "dense_in_memory", lambda self, **only: {name: way for name in "abc" for way in ways(self).values()}
-    )
+    monkeypatch.setattr(prefill, "_warmed", warmed)
     (row,) = rows_of(subject, plan)
-    assert lengths == [128] * 3
-    assert list(row.dense_peers.timed_ms) == ["b"]
-    assert row.dense_peers.refused["a"] == "1.60 times as slow as b at 128 tokens"
-    assert row.dense_ms == row.dense_peers.timed_ms["b"]
+    assert ran == [(False, 128, 1), (False, 128, 2), (True, 128, 1), (True, 128, 2), (True, 512, None)]
+    assert list(row.dense_peers.timed_ms) == ["sparsekv dense"]
+    assert row.dense_peers.refused == {
+        "transformers, SDPA": "1.60 times the time of sparsekv dense at 128 tokens",
+    }
+
+
+def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(subject, plan, monkeypatch):
+    real = prefill._warmed
+
+    def warmed(setting, way, ids, layers=None):
+        found = real(setting, way, ids, layers)
+        if found.stats is not None and found.stats.prefill_density < 1:
+            return found
+        if layers is None and found.stats is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found if layers is None else replace(found, milliseconds=layers * (80.0 if found.stats else 50.0))
+
+    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    monkeypatch.setattr(prefill, "_warmed", warmed)
+    (row,) = rows_of(subject, plan)
+    assert list(row.dense_peers.timed_ms) == ["sparsekv dense"]
+    assert row.dense_peers.refused == {"transformers, SDPA": "out of memory"}
 
 
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):
@@ -182,8 +200,8 @@ def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, p
 def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, monkeypatch):
     real = prefill.run_prefill
 
-    def failing(setting, way, ids):
-        run = real(setting, way, ids)
+    def failing(setting, way, ids, layers=None):
+        run = real(setting, way, ids, layers)
         if run.stats and run.stats.prefill_density < 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run
@@ -209,13 +227,18 @@ def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
         PrefillBench(lengths=(), repeats=1)
 
 
-def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan):
+@pytest.mark.parametrize("name", ["transformers, SDPA", "sparsekv dense"])
+def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan, name):
+    seen = []
     setting = Setting(subject.model, plan, "auto", None, None)
     ids = torch.ones(1, 64, dtype=torch.long)
     whole = layer_flops(subject.model, 64)
-    with only_layers(subject.model, 1):
-        assert layer_flops(subject.model, 64) == whole / 2
-        run_prefill(setting, setting.dense_in_memory()["sparsekv dense, torch"], ids)
+    hook = attention_modules(subject.model)[1].register_forward_hook(lambda *call: seen.append(1))
+    run_prefill(setting, setting.dense()[name], ids, layers=1)
+    assert not seen
+    run_prefill(setting, setting.dense()[name], ids)
+    hook.remove()
+    assert seen
     assert layer_flops(subject.model, 64) == whole
 
 
