@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TypeVar, TypeVarTuple
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 Key = TypeVarTuple("Key")
 Made = TypeVar("Made")
@@ -54,6 +55,9 @@ def kept_on_device(
 
 def _stream(device: torch.device) -> int | None:
     """Names the stream that orders work on the device; None where nothing may be kept."""
+    # What tracing makes (FakeTensorMode, torch.export) has no numbers, and does not mix with tensors that have.
+    if is_in_torch_dispatch_mode():
+        return None
     if device.type == "cpu":
         return 0
     # What a graph captures is not computed yet, and its memory is the graph's own.

@@ -146,6 +146,10 @@ class IndexCall(Layout):
         put(self, "by_triton", by_triton)
         put(self, "layout", Layout(*place))
 
+    # Layouts are equal where their numbers are; calls would be so whatever their tensors, and share what is kept.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def locate(self) -> RowTiles:
         """See Layout."""
         return self.layout.locate()

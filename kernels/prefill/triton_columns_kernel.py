@@ -57,10 +57,11 @@ def _live(live_row, slot_C, columns):
 
 @triton.jit
 def _last_live(live_row, column_row, step, columns, BLOCK_C: tl.constexpr):
-    """The last live column of a step, -1 without one."""
+    """The last live column of a step; without one 2 ** 30, as it says nothing of the steps before."""
     slot_C = step * BLOCK_C + tl.arange(0, BLOCK_C)
     j_C = tl.load(column_row + slot_C, mask=slot_C < columns, other=-1)
-    return tl.max(tl.where(_live(live_row, slot_C, columns), j_C, -1))
+    last = tl.max(tl.where(_live(live_row, slot_C, columns), j_C, -1))
+    return tl.where(last < 0, 1 << 30, last)
 
 
 @triton.jit

@@ -144,7 +144,8 @@ def _try_dense(
             break
         try:
             run = _warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)
-            tried[name], _ = [run], refused.pop(name, None)
+            tried[name] = [run]
+            refused.pop(name, None)
         except Exception as error:
             refused[name] = in_short(error)
         free_memory(setting.device)
@@ -186,9 +187,13 @@ def _alternate(
 
 
 def _warmed(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
-    """A run after kernels were compiled with a short prompt; a short run is repeated, so that nothing is new to it."""
+    """A run after kernels were compiled: by a short prompt, and by one layer, because long prompts may take others.
+
+    A run that is short is repeated, so that nothing is new to it.
+    """
     if setting.device.type == "cuda":
         run_prefill(setting, way, ids_1S[:, :_WARM_UP_TOKENS], layers)
+        run_prefill(setting, way, ids_1S, 1)
     run = run_prefill(setting, way, ids_1S, layers)
     return run if run.milliseconds > _LONG_MS else run_prefill(setting, way, ids_1S, layers)
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from device_index import differences
+from device_index import call_of, differences
 from index_cases import TILES, Layer, make_layer
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from sparsekv.kernels import topk
 from sparsekv.kernels.index import a_shape
@@ -136,3 +137,18 @@ def test_what_inference_mode_made_first_serves_training_later() -> None:
     weights = torch.ones(6, 3, requires_grad=True)
     (weights * 2).index_select(0, heads).sum().backward()
     assert weights.grad is not None
+
+
+def test_what_tracing_makes_is_not_kept_and_not_given_what_is() -> None:
+    on_device([4, 2], CPU)
+    with FakeTensorMode():
+        traced = [on_device([6, 0, 5], CPU), on_device([4, 2], CPU)]
+    assert all(isinstance(tensor, FakeTensor) for tensor in traced)
+    assert on_device([6, 0, 5], CPU).tolist() == [6, 0, 5]
+
+
+def test_calls_of_the_same_place_and_other_tensors_share_a_layout_and_are_not_equal() -> None:
+    one, other = (call_of(layer_at(LAYERS["all lines"], PLACES[0], seed=seed)) for seed in (3, 8))
+    assert one.layout == other.layout
+    assert one != other
+    assert len({one, other}) == 2

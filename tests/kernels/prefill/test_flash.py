@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import Case, assert_close, compare, draw
+from attention_cases import Case, assert_close, compare, draw, pack
 from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
 
 from sparsekv.kernels import dispatch
@@ -217,3 +217,14 @@ def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: py
         tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
         assert_close(dispatch.dense_prefill(*tensors, scale=problem.scale, backend=name), problem)
     assert took == [200, 100]
+
+
+@needs_interpreter
+def test_columns_on_the_diagonal_stay_masked_before_a_step_without_live_ones() -> None:
+    problem = draw(Case("x", lengths=(256,), heads=1, dim=16, tile=SQUARE, share=0.0, columns=256))
+    live_BHTC = torch.zeros_like(problem.seen.live_BHTC)
+    live_BHTC[..., 10:30] = live_BHTC[..., 200:210] = True  # not a column of the steps between
+    seen = replace(problem.seen, live_BHTC=live_BHTC)
+    problem = replace(problem, seen=seen, index=pack(SQUARE, seen, problem.index.dense_H))
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
+    assert_close(backend.run(*tensors, scale=problem.scale, want_lse=True, passes=emulator.PASSES), problem)
