@@ -158,6 +158,17 @@ def prefill_attention(
     return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse)
 
 
+def dense_by_flash(
+    q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, *, backend: str
+) -> bool:
+    """Whether `dense_prefill` goes to flash-attn-4: it is the backend, takes the tensors as they lie, and pays."""
+    if backend != "flash":
+        return False
+    from sparsekv.kernels.prefill.flash.backend import takes_dense
+
+    return takes_dense(q_BHSD, k_BGKD, v_BGKD, chunk)
+
+
 def dense_prefill(
     q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,
@@ -168,17 +179,21 @@ def dense_prefill(
     window: int | None = None,
     backend: str,
 ) -> AttentionOutput:
-    """Dense causal attention of a whole layer: by flash-attn-4 where that is the backend and pays, else by torch.
+    """Dense causal attention of a whole layer: by flash-attn-4 where `dense_by_flash` says so, else by torch.
 
     Arguments, shapes and errors as in `dense_attention`; no log-sum-exp.
+
+    Raises:
+        BackendError: the backend does not exist.
     """
-    if backend == "flash":
-        flash = import_module(_PREFILL[backend])
-        if flash.takes_dense(q_BHSD, chunk):
-            check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
-            check_chunk(q_BHSD, k_BGKD, chunk, window)
-            found: AttentionOutput = flash.dense(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
-            return found
+    if backend not in _PREFILL:
+        raise BackendError(_unknown(backend, _PREFILL))
+    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend):
+        from sparsekv.kernels.prefill.flash.backend import dense
+
+        check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
+        check_chunk(q_BHSD, k_BGKD, chunk, window)
+        return dense(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
     from sparsekv.kernels.prefill.dense import dense_attention  # parts of torch that load Triton
 
     return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=window)
@@ -212,8 +227,12 @@ def decode_attention(
 
 def _module(backend: str, modules: dict[str, str]) -> Any:
     if backend not in modules:
-        raise BackendError(f"backend must be one of {', '.join(modules)}, found {backend!r}: ask choose_backend")
+        raise BackendError(_unknown(backend, modules))
     return import_module(modules[backend])
+
+
+def _unknown(backend: str, modules: dict[str, str]) -> str:
+    return f"backend must be one of {', '.join(modules)}, found {backend!r}: ask choose_backend"
 
 
 def _reason(name: str, device: torch.device) -> str:

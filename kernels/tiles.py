@@ -36,6 +36,8 @@ class Chunk:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        for name in ("past", "lengths"):  # lists are taken, but a chunk is a key of what is kept between layers
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.past) != len(self.lengths) or not self.past:
             raise ShapeError(f"past and lengths need one entry a batch row, found {self.past} and {self.lengths}")
         if any(p < 0 or n < p for p, n in zip(self.past, self.lengths, strict=True)):

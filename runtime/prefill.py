@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import dense_prefill, prefill_attention
+from sparsekv.kernels.dispatch import dense_by_flash, dense_prefill, prefill_attention
 from sparsekv.kernels.fallback import Fallback
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
@@ -31,8 +31,7 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback
     patterns = call.own(plan.bucket(call.length).patterns(call.layer, call.layer_heads)) if plan else ()
     if all(isinstance(pattern, Dense) for pattern in patterns):
         meter.add_dense_prefill(causal)
-        whole = partial(dense_prefill, call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window)
-        return fallback.run(lambda backend: whole(backend=backend), call.q_BHSD).out_BHSD
+        return _dense_layer(call, k_BGSD, v_BGSD, fallback)
     build = partial(build_index, patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
     index = fallback.build(lambda builder: build(builder=builder), call.q_BHSD.device)
     meter.add_sparse_prefill(computed_tiles(index), causal)
@@ -40,6 +39,14 @@ def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback
         prefill_attention, call.q_BHSD, k_BGSD, v_BGSD, index, call.chunk, scale=call.scale, window=call.window
     )
     return fallback.run(lambda backend: attend(backend=backend), call.q_BHSD, tile).out_BHSD
+
+
+def _dense_layer(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, fallback: Fallback) -> torch.Tensor:
+    """By the backend's dense kernel where it has one. What fails in torch is no fault of the backend."""
+    if not dense_by_flash(call.q_BHSD, k_BGSD, v_BGSD, call.chunk, backend=fallback.backend):
+        return attend_dense(call, k_BGSD, v_BGSD)
+    attend = partial(dense_prefill, call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window)
+    return fallback.run(lambda backend: attend(backend=backend), call.q_BHSD).out_BHSD
 
 
 def attend_dense(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import blocks, kept_on_device, on_device
 from sparsekv.plans.patterns import AShape
 
-# Numbers in what is kept of one layer. Up to here the host is what building waits for, not the device.
-_MOST_KEPT = 1 << 20
+# Numbers in what is kept of one layer: 512 KB, of some 16K tokens. Up to there building waits for the host.
+_MOST_KEPT = 1 << 17
 
 
 def index_a_shape(patterns: Sequence[AShape], heads: Sequence[int], call: IndexCall, rows: RowTiles) -> HeadIndex:
@@ -51,7 +51,7 @@ def _build(device: torch.device, patterns: tuple[AShape, ...], layout: Layout) -
     return without_columns(layout, tiles_BhTW, counts_BhT)
 
 
-_kept = kept_on_device(most=4)(_build)
+_kept = kept_on_device(most=64)(_build)  # every layer of a plan may have windows of its own
 
 
 def _sink_tiles(patterns: Sequence[AShape], call: Layout) -> list[list[int]]:

