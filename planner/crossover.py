@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 # Predictions and timings differ by more than this: a smaller gain is none.
 LEAST_GAIN = 0.02
 _STEP = 256  # tokens; bounds of buckets are multiples of it
+_TILE = 64  # rows of the smallest tile
 _APART = 16  # lengths that are asked about first lie a sixteenth apart, or a step
 
 
@@ -40,8 +41,10 @@ def longest_losing(pays_at: Callable[[int], bool], length: int, above: int = 0) 
         if not pays_at(shorter):
             return _refined(pays_at, shorter, paying)
         paying = shorter
-    # Between `above` and the first multiple of 256, which is as fine as buckets are cut, all of it or nothing.
-    return paying if paying < length and not pays_at(above + 1) else None
+    # Between `above` and the first multiple of 256, which is as fine as buckets are cut, all of it or nothing. Where a
+    # tile ends, what dense costs has stood still for longest, and index building has not.
+    ends = range((above // _TILE + 1) * _TILE, paying, _TILE)
+    return paying if paying < length and not all(map(pays_at, (above + 1, *ends))) else None
 
 
 def _descending(length: int, above: int) -> Iterator[int]:

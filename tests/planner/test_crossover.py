@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner_models import TILE, made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, rows
@@ -239,10 +239,19 @@ def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
     assert plan.bucket(1 << 20).dense
 
 
+def test_a_prompt_within_the_first_tile_is_dense_where_its_end_would_not_pay() -> None:
+    def pays_at(length: int) -> bool:
+        return length == 1 or length > 64
+
+    assert longest_losing(pays_at, 4096) == 256
+    assert longest_losing(pays_at, 4096, above=1024) is None
+
+
 PRICES = st.floats(0.0, 5000.0)
 
 
 @settings(max_examples=60, deadline=None)
+@example(seed=0, launch=0.0, index=[0.0] * 4, tile_us=0.375, per_token=0.0234375)
 @given(st.integers(0, 1000), PRICES, st.lists(PRICES, min_size=4, max_size=4), st.floats(0.3, 2.0), st.floats(0.0, 1.0))
 def test_no_length_is_predicted_to_be_slower_than_dense(
     seed: int, launch: float, index: list[float], tile_us: float, per_token: float

@@ -1,7 +1,7 @@
 """How the index kernels cut their work: everything that is to be tuned, in one table.
 
 Register and memory figures are what ptxas reports for head size 128. On an H200, 32 heads at 32K tokens, other sizes
-(`benchmarks/index_timing.py --sweep`) took at most 5% off a build of 0.66 ms, or made it slower. No other GPU has been
+(a sweep of benchmarks/index_timing.py) took at most 5% off a build of 0.66 ms, or made it slower. No other GPU has been
 timed.
 """
 
