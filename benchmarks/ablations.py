@@ -12,9 +12,9 @@ from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.dispatch import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile_data import LayerScores, LengthProfile, Profile
-from sparsekv.planner.results import Spent
 from sparsekv.plans.prefill import PrefillPlan
 from sparsekv.runtime.capture import AttentionCall, capture_attention
 from sparsekv.runtime.load import LoadedModel

@@ -27,11 +27,11 @@ from sparsekv.kernels.dispatch import BACKENDS
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.compile import compile_plan
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
+from sparsekv.planner.evaluation.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
+from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, PlanOptions
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import read_cost, read_profile
-from sparsekv.planner.results import EvalResult
 from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.lengths import format_length, parse_lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from sparsekv.planner.evaluate import PhaseName
+from sparsekv.planner.evaluation.evaluate import PhaseName
 from sparsekv.planner.options import PlanOptions
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import numpy as np
 
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.crossover import longest_losing, pays
-from sparsekv.planner.fallback import Fallback, Mask
-from sparsekv.planner.mandatory import ROUNDING, mandatory_density, too_low
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import layer_times, prefill_estimate
+from sparsekv.planner.pricing.crossover import longest_losing, pays
+from sparsekv.planner.pricing.fallback import Fallback, Mask
+from sparsekv.planner.pricing.mandatory import ROUNDING, mandatory_density, too_low
+from sparsekv.planner.pricing.predict import layer_times, prefill_estimate
+from sparsekv.planner.pricing.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan

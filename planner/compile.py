@@ -19,12 +19,12 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.place import versions
 from sparsekv.planner.plan_result import PlanResult
-from sparsekv.planner.predict import predict
+from sparsekv.planner.pricing.predict import predict
+from sparsekv.planner.pricing.remarks import crossover_remarks, offload_remarks, tightened_remarks
 from sparsekv.planner.profile import discard_partial, profile
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import check_model, digest_of, write_cost, write_profile
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.remarks import crossover_remarks, offload_remarks, tightened_remarks
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import Verification, verify

@@ -12,8 +12,8 @@ import torch
 from sparsekv.kernels.dispatch import choose_backend
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.place import device_name, dtype_name, versions
+from sparsekv.planner.pricing.timings import PATTERNS, Bench
 from sparsekv.planner.progress import NoProgress, Progress
-from sparsekv.planner.timings import PATTERNS, Bench
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.records import BackendName
 

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.crossover import longest_losing, pays
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import step_us
+from sparsekv.planner.pricing.crossover import longest_losing, pays
+from sparsekv.planner.pricing.predict import step_us
 from sparsekv.planner.profile_data import Profile, Reuse
 from sparsekv.planner.segments import FilterSegment, SegmentProblem, solve
 from sparsekv.plans.budget import Budget, tokens

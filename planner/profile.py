@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from sparsekv.kernels.dispatch import choose_backend
-from sparsekv.planner.collect import collected
-from sparsekv.planner.mandatory import check_targets
-from sparsekv.planner.observe import Pass
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.partial import Records
 from sparsekv.planner.place import device_name, dtype_name, versions
+from sparsekv.planner.pricing.mandatory import check_targets
 from sparsekv.planner.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import NoProgress, Progress
-from sparsekv.planner.prompts import CalibrationPrompt, PromptSource, digest_of
-from sparsekv.planner.space import aims, decode_budgets, decode_selectors
+from sparsekv.planner.search.collect import collected
+from sparsekv.planner.search.observe import Pass
+from sparsekv.planner.search.partial import Records
+from sparsekv.planner.search.prompts import CalibrationPrompt, PromptSource, digest_of
+from sparsekv.planner.search.space import aims, decode_budgets, decode_selectors
 from sparsekv.plans.records import BackendName
 from sparsekv.runtime.load import LoadedModel
 

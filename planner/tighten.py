@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sparsekv.planner.allocate import ladder
 from sparsekv.planner.conflicts import check_profile
-from sparsekv.planner.evaluate import PhaseName
+from sparsekv.planner.evaluation.evaluate import PhaseName
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile_data import LengthProfile, Profile
 from sparsekv.plans.budget import Budget

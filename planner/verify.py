@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsekv.planner.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
+from sparsekv.planner.evaluation.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
+from sparsekv.planner.evaluation.results import EvalResult, TaskResult, merged
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.results import EvalResult, TaskResult, merged
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.lengths import format_length

@@ -200,7 +200,7 @@ def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("sparsekv.planner.partial.os.fsync", full)
+    monkeypatch.setattr("sparsekv.planner.search.partial.os.fsync", full)
     done = sparsekv("plan", model, "-o", out, *FAST, "--no-verify", "--profile-out", out.with_name("a.profile"))
     assert (done.code, done.out) == (2, "")
     assert "goes on where it stopped" in done.err

@@ -21,7 +21,7 @@ def out(tmp_path) -> Path:
 @pytest.fixture
 def refused(sparsekv, model, out, monkeypatch):
     """Calls `plan` with options that are wrong, and returns the message."""
-    monkeypatch.setattr("sparsekv.planner.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+    monkeypatch.setattr("sparsekv.planner.search.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
 
     def call(*arguments: object, out: Path = out) -> str:
         before = sorted(out.parent.rglob("*")) if out.parent.is_dir() else []

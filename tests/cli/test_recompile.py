@@ -96,7 +96,7 @@ def test_a_plan_measured_elsewhere_is_told_once_by_run(sparsekv, model, kept, tm
 
 
 def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(sparsekv, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparsekv.planner.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+    monkeypatch.setattr("sparsekv.planner.search.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
     done = sparsekv("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--target-density", "0.2")
     assert (done.code, done.out) == (2, "")
     assert "found 0.2 at 1024 tokens, where they take up to 0.584" in done.err

@@ -10,7 +10,7 @@ from planner_profiles import made_up_length, made_up_profile
 from sparsekv.planner.allocate import TAIL_WEIGHT, allocate
 from sparsekv.planner.cost_data import Line
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import predict
+from sparsekv.planner.pricing.predict import predict
 from sparsekv.planner.profile_data import LayerScores, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Dense

@@ -10,7 +10,7 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost import fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
 from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
-from sparsekv.planner.predict import causal_tiles, predict
+from sparsekv.planner.pricing.predict import causal_tiles, predict
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.decode import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.errors import UsageError

@@ -9,12 +9,12 @@ import pytest
 from planner_models import loaded_tiny, quick_options
 from tiny_models import tiny_model, tiny_tokenizer
 
-from sparsekv.planner import observe
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.pricing.tables import ScoreTables
 from sparsekv.planner.profile import discard_partial, profile
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import write_profile
-from sparsekv.planner.tables import ScoreTables
+from sparsekv.planner.search import observe
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.describe import describe_model
 from sparsekv.runtime.load import LoadedModel

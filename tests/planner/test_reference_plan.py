@@ -9,10 +9,10 @@ from random_tiles import RandomTiles
 
 from sparsekv.planner.compile import compile_once
 from sparsekv.planner.cost_data import HeadShape
-from sparsekv.planner.evaluate import PlanMode, evaluate_modes
+from sparsekv.planner.evaluation.evaluate import PlanMode, evaluate_modes
+from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile import profile
-from sparsekv.planner.results import EvalResult
 from sparsekv.planner.verify import misses_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan

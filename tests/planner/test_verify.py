@@ -8,8 +8,8 @@ from planner_models import quick_options
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import misses_of, planned_phases, verify
 from sparsekv.plans.budget import fraction, tokens

@@ -16,7 +16,7 @@ from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex
-from sparsekv.planner.results import Spent
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.prefill import PrefillPlan
 from sparsekv.runtime.capture import AttentionCall, capture_attention
 

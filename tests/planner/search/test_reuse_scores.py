@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sparsekv.planner.profile_data import SelectorChoice
-from sparsekv.planner.reuse_scores import DecodeLayer, ReuseScores
+from sparsekv.planner.search.reuse_scores import DecodeLayer, ReuseScores
 from sparsekv.plans.budget import fraction, tokens
 
 LENGTH, PROMPT, HEADS, GROUPS, SIZE, WIDTH = 40, 34, 4, 2, 8, 16

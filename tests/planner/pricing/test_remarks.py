@@ -11,9 +11,9 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost_data import DeviceCost, Line
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import predict
+from sparsekv.planner.pricing.predict import predict
+from sparsekv.planner.pricing.remarks import crossover_remarks, offload_remarks, tightened_remarks
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.remarks import crossover_remarks, offload_remarks, tightened_remarks
 
 TARGET = PlanOptions(target_density=(0.3,))
 WHERE = "on made up (cpu, float32)"

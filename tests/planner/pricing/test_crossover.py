@@ -13,12 +13,12 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost_data import DeviceCost, Line
-from sparsekv.planner.crossover import LEAST_GAIN, longest_losing, pays
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import LayerTimes, choice_of, layer_times, predict, shares_at, step_us
+from sparsekv.planner.pricing.crossover import LEAST_GAIN, longest_losing, pays
+from sparsekv.planner.pricing.predict import LayerTimes, choice_of, layer_times, predict, shares_at, step_us
+from sparsekv.planner.pricing.tables import ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.tables import ScoreTables
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash

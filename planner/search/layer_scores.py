@@ -22,8 +22,8 @@ import torch
 from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex
-from sparsekv.planner.fit import Patterns, Prefix
-from sparsekv.planner.rows import RowSample
+from sparsekv.planner.search.fit import Patterns, Prefix
+from sparsekv.planner.search.rows import RowSample
 from sparsekv.plans.patterns import Dense
 
 Values = npt.NDArray[np.float64]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.evaluate import PlanMode, evaluate, evaluate_modes
-from sparsekv.planner.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
-from sparsekv.planner.prompts import held_out
-from sparsekv.planner.results import EvalResult, Outcome, Spent, TaskResult, merged
+from sparsekv.planner.evaluation.evaluate import PlanMode, evaluate, evaluate_modes
+from sparsekv.planner.evaluation.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
+from sparsekv.planner.search.prompts import held_out
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PromptError, UsageError

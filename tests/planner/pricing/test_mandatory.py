@@ -10,10 +10,10 @@ from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner import profile as profiling
-from sparsekv.planner.mandatory import check_targets, mandatory_a_row, mandatory_density
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.pricing.mandatory import check_targets, mandatory_a_row, mandatory_density
 from sparsekv.planner.profile import profile
-from sparsekv.planner.space import search_space
+from sparsekv.planner.search.space import search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.load import LoadedModel

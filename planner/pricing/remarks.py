@@ -8,11 +8,11 @@ import numpy as np
 
 from sparsekv.planner.allocate import ladder
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.mandatory import ROUNDING
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.predict import choice_of, prefill_estimate, step_us
+from sparsekv.planner.pricing.mandatory import ROUNDING
+from sparsekv.planner.pricing.predict import choice_of, prefill_estimate, step_us
+from sparsekv.planner.pricing.tables import DENSE, ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.tables import DENSE, ScoreTables
 from sparsekv.plans.decode import DecodePlan, Offload
 from sparsekv.plans.lengths import format_length
 from sparsekv.plans.prefill import PrefillPlan

@@ -21,7 +21,7 @@ from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.cost_data import HeadShape, PatternName, Timing
-from sparsekv.planner.space import last_q_for
+from sparsekv.planner.search.space import last_q_for
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 from sparsekv.runtime.stores.host import HostStore

@@ -12,9 +12,9 @@ import numpy as np
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost_data import DeviceCost, PatternName
-from sparsekv.planner.mandatory import mandatory_a_row
+from sparsekv.planner.pricing.mandatory import mandatory_a_row
+from sparsekv.planner.pricing.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.planner.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
 from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload
 from sparsekv.plans.patterns import Dense, TileShape
 from sparsekv.plans.prefill import PrefillBucket, PrefillPlan

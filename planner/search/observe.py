@@ -15,15 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sparsekv.planner.fit import Patterns, Prefix, fit_to_target
-from sparsekv.planner.layer_scores import Layer, score_candidates
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.partial import LayerRecord, Records
 from sparsekv.planner.profile_data import Table
-from sparsekv.planner.prompts import CalibrationPrompt
-from sparsekv.planner.reuse_scores import DecodeLayer, ReuseScores
-from sparsekv.planner.rows import RowSample
-from sparsekv.planner.space import VerticalSlashRay, aims, decode_budgets, decode_selectors
+from sparsekv.planner.search.fit import Patterns, Prefix, fit_to_target
+from sparsekv.planner.search.layer_scores import Layer, score_candidates
+from sparsekv.planner.search.partial import LayerRecord, Records
+from sparsekv.planner.search.prompts import CalibrationPrompt
+from sparsekv.planner.search.reuse_scores import DecodeLayer, ReuseScores
+from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.space import VerticalSlashRay, aims, decode_budgets, decode_selectors
 from sparsekv.plans.records import BackendName
 from sparsekv.runtime.architectures import attention_modules, decoder_of
 from sparsekv.runtime.capture import AttentionCall, capture_attention

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsekv.planner.intervals import accuracy_interval, mean_interval
+from sparsekv.planner.evaluation.intervals import accuracy_interval, mean_interval
 
 
 def test_an_unchanged_sample_still_leaves_room_for_a_difference() -> None:

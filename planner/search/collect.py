@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekv.planner.partial import LayerRecord
 from sparsekv.planner.profile_data import Candidate, LayerScores, LengthProfile, Reuse, SelectorChoice, Table
+from sparsekv.planner.search.partial import LayerRecord
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.patterns import Pattern
 

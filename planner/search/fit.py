@@ -17,7 +17,7 @@ from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.planner.space import Ray
+from sparsekv.planner.search.space import Ray
 from sparsekv.plans.patterns import Pattern, TileShape
 
 # Rows near the end of a prompt cross more of a head's diagonals than the average row does.

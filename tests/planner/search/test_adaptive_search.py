@@ -9,12 +9,12 @@ from planner_models import TILE, made_up_cost, quick_options, uneven_head, unit_
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.fit import Prefix, fit_to_target
-from sparsekv.planner.layer_scores import CandidateScore, Layer, score_candidates
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.profile import profile
-from sparsekv.planner.rows import RowSample
-from sparsekv.planner.space import AdaptiveRay, search_space
+from sparsekv.planner.search.fit import Prefix, fit_to_target
+from sparsekv.planner.search.layer_scores import CandidateScore, Layer, score_candidates
+from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.space import AdaptiveRay, search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive
 from sparsekv.runtime.load import LoadedModel

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.crossover import pays
 from sparsekv.planner.options import Family
-from sparsekv.planner.predict import causal_tiles, heads_by_pattern, layer_times
-from sparsekv.planner.tables import DENSE, Choice, Floats, ScoreTables
+from sparsekv.planner.pricing.crossover import pays
+from sparsekv.planner.pricing.predict import causal_tiles, heads_by_pattern, layer_times
+from sparsekv.planner.pricing.tables import DENSE, Choice, Floats, ScoreTables
 from sparsekv.plans.patterns import TileShape
 
 Mask = npt.NDArray[np.bool_]

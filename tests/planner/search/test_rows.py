@@ -7,7 +7,7 @@ from planner_models import TILE
 from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.rows import RowSample
+from sparsekv.planner.search.rows import RowSample
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
 

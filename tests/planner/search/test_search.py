@@ -7,14 +7,14 @@ from planner_models import TILE, blocky_head, loaded_tiny, local_head, made_up_c
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.collect import collected
-from sparsekv.planner.fit import Prefix, fit_to_target
-from sparsekv.planner.layer_scores import CandidateScore, Layer, score_candidates
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.partial import LayerRecord
 from sparsekv.planner.profile_data import Profile
-from sparsekv.planner.rows import RowSample
-from sparsekv.planner.space import Aim, VerticalSlashRay, aims, search_space
+from sparsekv.planner.search.collect import collected
+from sparsekv.planner.search.fit import Prefix, fit_to_target
+from sparsekv.planner.search.layer_scores import CandidateScore, Layer, score_candidates
+from sparsekv.planner.search.partial import LayerRecord
+from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.space import Aim, VerticalSlashRay, aims, search_space
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
 
 LENGTH, SIZE, TARGET = 3072, 64, 0.2

@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.planner.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
+from sparsekv.planner.evaluation.forced import Batch, answered, batches, divergence, forced_logits, log_likelihood
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.progress import NoProgress, Progress
-from sparsekv.planner.prompts import held_out
-from sparsekv.planner.results import EvalResult, Outcome, Spent, TaskResult
+from sparsekv.planner.search.prompts import held_out
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.apply import apply

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsekv.planner.intervals import accuracy_interval, mean_interval
+from sparsekv.planner.evaluation.intervals import accuracy_interval, mean_interval
 from sparsekv.plans.records import Score
 
 

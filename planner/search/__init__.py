@@ -1,0 +1,1 @@
+"""What `profile` is made of: candidates, what each head gets of them on a prompt, and the means over prompts."""
