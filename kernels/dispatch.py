@@ -19,7 +19,7 @@ import torch
 
 from sparsekv.kernels.decode.rows import DecodeRows as DecodeRows
 from sparsekv.kernels.decode.rows import check_rows
-from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
+from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
 from sparsekv.kernels.prefill.shapes import check_chunk, check_index, check_qkv
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
@@ -107,7 +107,7 @@ def choose_backend(
         return BackendChoice(requested, "requested")
     rejected: list[tuple[str, str]] = []
     for name in ("flash", "triton", "cpu"):
-        obstacle = _obstacle(name, device, dtype, head_dim, tile)
+        obstacle = _obstacle(name, device, dtype, head_dim, tile) or (untested() if name == "flash" else None)
         if obstacle is None:
             return BackendChoice(name, _reason(name, device), tuple(rejected))
         rejected.append((name, obstacle))

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from sparsekv.kernels.dispatch import choose_backend
 from sparsekv.kernels.prefill.flash import limits
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import TileShape
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -72,6 +77,26 @@ def hopper(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU with flash-attn-4 installed."""
     gpu(9, 0)
     monkeypatch.setattr(limits, "_installed", lambda: True)
+    monkeypatch.setattr(limits, "version", lambda name: "4.0.0b36")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_release_of_flash_attn_that_was_not_tested_runs_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    for version in (lambda name: "4.0.0", missing):
+        monkeypatch.setattr(limits, "version", version)
+        choice = choose_backend("cuda", torch.bfloat16, 128)
+        assert choice.name == "triton"
+        assert "was not tested" in dict(choice.rejected)["flash"]
+        assert choose_backend("cuda", torch.bfloat16, 128, "flash", TileShape()).name == "flash"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_extra_installs_the_release_that_was_tested() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["flash"] == [f"flash-attn-4=={limits.TESTED[-1]}"]
 
 
 @pytest.mark.usefixtures("hopper")

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -25,6 +26,9 @@ _LARGEST_HEAD_OF_128_KEYS = 128
 _SMALLEST_HEAD = 16  # of the Triton kernel that does the single columns
 _ALIGNED_BYTES = 16
 INSTALL = "pip install 'sparsekv[flash]'"
+# What the block lists mean is not part of flash-attn-4's public interface: another release could read them otherwise,
+# and give wrong numbers without an error. A release goes in here once tests/kernels/prefill/test_flash_gpu.py passed.
+TESTED = ("4.0.0b36",)
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -61,6 +65,20 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
             f"{head_dim}"
         )
     return None
+
+
+def untested() -> str | None:
+    """Why the installed release is not chosen by itself; None for one that was tested."""
+    try:
+        found = version("flash-attn-4")
+    except PackageNotFoundError:
+        found = "of an unknown release"
+    if found in TESTED:
+        return None
+    return (
+        f"flash-attn-4 {found} was not tested with these block lists, {' and '.join(TESTED)} was ({INSTALL}); "
+        "--backend flash uses it all the same"
+    )
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
