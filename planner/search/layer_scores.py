@@ -23,7 +23,7 @@ from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex
 from sparsekv.planner.search.fit import Patterns, Prefix
-from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.rows import Rows
 from sparsekv.plans.patterns import Dense
 
 Values = npt.NDArray[np.float64]
@@ -36,7 +36,7 @@ class Layer:
     prefix: Prefix
     v_BGSD: torch.Tensor
     projection_WZ: torch.Tensor
-    rows: RowSample
+    rows: Rows
     backend: str
 
 

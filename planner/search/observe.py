@@ -22,7 +22,7 @@ from sparsekv.planner.search.layer_scores import Layer, score_candidates
 from sparsekv.planner.search.partial import LayerRecord, Records
 from sparsekv.planner.search.prompts import CalibrationPrompt
 from sparsekv.planner.search.reuse_scores import DecodeLayer, ReuseScores
-from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.rows import rows_of
 from sparsekv.planner.search.space import VerticalSlashRay, aims, decode_budgets, decode_selectors
 from sparsekv.plans.records import BackendName
 from sparsekv.runtime.architectures import attention_modules, decoder_of
@@ -98,7 +98,7 @@ class _Observer:
         one, tile = self._one, self._one.options.tile_shape
         sampled = [aim.ray.last_q for aim in self._aims if isinstance(aim.ray, VerticalSlashRay)]
         prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale).with_lines(sampled)
-        rows = RowSample.of(call.chunk.longest, one.prompt.tail_start, tile, one.options.row_stride or 1)
+        rows = rows_of(call.chunk.longest, one.prompt.tail_start, tile, one.options.row_stride or 1)
         patterns = self._patterns(call.layer, prefix)
         scores = score_candidates(Layer(prefix, call.v_BGKD, projection_WZ, rows, one.backend), patterns)
         return {

@@ -13,7 +13,7 @@ from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.profile import profile
 from sparsekv.planner.search.fit import Prefix, fit_to_target
 from sparsekv.planner.search.layer_scores import CandidateScore, Layer, score_candidates
-from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.rows import rows_of
 from sparsekv.planner.search.space import AdaptiveRay, search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive
@@ -51,7 +51,7 @@ def errors_at(prefix: Prefix, target: float, stride: int) -> dict[str, Candidate
     projection_WZ = torch.randn(96, 3 * SIZE, generator=generator)
     rays = search_space(quick_options(families=("a_shape", "block_sparse", "adaptive")), LENGTH)
     fitted = [fit_to_target(prefix, ray, target * prefix.causal_tiles) for ray in rays]
-    rows = RowSample.of(LENGTH, LENGTH - 70, TILE, stride)
+    rows = rows_of(LENGTH, LENGTH - 70, TILE, stride)
     scores = score_candidates(Layer(prefix, v_BGSD, projection_WZ, rows, "cpu"), fitted)
     return {ray.name: score for ray, score in zip(rays, scores, strict=True)}
 

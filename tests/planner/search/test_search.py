@@ -13,7 +13,7 @@ from sparsekv.planner.search.collect import collected
 from sparsekv.planner.search.fit import Prefix, fit_to_target
 from sparsekv.planner.search.layer_scores import CandidateScore, Layer, score_candidates
 from sparsekv.planner.search.partial import LayerRecord
-from sparsekv.planner.search.rows import RowSample
+from sparsekv.planner.search.rows import rows_of
 from sparsekv.planner.search.space import Aim, VerticalSlashRay, aims, search_space
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
 
@@ -37,7 +37,7 @@ def layer_of(prefix: Prefix, stride: int) -> Layer:
     generator = torch.Generator().manual_seed(4)
     v_BGSD = torch.randn(prefix.k_BGSD.shape, generator=generator)
     projection_WZ = torch.randn(96, 3 * SIZE, generator=generator)
-    rows = RowSample.of(LENGTH, LENGTH - 70, TILE, stride)
+    rows = rows_of(LENGTH, LENGTH - 70, TILE, stride)
     return Layer(prefix, v_BGSD, projection_WZ, rows, "cpu")
 
 
