@@ -49,12 +49,12 @@ class FrozenIndices:
 
     @property
     def stepwise(self) -> bool:
-        """See `planner.evaluate.Mode`: prefill alone."""
+        """See `planner.evaluation.evaluate.Mode`: prefill alone."""
         return False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluate.Mode`: every prefill runs on the frozen indices."""
+        """See `planner.evaluation.evaluate.Mode`: every prefill runs on the frozen indices."""
         self._computed, self._causal = torch.zeros((), device=model.device), 0.0
         with capture_attention(model, self._attend):
             yield lambda: Spent(float(self._computed), self._causal)

@@ -113,7 +113,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--measure", choices=("all", "phases", "ablations", "nothing"), default="all")
     parser.add_argument("--at", type=lambda text: tuple(sorted(parse_lengths(text))), help="some of --lengths only")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which nothing new begins")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.at and not args.plan and set(args.at) - set(args.lengths):
+        parser.error("--at takes lengths of --lengths: others are not planned")
+    return args
 
 
 def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) -> tuple[Plan, Profile, DeviceCost]:

@@ -265,7 +265,16 @@ def x_attention(planted: Planted, root: Path) -> Ready:
 
 def _a_name_with_100() -> AbstractContextManager[object]:
     """It uses its Triton kernels only on GPUs with 100 in their name; they run on others as well, and far faster."""
-    return mock.patch.object(torch.cuda, "get_device_properties", return_value=types.SimpleNamespace(name="H100"))
+    real = torch.cuda.get_device_properties
+
+    class Named:
+        def __init__(self, device: Any = None) -> None:
+            self._real, self.name = real(device), "H100"
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+    return mock.patch.object(torch.cuda, "get_device_properties", Named)
 
 
 # --- how they are reached ---------------------------------------------------------------------------------------------

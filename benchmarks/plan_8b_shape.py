@@ -47,7 +47,7 @@ def main() -> None:
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
     plan, found = _plan(loaded, args)
     found["prefill"] = _prefill(subject, plan, args)
-    found["decode"] = _decode(loaded, plan, max(args.lengths))
+    found["decode"] = _decode(loaded, plan, args.backend, max(args.lengths))
     (args.out / "plan_8b_shape.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -100,12 +100,12 @@ def _prefill(subject: BenchModel, plan: Plan, args: argparse.Namespace) -> list[
     return rows
 
 
-def _decode(loaded: LoadedModel, plan: Plan, length: int) -> dict[str, Any]:
+def _decode(loaded: LoadedModel, plan: Plan, backend: str, length: int) -> dict[str, Any]:
     kit = prepare(loaded.tokenizer, Split.EVALUATION)
     prompt = make_sample(TASKS["kv_retrieval"], kit, length, 0, 0).prompt_ids.tolist()
     _generate(loaded, prompt)  # warms up
     dense = _generate(loaded, prompt)
-    with apply(loaded.model, plan) as handle:
+    with apply(loaded.model, plan, backend=backend) as handle:
         _generate(loaded, prompt)
         handle.reset_stats()
         sparse = _generate(loaded, prompt)

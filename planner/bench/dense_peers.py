@@ -55,18 +55,23 @@ def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor
 def time_dense(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rounds: int) -> DensePeers:
     """Milliseconds of every dense kernel that runs on these tensors; of a very long prompt, of the fastest alone."""
     length, device = q_BHSD.shape[2], q_BHSD.device
-    calls, slower = dense_calls(q_BHSD, k_BGSD, v_BGSD), {}
-    if length >= _RANKED_FROM:
-        part = length // _RANKED_BY
-        ranked = time_calls(dense_calls(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
-        calls = {name: calls[name] for name in calls if name == ranked.fastest}
-        slower = dict(ranked.refused) | {
-            name: f"{ms / ranked.timed_ms[ranked.fastest]:.2f} times as slow as {ranked.fastest} at {part} tokens"
-            for name, ms in ranked.timed_ms.items()
-            if ranked.fastest and name != ranked.fastest
-        }
-    found = time_calls(calls, length, device, rounds)
-    return DensePeers(length, found.timed_ms, slower | dict(found.refused))
+    calls = dense_calls(q_BHSD, k_BGSD, v_BGSD)
+    if length < _RANKED_FROM:
+        return time_calls(calls, length, device, rounds)
+    part = length // _RANKED_BY
+    ranked = time_calls(dense_calls(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
+    order = sorted(ranked.timed_ms, key=lambda name: ranked.timed_ms[name])
+    refused = dict(ranked.refused) | {
+        name: f"{ranked.timed_ms[name] / ranked.timed_ms[order[0]]:.2f} times as slow as {order[0]} at {part} tokens"
+        for name in order
+    }
+    for name in order:  # one that is fast on a part may not run on the whole
+        found = time_calls({name: calls[name]}, length, device, rounds)
+        refused |= found.refused
+        if found.timed_ms:
+            del refused[name]
+            return DensePeers(length, found.timed_ms, refused)
+    return DensePeers(length, {}, refused)
 
 
 def time_calls(calls: Mapping[str, Call], length: int, device: torch.device, rounds: int) -> DensePeers:

@@ -120,6 +120,8 @@ def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow
     ways, dense_note = setting.dense(), ""
     if bench.dense_layers is not None:
         dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once"
+        if 0 < (bench.kv_host_layers or 0) < blank.layers:
+            dense_note += ", without the copies of layers in host memory"
     again = tried if bench.dense_layers is None else {}
     _alternate(setting, ways, again, sparse, ids_1S, bench.repeats)
     timed_ms = {name: statistics.median(run.milliseconds for run in runs) for name, runs in tried.items()}
@@ -137,7 +139,8 @@ def _try_dense(
     tried: dict[str, list[Run]] = {}
     refused: dict[str, str] = {}
     few = bench.dense_layers
-    very_long = ids_1S.shape[1] >= _RANKED_FROM
+    # A model of one layer has no second one, by which ways are compared.
+    very_long = ids_1S.shape[1] >= _RANKED_FROM and setting.model.config.num_hidden_layers > 1
     ways = _fastest_first(setting, ids_1S, refused) if very_long else setting.dense()
     for name, way in ways.items():
         if very_long and tried:

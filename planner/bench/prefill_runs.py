@@ -21,6 +21,7 @@ from sparsekv.planner.bench.timing import wait_for
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.apply import Handle, apply
 from sparsekv.runtime.architectures import decoder_of
+from sparsekv.runtime.cache import SparseLayer
 from sparsekv.runtime.capture import AttentionCall, capture_attention
 from sparsekv.runtime.generate import piece_sizes
 from sparsekv.runtime.stats import RunStats
@@ -85,8 +86,11 @@ def run_prefill(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int | 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with torch.no_grad(), way() as (new_cache, told), _first_layers(setting.model, layers):
-        # Room for layers that do not run may be more than there is: then each makes its own as it goes.
+        # Room for layers that do not run may be more than there is.
         cache: Any = new_cache(length if layers is None else 1)
+        for layer in cache.layers[: layers or 0]:
+            if isinstance(layer, SparseLayer):
+                layer.reserve(length)
         wait_for(device)
         start = time.perf_counter()
         at = 0

@@ -1,6 +1,6 @@
 """What each candidate pattern does to the output of one layer, from its queries, keys and values alone.
 
-Shapes: H query heads, G KV heads, S rows, D head size, W model size (Z = H * D); X sampled query tiles of M rows.
+Shapes: H query heads, G KV heads, S rows, D head size, W model size (Z = H * D); X batch rows of M rows (rows.py).
 
 The error of head h under a pattern is measured after the output projection, relative to the whole layer:
 

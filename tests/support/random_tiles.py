@@ -22,7 +22,7 @@ from sparsekv.runtime.capture import AttentionCall, capture_attention
 
 
 class RandomTiles:
-    """A `planner.evaluate.Mode`: the plan's number of tiles in every row, but any; the mandatory ones stay.
+    """A `planner.evaluation.evaluate.Mode`: the plan's number of tiles in every row, but any; the mandatory ones stay.
 
     Single columns count by their width, so that nothing is lost in the exchange.
     """

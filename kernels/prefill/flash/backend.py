@@ -64,9 +64,10 @@ def prefill(
 
 def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
     """Whether `dense` runs this call, and pays."""
-    fewest = DENSE_CHUNK_ROWS if any(chunk.past) else DENSE_ROWS
+    if q_BHSD.shape[2] < (DENSE_CHUNK_ROWS if any(chunk.past) else DENSE_ROWS):
+        return False
     refused = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], None)
-    return refused is None and q_BHSD.shape[2] >= fewest and all(map(is_aligned, (q_BHSD, k_BGKD, v_BGKD)))
+    return refused is None and all(map(is_aligned, (q_BHSD, k_BGKD, v_BGKD)))
 
 
 @torch.no_grad()

@@ -242,6 +242,34 @@ def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan, na
     assert layer_flops(subject.model, 64) == whole
 
 
+def test_layers_that_run_alone_have_their_room_before_the_clock_starts(subject, plan, monkeypatch):
+    from sparsekv.runtime.stores.memory import HostMemory
+
+    running, taken, real = [], [], HostMemory.take
+
+    def take(self, nbytes, device):
+        taken.append((bool(running), nbytes))
+        return real(self, nbytes, device)
+
+    monkeypatch.setattr(HostMemory, "take", take)
+    hook = subject.model.register_forward_pre_hook(lambda *call: running.append(1))
+    setting = Setting(subject.model, plan, "auto", 2, None)  # every layer's rows in host memory
+    run_prefill(setting, setting.dense()["sparsekv dense"], torch.ones(1, 512, dtype=torch.long), layers=1)
+    hook.remove()
+    assert running
+    assert taken
+    assert not any(in_time for in_time, _ in taken)
+
+
+def test_a_model_of_one_layer_runs_every_way_also_at_great_length(monkeypatch):
+    model = tiny_model(layers=1, context=1024)
+    one = BenchModel(model, info_of(model), "tiny", "random", "")
+    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    (row,) = rows_of(one, plan_for(model, every_head(model, STATIC)))
+    assert row.dense_peers.timed_ms.keys() == {"transformers, SDPA", "sparsekv dense"}
+    assert not row.dense_peers.refused
+
+
 # --- plans made by hand, models with random weights -------------------------------------------------------------------
 
 

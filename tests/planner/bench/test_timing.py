@@ -78,3 +78,20 @@ def test_of_a_very_long_prompt_only_the_kernel_that_is_fastest_on_a_part_of_it_i
     assert "times as slow as fast at 64 tokens" in peers.refused["slow"]
     assert {place for place in lengths if place[1] == 256} == {("fast", 256, 256)}
     assert ("slow", 64, 64) in lengths
+
+
+def test_of_a_very_long_prompt_the_next_kernel_is_timed_where_the_fastest_does_not_run(monkeypatch):
+    q, k, v = (torch.randn(1, heads, 256, 16) for heads in (4, 2, 2))
+
+    def calls(q_BHSD, k_BGSD, v_BGSD):
+        def fast():
+            if q_BHSD.shape[2] == 256:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return {"fast": fast, "slow": lambda: time.sleep(0.01)}
+
+    monkeypatch.setattr(dense_peers, "_RANKED_FROM", 256)
+    monkeypatch.setattr(dense_peers, "dense_calls", calls)
+    peers = time_dense(q, k, v, rounds=1)
+    assert list(peers.timed_ms) == ["slow"]
+    assert peers.refused == {"fast": "out of memory"}
