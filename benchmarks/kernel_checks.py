@@ -17,8 +17,7 @@ from decode_cases import DecodeCase
 from flash_timing import flash, flash_obstacle
 from kernel_timing import SMALL_TILE, TILE
 
-from sparsekv.kernels.dispatch import decode_attention, prefill_attention
-from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.prefill.triton_columns import add_columns
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
@@ -119,15 +118,7 @@ def sampled_rows(problem: Problem, most: int = 64) -> torch.Tensor:
 def check_decode(case: DecodeCase, device: str) -> Check:
     """The decode kernels on this problem."""
     problem = decode_cases.draw(case, device)
-    found = decode_attention(
-        problem.q_BHQD,
-        problem.k_BGSD,
-        problem.v_BGSD,
-        problem.rows,
-        scale=problem.scale,
-        want_lse=True,
-        backend="triton",
-    )
+    found = decode_cases.attend(problem, "triton")
     return _check("triton decode", case, decode_cases.compare(found, problem))
 
 
@@ -158,13 +149,7 @@ def check_index(tile: TileShape, window: int | None, device: str) -> Check:
     layer = index_cases.make_layer(
         patterns, Chunk((192, 0), (900, 633)), tile, kv_heads=2, spare=60, seed=3, size=64, window=window, dtype=HALF
     ).to(device)
-    found, expected = (
-        build_index(
-            layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, tile, scale=layer.scale, window=window,
-            builder=builder,
-        )
-        for builder in ("triton", "torch")
-    )  # fmt: skip
+    found, expected = (device_index.index_by(builder, layer) for builder in ("triton", "torch"))
     name = f"{tile.query} x {tile.key} tiles{', window' if window else ''} (float16)"
     return Check("triton index", name, 0.0, 0.0, tuple(device_index.differences(found, expected)))
 

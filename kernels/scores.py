@@ -13,8 +13,9 @@ from typing import Literal
 
 import torch
 
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.kernels.topk import blocks, on_device, top_ascending
+from sparsekv.kernels.topk import blocks, top_ascending
 from sparsekv.plans.errors import ShapeError
 
 HeadReduction = Literal["max", "per_kv_head"] | None

@@ -20,8 +20,9 @@ from sparsekv.kernels.index.call import (
     spread,
     without_columns,
 )
+from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.kernels.tiles import NO_TILE
-from sparsekv.kernels.topk import blocks, kept_on_device, on_device
+from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import AShape
 
 # Numbers in what is kept of one layer: 512 KB, of some 16K tokens. Up to there building waits for the host.

@@ -14,8 +14,9 @@ import torch
 
 from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles, empty_tiles, without_columns
 from sparsekv.kernels.index.tile_scores import ScoreKind, TileScores, tile_scores
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import NO_TILE
-from sparsekv.kernels.topk import ascending, mark_best, on_device
+from sparsekv.kernels.topk import ascending, mark_best
 from sparsekv.plans.patterns import Adaptive
 
 

@@ -11,8 +11,8 @@ import torch
 
 from sparsekv.kernels.index.bits import WORD
 from sparsekv.kernels.index.call import HeadIndex, IndexCall, IndexWidths, ceil_div
+from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, TileIndex
-from sparsekv.kernels.topk import kept_on_device, on_device
 
 
 def widths_of(index: HeadIndex) -> IndexWidths:

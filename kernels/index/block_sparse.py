@@ -18,8 +18,9 @@ from sparsekv.kernels.index.call import (
     without_columns,
 )
 from sparsekv.kernels.index.pool import mean_pool
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import NO_TILE
-from sparsekv.kernels.topk import ascending, blocks, on_device, top_mask
+from sparsekv.kernels.topk import ascending, blocks, top_mask
 from sparsekv.plans.patterns import BlockSparse
 
 _LOWEST = torch.finfo(torch.float32).min

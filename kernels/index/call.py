@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.kernels.tiles import NO_TILE, Chunk
-from sparsekv.kernels.topk import kept_on_device, on_device
 from sparsekv.plans.budget import Budget
 from sparsekv.plans.patterns import TileShape
 

@@ -15,7 +15,7 @@ from sparsekv.kernels.index.call import (
     spread,
     without_columns,
 )
-from sparsekv.kernels.topk import kept_on_device
+from sparsekv.kernels.kept import kept_on_device
 from sparsekv.plans.patterns import Dense
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.topk import ascending, on_device
+from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.topk import ascending
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ import torch
 
 from sparsekv.kernels.index.call import IndexCall, take_heads
 from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.scores import scaled_scores
-from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks, on_device
+from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks
 
 # Sampled rows, and elements of their scores, that are worked on at once; where it is not a GPU's whole memory that
 # limits them, but the reach of a core's cache.

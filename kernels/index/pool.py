@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.kernels.index.call import ceil_div
-from sparsekv.kernels.topk import blocks, on_device
+from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.topk import blocks
 
 
 def mean_pool(x_BHSD: torch.Tensor, size: int, valid: Sequence[int]) -> torch.Tensor:

@@ -41,8 +41,9 @@ import torch
 from sparsekv.kernels.index.block_sparse import pooled_queries
 from sparsekv.kernels.index.call import IndexCall, RowTiles, ceil_div, floor_div, take_heads
 from sparsekv.kernels.index.pool import mean_pool
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.scores import scaled_scores
-from sparsekv.kernels.topk import blocks, on_device
+from sparsekv.kernels.topk import blocks
 
 ScoreKind = Literal["antidiagonal", "pooled"]
 

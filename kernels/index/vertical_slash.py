@@ -26,8 +26,9 @@ from sparsekv.kernels.index.call import (
 from sparsekv.kernels.index.diagonals import TileDiagonals, choose_diagonals
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.index.lines import UNSEEN, score_lines
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE
-from sparsekv.kernels.topk import blocks, on_device, top_ascending
+from sparsekv.kernels.topk import blocks, top_ascending
 from sparsekv.plans.patterns import VerticalSlash
 
 

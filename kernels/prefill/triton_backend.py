@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.prefill.launch import Launch, fit, launch_for
 from sparsekv.kernels.prefill.triton_kernel import prefill_kernel
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
-from sparsekv.kernels.topk import on_device
 from sparsekv.kernels.triton_support import check_device, check_head_size, check_row_strides, interpreting
 
 _LOG2_E = 1.4426950408889634

@@ -11,9 +11,9 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.prefill.triton_columns_kernel import columns_kernel, pack_kernel
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
-from sparsekv.kernels.topk import on_device
 from sparsekv.kernels.triton_support import check_device, check_head_size, check_row_strides, interpreting
 from sparsekv.plans.errors import ShapeError
 

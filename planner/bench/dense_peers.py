@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.bench.ranking import RANKED_FROM, fastest_that_runs, part_of
 from sparsekv.planner.bench.rows import DensePeers
 from sparsekv.planner.bench.timing import Call, in_short, measure, once
 
@@ -26,8 +27,6 @@ _KERNELS = {
 }
 # A peer this much slower than the fastest in one run cannot turn out to be the fastest.
 _OUT_OF_REACH = 1.5
-# From here on a dense run takes seconds: kernels are compared on a part of the prompt, and the fastest runs on all.
-_RANKED_FROM, _RANKED_BY = 256 << 10, 4
 
 
 def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> dict[str, Call]:
@@ -56,22 +55,14 @@ def time_dense(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor,
     """Milliseconds of every dense kernel that runs on these tensors; of a very long prompt, of the fastest alone."""
     length, device = q_BHSD.shape[2], q_BHSD.device
     calls = dense_calls(q_BHSD, k_BGSD, v_BGSD)
-    if length < _RANKED_FROM:
+    if length < RANKED_FROM:
         return time_calls(calls, length, device, rounds)
-    part = length // _RANKED_BY
-    ranked = time_calls(dense_calls(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
-    order = sorted(ranked.timed_ms, key=lambda name: ranked.timed_ms[name])
-    refused = dict(ranked.refused) | {
-        name: f"{ranked.timed_ms[name] / ranked.timed_ms[order[0]]:.2f} times as slow as {order[0]} at {part} tokens"
-        for name in order
-    }
-    for name in order:  # one that is fast on a part may not run on the whole
-        found = time_calls({name: calls[name]}, length, device, rounds)
-        refused |= found.refused
-        if found.timed_ms:
-            del refused[name]
-            return DensePeers(length, found.timed_ms, refused)
-    return DensePeers(length, {}, refused)
+    part = part_of(length)
+    on_part = time_calls(dense_calls(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
+    found, refused = fastest_that_runs(
+        on_part.timed_ms, length, lambda name: measure({name: calls[name]}, device, rounds)[name]
+    )
+    return DensePeers(length, found, dict(on_part.refused) | refused)
 
 
 def time_calls(calls: Mapping[str, Call], length: int, device: torch.device, rounds: int) -> DensePeers:

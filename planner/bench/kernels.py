@@ -75,7 +75,7 @@ class KernelBench:
             if not numbers:
                 raise UsageError(f"expected at least one {what}, found none")
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
-            raise UsageError(f"expected 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
+            raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
         if self.rounds < 1:
             raise UsageError(f"expected one round or more, found {self.rounds}")
         for length in self.lengths:

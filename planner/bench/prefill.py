@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from sparsekv.kernels.dispatch import choose_backend
 from sparsekv.planner.bench.prefill_runs import Run, Setting, Way, layer_flops, run_prefill
 from sparsekv.planner.bench.random_model import BenchModel
+from sparsekv.planner.bench.ranking import RANKED_FROM, fastest_that_runs, part_of
 from sparsekv.planner.bench.rows import DensePeers, PrefillRow
 from sparsekv.planner.bench.timing import free_memory, in_short
 from sparsekv.planner.place import device_name, dtype_name
@@ -27,12 +29,12 @@ from sparsekv.plans.schema import Plan
 from sparsekv.runtime.checks import check_plan
 from sparsekv.runtime.describe import attention_groups
 
+Found = TypeVar("Found")
+
 # A first run as long as this is no warm-up: what is prepared once does not show in it.
 _LONG_MS = 5000.0
 _WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
 _OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
-# From here on a dense run takes minutes: ways are compared on a part of the prompt, and only the fastest runs on all.
-_RANKED_FROM, _RANKED_BY = 256 << 10, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,40 +138,34 @@ def _try_dense(
     setting: Setting, bench: PrefillBench, ids_1S: torch.Tensor
 ) -> tuple[dict[str, list[Run]], dict[str, str]]:
     """One run of each way, and why others do not run."""
-    tried: dict[str, list[Run]] = {}
-    refused: dict[str, str] = {}
-    few = bench.dense_layers
+    ways, few = setting.dense(), bench.dense_layers
+
+    def whole(name: str) -> list[Run]:
+        try:
+            way = ways[name]
+            return [_warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)]
+        finally:
+            free_memory(setting.device)
+
     # A model of one layer has no second one, by which ways are compared.
-    very_long = ids_1S.shape[1] >= _RANKED_FROM and setting.model.config.num_hidden_layers > 1
-    ways = _fastest_first(setting, ids_1S, refused) if very_long else setting.dense()
-    for name, way in ways.items():
-        if very_long and tried:
-            break
-        try:
-            run = _warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)
-            tried[name] = [run]
-            refused.pop(name, None)
-        except Exception as error:
-            refused[name] = in_short(error)
-        free_memory(setting.device)
-    return tried, refused
+    if ids_1S.shape[1] < RANKED_FROM or setting.model.config.num_hidden_layers == 1:
+        return _each(ways, whole)
+    part_1S = ids_1S[:, : part_of(ids_1S.shape[1])]
+    on_part, failed = _each(ways, lambda name: _extrapolated(setting, ways[name], part_1S, 1).milliseconds)
+    tried, refused = fastest_that_runs(on_part, ids_1S.shape[1], whole)
+    return tried, failed | refused
 
 
-def _fastest_first(setting: Setting, ids_1S: torch.Tensor, refused: dict[str, str]) -> dict[str, Way]:
-    """The ways that run a part of the prompt, in the order of what a layer takes; `refused` gets how they compare."""
-    found: dict[str, float] = {}
-    ways = setting.dense()
-    part_1S = ids_1S[:, : ids_1S.shape[1] // _RANKED_BY]
-    for name, way in ways.items():
+def _each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
+    """What every way gives, and why others do not run."""
+    found: dict[str, Found] = {}
+    refused: dict[str, str] = {}
+    for name in names:
         try:
-            found[name] = _extrapolated(setting, way, part_1S, 1).milliseconds
+            found[name] = run(name)
         except Exception as error:
             refused[name] = in_short(error)
-        free_memory(setting.device)
-    order = sorted(found, key=lambda name: found[name])
-    for name in order:
-        refused[name] = f"{found[name] / found[order[0]]:.2f} times the time of {order[0]} at {part_1S.shape[1]} tokens"
-    return {name: ways[name] for name in order}
+    return found, refused
 
 
 def _alternate(

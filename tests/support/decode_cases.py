@@ -8,6 +8,7 @@ import torch
 from attention_cases import Comparison
 
 from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.tiles import NO_TOKEN, AttentionOutput
 
 
@@ -111,6 +112,19 @@ def draw(case: DecodeCase, device: str = "cpu") -> DecodeProblem:
 def _tokens(case: DecodeCase, generator: torch.Generator) -> torch.Tensor:
     drawn = torch.randn((case.batch, case.tokens, case.kv_heads, case.dim), generator=generator).to(case.dtype)
     return drawn.transpose(1, 2) if case.token_major else drawn.transpose(1, 2).contiguous()
+
+
+def attend(problem: DecodeProblem, backend: str, want_lse: bool = True) -> AttentionOutput:
+    """The problem through the public call."""
+    return decode_attention(
+        problem.q_BHQD,
+        problem.k_BGSD,
+        problem.v_BGSD,
+        problem.rows,
+        scale=problem.scale,
+        want_lse=want_lse,
+        backend=backend,
+    )
 
 
 def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from index_cases import Layer
@@ -51,18 +52,25 @@ def call_of(layer: Layer, lines: dict[int, LineScores] | None = None) -> IndexCa
     return IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window, lines)
 
 
-def triton_index(layer: Layer, sizes: Sizes = SMALL, lines: dict[int, LineScores] | None = None) -> TileIndex:
-    """All heads by the Triton builder; every number of the index is poison before."""
+def triton_index(
+    layer: Layer, sizes: Sizes = SMALL, lines: dict[int, LineScores] | None = None, builder: Any = vertical_slash
+) -> TileIndex:
+    """All heads by a Triton builder; every number of the index is poison before."""
     call, heads = call_of(layer, lines), range(len(layer.patterns))
-    assert vertical_slash.obstacle(layer.patterns, call) is None
+    assert builder.obstacle(layer.patterns, call) is None
     with poisoned_memory():
-        prepared = vertical_slash.prepare(layer.patterns, heads, call, sizes)
+        prepared = builder.prepare(layer.patterns, heads, call, sizes)
         index = room_for([prepared.widths], call, ())
         prepared.fill(index)
     return index
 
 
 def torch_index(layer: Layer, lines: dict[int, LineScores] | None = None) -> TileIndex:
+    return index_by("torch", layer, lines)
+
+
+def index_by(builder: Any, layer: Layer, lines: dict[int, LineScores] | None = None) -> TileIndex:
+    """All heads by the public call."""
     return build_index(
         layer.patterns,
         layer.q_BHSD,
@@ -72,7 +80,7 @@ def torch_index(layer: Layer, lines: dict[int, LineScores] | None = None) -> Til
         scale=layer.scale,
         window=layer.window,
         lines=lines,
-        builder="torch",
+        builder=builder,
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
+from masks import AmbiguousScoresError, Row, brute_heads
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.budget import Budget, fraction, tokens
@@ -93,3 +95,20 @@ def layers(draw, kinds: st.SearchStrategy[Pattern] = patterns_) -> Layer:
         seed=draw(st.integers(0, 1 << 20)),
         spare=draw(st.integers(0, 150)),
     )
+
+
+def brute_rows(layer: Layer) -> list[list[list[Row]]]:
+    """What brute force lists; hypothesis draws another layer where scores are too near to one another."""
+    try:
+        return brute_heads(
+            layer.patterns,
+            layer.q_BHSD,
+            layer.k_BGKD,
+            layer.chunk,
+            layer.tile,
+            scale=layer.scale,
+            window=layer.window,
+        )
+    except AmbiguousScoresError:
+        assume(False)
+        raise

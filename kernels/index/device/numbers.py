@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.index.call import Layout, ceil_div
-from sparsekv.kernels.topk import kept_on_device, on_device
+from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.plans.patterns import VerticalSlash
 
 NO_HEAD = -1

@@ -18,7 +18,8 @@ import triton
 from sparsekv.kernels.index.call import IndexCall, ceil_div
 from sparsekv.kernels.index.device.antidiagonal import antidiagonal_kernel
 from sparsekv.kernels.index.tile_scores import STRIDE, TileScores, tiles_up_to
-from sparsekv.kernels.topk import blocks, on_device
+from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.topk import blocks
 from sparsekv.kernels.triton_support import (
     LONGEST_ROW_STRIDE,
     check_device,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.kernels.topk import blocks, on_device
+from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import TileShape
 
 

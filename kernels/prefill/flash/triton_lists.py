@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.prefill.flash.lists import BlockLists
 from sparsekv.kernels.prefill.triton_kernel import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.kernels.topk import on_device
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, draw
+from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, draw
 
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.dispatch import decode_attention
@@ -16,15 +16,7 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a
 def check(case: DecodeCase, backend: str, device: str = "cpu") -> None:
     problem = draw(case, device)
     for want_lse in (True, False):
-        found = decode_attention(
-            problem.q_BHQD,
-            problem.k_BGSD,
-            problem.v_BGSD,
-            problem.rows,
-            scale=problem.scale,
-            want_lse=want_lse,
-            backend=backend,
-        )
+        found = attend(problem, backend, want_lse)
         assert (found.lse_BHS is not None) == want_lse
         assert_close(found, problem)
 

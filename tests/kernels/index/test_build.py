@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from index_cases import TILES, Layer, layers, make_layer
-from masks import AmbiguousScoresError, Row, brute_computed_tiles, brute_heads, brute_mask
+from hypothesis import HealthCheck, given, settings
+from index_cases import TILES, Layer, brute_rows, layers, make_layer
+from masks import Row, brute_computed_tiles, brute_mask
 
 from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.index.build import build_index
@@ -40,22 +40,6 @@ def build(layer: Layer) -> TileIndex:
     )
 
 
-def brute(layer: Layer) -> list[list[list[Row]]]:
-    try:
-        return brute_heads(
-            layer.patterns,
-            layer.q_BHSD,
-            layer.k_BGKD,
-            layer.chunk,
-            layer.tile,
-            scale=layer.scale,
-            window=layer.window,
-        )
-    except AmbiguousScoresError:
-        assume(False)
-        raise
-
-
 def check_rows(index: TileIndex, rows: list[list[list[Row]]], patterns) -> None:
     """Lists, counts and live bits say exactly what brute force says, and padding rows say nothing."""
     columns, live = index.columns_BHC.tolist(), index.live_BHTN.tolist()
@@ -81,7 +65,7 @@ def check_rows(index: TileIndex, rows: list[list[list[Row]]], patterns) -> None:
 @often
 @given(layers())
 def test_index_is_what_brute_force_says_with_poison_all_around(layer: Layer) -> None:
-    rows = brute(layer)
+    rows = brute_rows(layer)
     index = build(layer)
     check_rows(index, rows, layer.patterns)
     assert torch.equal(
@@ -114,7 +98,7 @@ def test_index_is_well_formed(layer: Layer) -> None:
 @pytest.mark.parametrize("past", [0, 192, 201])
 def test_mixed_patterns_of_one_layer_do_not_disturb_each_other(tile: TileShape, past: int) -> None:
     layer = make_layer(MIXED, Chunk((past, 0), (past + 500, 333)), tile, kv_heads=2, spare=60, seed=3)
-    check_rows(build(layer), brute(layer), layer.patterns)
+    check_rows(build(layer), brute_rows(layer), layer.patterns)
 
 
 def test_blocks_of_rows_join_without_seams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,4 +149,4 @@ def test_gpu_builds_the_same_index_without_waiting(dtype: torch.dtype) -> None:
         index = build(layer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    check_rows(index, brute(layer), layer.patterns)
+    check_rows(index, brute_rows(layer), layer.patterns)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from device_index import SMALL, call_of, differences, poisoned_memory, torch_index
-from hypothesis import HealthCheck, assume, given, settings
+from device_index import differences, index_by, torch_index, triton_index
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_cases import TILES, Layer, budgets, layers, make_layer
-from masks import AmbiguousScoresError, brute_heads, brute_mask
+from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
+from masks import brute_mask
 
-from sparsekv.kernels.index.assemble import room_for
-from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.device import block_sparse
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk, TileIndex
@@ -22,14 +20,7 @@ SOME, FEW, LEAST, EVERY = (BlockSparse(keep=keep) for keep in (fraction(0.4), to
 
 
 def triton_blocks(layer: Layer) -> TileIndex:
-    """All heads by the Triton builder; every number of the index is poison before."""
-    call = call_of(layer)
-    assert block_sparse.obstacle(layer.patterns, call) is None
-    with poisoned_memory():
-        prepared = block_sparse.prepare(layer.patterns, range(len(layer.patterns)), call, SMALL)
-        index = room_for([prepared.widths], call, ())
-        prepared.fill(index)
-    return index
+    return triton_index(layer, builder=block_sparse)
 
 
 @pytest.mark.parametrize(
@@ -55,18 +46,7 @@ def test_triton_builds_the_index_of_torch_in_poisoned_memory(patterns, chunk, ti
 )
 @given(layers(st.builds(BlockSparse, keep=budgets)))
 def test_index_of_triton_is_what_brute_force_says(layer: Layer) -> None:
-    try:
-        rows = brute_heads(
-            layer.patterns,
-            layer.q_BHSD,
-            layer.k_BGKD,
-            layer.chunk,
-            layer.tile,
-            scale=layer.scale,
-            window=layer.window,
-        )
-    except AmbiguousScoresError:
-        assume(False)
+    rows = brute_rows(layer)
     queries = layer.q_BHSD.shape[2]
     assert torch.equal(
         mask_of(triton_blocks(layer), layer.chunk, queries, layer.window),
@@ -101,16 +81,5 @@ def test_heads_of_both_kinds_are_built_side_by_side() -> None:
     lines = VerticalSlash(vertical=tokens(20), slash=tokens(12), max_tiles=fraction(0.6))
     chosen = (SOME, lines, AShape(sink=tokens(1), window=tokens(90)), FEW)
     layer = make_layer(chosen, Chunk((7,), (170,)), TILES[0], kv_heads=2, seed=3)
-    found, expected = (
-        build_index(
-            layer.patterns,
-            layer.q_BHSD,
-            layer.k_BGKD,
-            layer.chunk,
-            layer.tile,
-            scale=layer.scale,
-            builder=builder,
-        )
-        for builder in ("triton", "torch")
-    )
+    found, expected = (index_by(builder, layer) for builder in ("triton", "torch"))
     assert differences(found, expected) == []

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_index import SMALL, call_of, differences, torch_index, triton_index
-from hypothesis import HealthCheck, assume, given, settings
+from device_index import SMALL, call_of, differences, index_by, torch_index, triton_index
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_cases import TILES, Layer, budgets, layers, make_layer
-from masks import AmbiguousScoresError, brute_heads, brute_mask
+from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
+from masks import brute_mask
 
 from sparsekv.kernels.index import build
-from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.device import vertical_slash
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk
@@ -70,18 +69,7 @@ small = st.builds(
 )
 @given(layers(small))
 def test_index_of_triton_is_what_brute_force_says(layer: Layer) -> None:
-    try:
-        rows = brute_heads(
-            layer.patterns,
-            layer.q_BHSD,
-            layer.k_BGKD,
-            layer.chunk,
-            layer.tile,
-            scale=layer.scale,
-            window=layer.window,
-        )
-    except AmbiguousScoresError:
-        assume(False)
+    rows = brute_rows(layer)
     index, queries = triton_index(layer), layer.q_BHSD.shape[2]
     assert torch.equal(
         mask_of(index, layer.chunk, queries, layer.window),
@@ -98,19 +86,6 @@ MIXED = (
     BlockSparse(keep=fraction(0.4)),
     NONE,
 )
-
-
-def index_by(builder: str, layer: Layer):
-    return build_index(
-        layer.patterns,
-        layer.q_BHSD,
-        layer.k_BGKD,
-        layer.chunk,
-        layer.tile,
-        scale=layer.scale,
-        window=layer.window,
-        builder=builder,
-    )
 
 
 def test_heads_of_other_patterns_keep_their_places_beside_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

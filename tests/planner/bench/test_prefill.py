@@ -150,7 +150,7 @@ def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_of_it_runs_alon
         ran.append((is_ours, ids.shape[1], layers))
         return found if layers is None else replace(found, milliseconds=layers * (50.0 if is_ours else 80.0))
 
-    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    monkeypatch.setattr(prefill, "RANKED_FROM", 512)
     monkeypatch.setattr(prefill, "_warmed", warmed)
     (row,) = rows_of(subject, plan)
     assert ran == [(False, 128, 1), (False, 128, 2), (True, 128, 1), (True, 128, 2), (True, 512, None)]
@@ -171,7 +171,7 @@ def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found if layers is None else replace(found, milliseconds=layers * (80.0 if found.stats else 50.0))
 
-    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    monkeypatch.setattr(prefill, "RANKED_FROM", 512)
     monkeypatch.setattr(prefill, "_warmed", warmed)
     (row,) = rows_of(subject, plan)
     assert list(row.dense_peers.timed_ms) == ["sparsekv dense"]
@@ -264,7 +264,7 @@ def test_layers_that_run_alone_have_their_room_before_the_clock_starts(subject, 
 def test_a_model_of_one_layer_runs_every_way_also_at_great_length(monkeypatch):
     model = tiny_model(layers=1, context=1024)
     one = BenchModel(model, info_of(model), "tiny", "random", "")
-    monkeypatch.setattr(prefill, "_RANKED_FROM", 512)
+    monkeypatch.setattr(prefill, "RANKED_FROM", 512)
     (row,) = rows_of(one, plan_for(model, every_head(model, STATIC)))
     assert row.dense_peers.timed_ms.keys() == {"transformers, SDPA", "sparsekv dense"}
     assert not row.dense_peers.refused
