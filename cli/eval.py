@@ -64,6 +64,7 @@ def evaluate(
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
     most = _one_length(length)
+    from sparsekv.planner.evaluation.batching import prompts_at_once
     from sparsekv.planner.evaluation.evaluate import evaluate as measure
     from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
@@ -84,7 +85,7 @@ def evaluate(
         samples,
         phase=phase,
         backend=backend_named(backend),
-        batch=batch or (8 if loaded.model.device.type == "cuda" else 1),
+        batch=batch or prompts_at_once(loaded.model, most),
         seed=seed,
         prefill_chunk=chunk,
         allow_mismatch=allow_mismatch,

@@ -29,8 +29,6 @@ TASKS = (*RETRIEVAL_TASKS, "perplexity")
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
-# At 4K the tiles that every pattern computes are a sixth of all with 128 x 128, a twelfth with 64 x 64.
-_FINE_UP_TO = 32768
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 
 
@@ -62,8 +60,7 @@ class PlanOptions:
         crossover: whether lengths at which dense is measured to be faster go dense.
         preset: "minference" for the search of MInference 1.0 as published.
         families: pattern families of the search; adaptive only when asked for.
-        tile: tile shape; None for 64 x 64 under the preset and on CUDA up to 32K tokens, where the finer choice keeps
-            more for the same tiles (benchmarks/RESULTS.md), else 128 x 128, which kernels compute fastest.
+        tile: tile shape; None for 64 x 64 under the preset, else 128 x 128, which kernels compute fastest.
         backend: prefill backend, or "auto".
         levels: the ladder of densities that is profiled, as multiples of the target, so that one profile serves
             several targets and a plan that misses its gate can be tightened; empty by device.
@@ -80,7 +77,7 @@ class PlanOptions:
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
         offload: whether the layers of segments keep their rows in host memory.
-        batch: most prompts evaluated at once; None by device.
+        batch: most prompts evaluated at once; None: as many as device memory holds at a length, one on a CPU.
         prefill_chunk: most tokens of a prompt given to the model at once in verification; None is all.
         seed: of calibration and verification samples.
         device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
@@ -143,7 +140,7 @@ class PlanOptions:
             self,
             lengths=lengths,
             target_density=() if preset else self._densities(lengths),
-            tile=self.tile or _default_tile(self.preset, on_gpu, lengths[-1]),
+            tile=self.tile_shape,
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
             row_stride=self.row_stride or (1 if on_gpu else 4),
             tasks=("kv_retrieval",) if preset and self.tasks == TASKS else self.tasks,
@@ -152,7 +149,6 @@ class PlanOptions:
             or (1 if preset else len(self.tasks) if on_gpu else min(3, len(self.tasks))),
             verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
-            batch=self.batch or (8 if on_gpu else 1),
             is_settled=True,
         )
 
@@ -183,10 +179,6 @@ def density_for(length: int) -> float:
             return round(top * math.pow(bottom / top, share), 4)
         low, top = high, bottom
     return top
-
-
-def _default_tile(preset: Preset | None, on_gpu: bool, longest: int) -> TileShape:
-    return TileShape(query=64, key=64) if preset or (on_gpu and longest <= _FINE_UP_TO) else TileShape()
 
 
 def _default_lengths(context_length: int, device_type: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sparsekv.planner.evaluation.batching import prompts_at_once
 from sparsekv.planner.evaluation.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
 from sparsekv.planner.evaluation.results import EvalResult, TaskResult, merged
 from sparsekv.planner.options import Gate, PlanOptions
@@ -90,7 +91,7 @@ def verify(
             options.tasks,
             length,
             options.verify_samples or 0,
-            batch=options.batch or 1,
+            batch=options.batch or prompts_at_once(loaded.model, length),
             seed=options.seed + _SEED_APART,
             prefill_chunk=options.prefill_chunk,
             kit=source,

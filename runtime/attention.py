@@ -68,7 +68,10 @@ def attention_forward(
         )
     layer: Any = module.layer_idx
     call = LayerCall(layer, query, key, value, context.cache, scaling, sliding_window)
-    out_BHSD = _ForwardOnly.apply(context.engine, call, query)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        out_BHSD = _ForwardOnly.apply(context.engine, call, query)  # type: ignore[no-untyped-call]
+    else:
+        out_BHSD = context.engine.attend(call)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 

@@ -12,10 +12,10 @@ import torch
 
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.dispatch import decode_attention
+from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.plans.decode import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.cache import Choice, SparseLayer
 from sparsekv.runtime.engine import LayerCall
-from sparsekv.runtime.prefill import attend_dense
 from sparsekv.runtime.select import choose_tokens, tokens_for_layer, window_queries, within_window
 from sparsekv.runtime.stats import Meter
 
@@ -33,7 +33,7 @@ def attend_decode(call: LayerCall, plan: DecodePlan | None, backend: str, meter:
         _choose(call, filtered, k_BGSD)
     visible = _visible(call)
     meter.add_decode(visible, visible)
-    return attend_dense(call, k_BGSD, v_BGSD)
+    return attend_newest(call.q_BHSD, k_BGSD, v_BGSD, scale=call.scale, window=call.window)
 
 
 def filter_windows(plan: DecodePlan | None) -> dict[int, int]:

@@ -47,7 +47,8 @@ class DeviceStore:
         """The place behind the tokens held. Raises ShapeError when the layout does not fit."""
         check_layout(self._k_BGCD, layout)
         stop = self._length + tokens
-        self._make_room(stop, layout)
+        if self._k_BGCD is None or stop > self._k_BGCD.shape[2]:
+            self._make_room(stop, layout)
         k_BGCD, v_BGCD = self._buffers()
         return k_BGCD[:, :, self._length : stop], v_BGCD[:, :, self._length : stop]
 

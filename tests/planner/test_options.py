@@ -91,12 +91,11 @@ def test_own_prompts_are_all_used_unless_samples_says_otherwise() -> None:
     assert PlanOptions(prompts=("a",) * 9, samples=4).settled(32768, "cpu").samples == 4
 
 
-def test_tiles_are_fine_on_a_gpu_up_to_32k_and_coarse_elsewhere() -> None:
+def test_tiles_are_128_unless_a_preset_or_the_caller_says_otherwise() -> None:
     def rows(device: str, **asked: object) -> int:
         return PlanOptions(**asked).settled(131072, device).tile.query
 
-    assert rows("cuda", lengths=(4096, 32768)) == 64
-    assert rows("cuda", lengths=(4096, 131072)) == 128
-    assert rows("cpu", lengths=(4096,)) == 128
-    assert rows("cpu", lengths=(4096,), preset="minference") == 64
-    assert rows("cuda", lengths=(4096,), tile=TileShape(query=128, key=128)) == 128
+    for device in ("cpu", "cuda"):
+        assert rows(device, lengths=(4096, 131072)) == 128
+        assert rows(device, lengths=(4096,), preset="minference") == 64
+        assert rows(device, lengths=(4096,), tile=TileShape(query=64, key=64)) == 64
