@@ -30,5 +30,5 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
-    widest = held + 3 * config.intermediate_size
+    widest: int = held + 3 * config.intermediate_size
     return (cached + widest) * torch.empty((), dtype=model.dtype).element_size()
