@@ -20,7 +20,7 @@ def own_prompts(file: Path) -> tuple[str, ...]:
     text = text_of(file)
     if file.suffix.lower() != ".jsonl":
         return (text,)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return tuple(_prompt(file, number, line) for number, line in lines)
 
 

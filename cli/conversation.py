@@ -53,8 +53,8 @@ class Conversation:
             return encode_prompt(tokenizer, text, chat=self.chat)
         if self.chat and tokenizer.chat_template is not None:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-        return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False)["input_ids"])
+            return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
 
     @property
     def dense_bytes(self) -> int:

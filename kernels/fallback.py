@@ -36,6 +36,7 @@ class Fallback:
         self._backend = backend
         self._failed: dict[str, str] = {}
         self._builder: BuilderName = "auto"
+        self._builder_failed = ""
 
     @property
     def backend(self) -> str:
@@ -46,6 +47,11 @@ class Fallback:
     def failed(self) -> dict[str, str]:
         """The backends that were given up, and why. They are not tried again."""
         return dict(self._failed)
+
+    @property
+    def builder_failed(self) -> str:
+        """Why indices are no longer built by Triton; empty where nothing failed."""
+        return self._builder_failed
 
     def run(self, call: Callable[[str], Found], q_BHSD: torch.Tensor, tile: TileShape | None = None) -> Found:
         """`call(backend)`, on the first backend from the present one on that gets through it.
@@ -86,9 +92,9 @@ class Fallback:
             of_input = isinstance(error, SparseKVError) and not isinstance(error, BackendError)
             if of_input or self._builder == "torch" or not builds_by_triton(device) or not _alive(device):
                 raise
-            self._builder = "torch"
+            self._builder, self._builder_failed = "torch", _told(error)
             warnings.warn(
-                f"building indices by Triton failed ({_told(error)}); torch builds them from here on, which is slower",
+                f"building indices by Triton failed ({self._builder_failed}); torch builds them from here on, which is slower",
                 BackendWarning,
                 stacklevel=3,
             )

@@ -26,8 +26,9 @@ KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "adaptive")
 RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
 TASKS = (*RETRIEVAL_TASKS, "perplexity")
 
-# Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
-_DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
+# Density by length, between which density_for interpolates in log length. Attention grows sparser with length. Of fewer
+# than five tiles, every pattern computes nine in ten.
+_DENSITIES = ((639, 1.0), (640, 0.80), (1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 
@@ -77,7 +78,7 @@ class PlanOptions:
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
         offload: whether the layers of segments keep their rows in host memory.
-        batch: most prompts evaluated at once; None: as many as device memory holds at a length, one on a CPU.
+        batch: most prompts evaluated at once; None: as many as surely fit at a length, one on a CPU.
         prefill_chunk: most tokens of a prompt given to the model at once in verification; None is all.
         seed: of calibration and verification samples.
         device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
@@ -189,7 +190,7 @@ def _default_lengths(context_length: int, device_type: str) -> tuple[int, ...]:
 def _check(options: PlanOptions) -> None:
     def expect(holds: bool, what: str, found: object) -> None:
         if not holds:
-            raise UsageError(f"expected {what}, found {found!r}")
+            raise UsageError(f"expected {what}, found {_told(found)}")
 
     expect(all(length > 0 for length in options.lengths), "positive lengths", options.lengths)
     expect(len(set(options.lengths)) == len(options.lengths), "each length once", options.lengths)
@@ -198,9 +199,9 @@ def _check(options: PlanOptions) -> None:
     expect(bool(options.tasks) and not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown or options.tasks)
     speedup = options.target_speedup
     expect(speedup is None or 1.0 < speedup < math.inf, "a target speedup above 1", speedup)
-    expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {PHASES}", options.phases)
+    expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {_told(PHASES)}", options.phases)
     known = FAMILIES if options.preset else KNOWN_FAMILIES  # the published search has no other
-    expect(bool(options.families) and set(options.families) <= set(known), f"families of {known}", options.families)
+    expect(bool(options.families) and set(options.families) <= set(known), f"families of {_told(known)}", options.families)
     expect(all(level > 0 for level in options.levels), "positive levels", options.levels)
     expect(options.row_stride is None or options.row_stride >= 1, "a row stride of 1 or more", options.row_stride)
     expect(options.samples is None or options.samples >= 1, "at least one calibration sample", options.samples)
@@ -216,6 +217,10 @@ def _check(options: PlanOptions) -> None:
     expect(0.0 <= options.decode_loss < math.inf, "a decode loss of zero or more", options.decode_loss)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
+
+
+def _told(found: object) -> str:
+    return ", ".join(map(str, found)) or "none" if isinstance(found, tuple | list) else repr(found)
 
 
 def _shares(values: Sequence[float]) -> bool:

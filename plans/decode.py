@@ -18,7 +18,9 @@ from sparsekv.plans.parts import Count, FieldError, Flag, Index, Length, Part, i
 
 
 def _layer_key(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5 else key
+    """A layer as YAML or JSON may write it. One spelling each: two of one layer would pass for different keys."""
+    is_layer = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5 and str(int(key)) == key
+    return int(key) if is_layer else key
 
 
 HeadMap = Annotated[dict[Annotated[Index, BeforeValidator(_layer_key)], tuple[Index, ...]], AfterValidator(in_order)]

@@ -42,6 +42,11 @@ class Handle:
         return BackendChoice(fallback.backend, "took over", choice.rejected + failed)
 
     @property
+    def builder_failed(self) -> str:
+        """Why torch builds the indices in place of Triton; empty where Triton did not fail."""
+        return self._engine.fallback.builder_failed
+
+    @property
     def closed(self) -> bool:
         """Whether the model is back as it was."""
         return not self._engine.open

@@ -55,8 +55,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool =
     if chat and tokenizer.chat_template is not None:
         turn = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    return tuple(tokenizer(text)["input_ids"])
+        return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    return tuple(tokenizer(text, verbose=False)["input_ids"])
 
 
 def generate_stream(

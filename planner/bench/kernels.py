@@ -14,7 +14,7 @@ import torch
 
 from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.dispatch import BACKENDS, choose_backend, prefill_attention
-from sparsekv.kernels.index.build import BUILDERS, BuilderName, build_index
+from sparsekv.kernels.index.build import BUILDERS, BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex
 from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_dense
 from sparsekv.planner.bench.planted import Planted, check_plantable, plant
@@ -76,6 +76,12 @@ class KernelBench:
                 raise UsageError(f"expected at least one {what}, found none")
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
             raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
+        if self.last_q is not None and not {"vertical_slash", "mixed"} & set(self.patterns):
+            raise UsageError(
+                f"expected --last-q with vertical_slash heads, which sample queries, found {', '.join(self.patterns)}"
+            )
+        if self.builder == "triton" and not builds_by_triton(self.device):
+            raise UsageError(f"expected --builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
         if self.rounds < 1:
             raise UsageError(f"expected one round or more, found {self.rounds}")
         for length in self.lengths:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.kernels.fallback import BackendWarning
 from sparsekv.planner.bench.prefill_runs import Run, Setting, Way, layer_flops, run_prefill
 from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.ranking import RANKED_FROM, fastest_that_runs, part_of
@@ -94,6 +95,7 @@ def bench_prefill(
     setting = Setting(model, plan, bench.backend, bench.kv_host_layers, bench.chunk)
     with (progress or NoProgress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the plan warns of was said above
+        warnings.simplefilter("default", BackendWarning)
         for length in bench.lengths:
             step.advance(0, note=f"{format_length(length)} tokens")
             blank = PrefillRow(
@@ -125,10 +127,10 @@ def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow
         if 0 < (bench.kv_host_layers or 0) < blank.layers:
             dense_note += ", without the copies of layers in host memory"
     again = tried if bench.dense_layers is None else {}
-    _alternate(setting, ways, again, sparse, ids_1S, bench.repeats)
+    broken = _alternate(setting, ways, again, sparse, ids_1S, bench.repeats)
     timed_ms = {name: statistics.median(run.milliseconds for run in runs) for name, runs in tried.items()}
     peers = DensePeers(blank.length, timed_ms, refused)
-    row = _noted(replace(blank, dense_peers=peers), dense_note)
+    row = _noted(_noted(replace(blank, dense_peers=peers), dense_note), broken)
     if peers.fastest:
         row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak=_peak(tried[peers.fastest], bench))
     return _with_sparse(row, setting, sparse) if sparse else row
@@ -175,14 +177,21 @@ def _alternate(
     sparse: list[Run],
     ids_1S: torch.Tensor,
     repeats: int,
-) -> None:
-    """The other repeats: dense ways that may be the fastest, and sparse, every other round backwards."""
+) -> str:
+    """The other repeats: dense ways that may be the fastest, and sparse, every other round backwards.
+
+    What fails ends the repeats, as the others would no longer be timed in turn with it; returns what there is to say.
+    """
     least = min((runs[0].milliseconds for runs in tried.values()), default=0.0)
     near = [name for name, runs in tried.items() if runs[0].milliseconds <= _OUT_OF_REACH * least]
     turns = [(tried[name], ways[name]) for name in near] + ([(sparse, setting.sparse())] if sparse else [])
     for number in range(1, repeats):
         for runs, way in turns[:: -1 if number % 2 else 1]:
-            runs.append(run_prefill(setting, way, ids_1S))
+            try:
+                runs.append(run_prefill(setting, way, ids_1S))
+            except Exception as error:
+                return f"repeat {number + 1} failed, and the ones before it are shown: {in_short(error)}"
+    return ""
 
 
 def _warmed(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
@@ -213,6 +222,8 @@ def _with_sparse(row: PrefillRow, setting: Setting, runs: list[Run]) -> PrefillR
     stats, plan, ran = runs[-1].stats, setting.plan.prefill, runs[-1].backend
     if ran is not None and ran != row.backend:
         row = _noted(replace(row, backend=ran), f"{row.backend} failed, and {ran} took over")
+    if runs[-1].builder_failed:
+        row = _noted(row, f"torch built the indices, which is slower: Triton failed ({runs[-1].builder_failed})")
     if stats is None:
         return replace(row, sparse_ms=milliseconds, sparse_peak=runs[-1].peak)
     tile = plan.tile if plan else TileShape()  # what the runtime counts in where there is no plan

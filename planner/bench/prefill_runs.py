@@ -27,7 +27,7 @@ from sparsekv.runtime.generate import piece_sizes
 from sparsekv.runtime.stats import RunStats
 
 MakeCache = Callable[[int], Cache]
-Told = tuple[RunStats | None, str | None]  # where a plan was applied, what was counted, and the backend that ran
+Told = tuple[RunStats | None, str | None, str]  # see Run
 Way = Callable[[], AbstractContextManager[tuple[MakeCache, Callable[[], Told]]]]
 
 
@@ -39,6 +39,7 @@ class Run:
     peak: int | None  # most bytes of device memory, weights included; None on a CPU
     stats: RunStats | None  # where a plan was applied
     backend: str | None = None  # that computed prefill in the end, where a plan was applied: one that fails is replaced
+    builder_failed: str = ""  # why torch built the indices in place of Triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def layer_flops(model: PreTrainedModel, tokens: int) -> float:
 
 @contextmanager
 def _unmodified(model: PreTrainedModel) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
-    yield lambda length: DynamicCache(config=model.config), lambda: (None, None)
+    yield lambda length: DynamicCache(config=model.config), lambda: (None, None, "")
 
 
 @contextmanager
@@ -141,7 +142,7 @@ def _applied(setting: Setting, sparse: bool) -> Iterator[tuple[MakeCache, Callab
         kv_host_layers=setting.kv_host_layers,
     )
     with handle:
-        yield handle.new_cache, lambda: (handle.stats(), handle.backend.name)
+        yield handle.new_cache, lambda: (handle.stats(), handle.backend.name, handle.builder_failed)
 
 
 @contextmanager
@@ -149,7 +150,7 @@ def _captured(
     model: PreTrainedModel, observer: Callable[[AttentionCall], torch.Tensor | None]
 ) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
     with capture_attention(model, observer):
-        yield lambda length: DynamicCache(config=model.config), lambda: (None, None)
+        yield lambda length: DynamicCache(config=model.config), lambda: (None, None, "")
 
 
 def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:

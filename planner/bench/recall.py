@@ -19,6 +19,7 @@ from sparsekv.planner.bench.structure import HeadTruth
 
 _BLOCK_ELEMENTS = 1 << 26  # of a block of scores
 _ROW_TILES = 64  # that hot tiles are looked for in
+_LARGEST_TILE, _ODD = 128, 37  # rows of a tile, and a number that no tile is a multiple of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,16 @@ class RowCheck:
 
 
 def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
-    """Rows spread evenly, the last one among them."""
+    """Rows spread evenly, the last one among them, at ever other places within their tiles.
+
+    The last row of a tile sees all of its diagonal tile: rows that were always the last would not tell a causal mask
+    from none.
+    """
     count = min(count, length)
-    return tuple((place + 1) * length // count - 1 for place in range(count))
+    step = min(_LARGEST_TILE, length // count)
+    return tuple(
+        (place + 1) * length // count - 1 - (count - 1 - place) * _ODD % step for place in range(count)
+    )
 
 
 def find_planted(planted: Planted, index: TileIndex) -> Recall:

@@ -1,4 +1,8 @@
-"""How many prompts of a length are run at once: as many as device memory surely holds."""
+"""How many prompts of a length are run at once: as many as a device's memory surely holds.
+
+What is free at the moment is not asked: rounding depends on the batch, and two compiles of one profile on one kind of
+device are to give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,26 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.runtime.describe import attention_groups
 
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64
-# The rest is for what is not counted here: indices, logits, what the allocator cannot use.
-_SHARE_OF_FREE = 0.4
+# Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
+_SHARE = 0.4
+_SCORED = Perplexity().most_scored + 1  # tokens of a prompt that are scored, at most
+# Tensors as large as the float32 scores that are alive at once: both models', their logarithms, what divides them.
+_SCORES = 8
 
 
 def prompts_at_once(model: PreTrainedModel, length: int) -> int:
-    """Prompts of `length` tokens that run together; one on a CPU, where a single one keeps all cores busy."""
+    """Prompts of `length` tokens that run together, a power of two; one on a CPU, where one keeps all cores busy."""
     if model.device.type != "cuda":
         return 1
-    free, _ = torch.cuda.mem_get_info(model.device)
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return max(1, min(_MOST, int(_SHARE_OF_FREE * free) // (length * bytes_per_token(model))))
+    total: int = torch.cuda.get_device_properties(model.device).total_memory
+    left = total - sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    fitting = int(_SHARE * left) // (length * bytes_per_token(model) + bytes_to_score(model))
+    return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
@@ -32,3 +41,10 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
     widest: int = held + 3 * config.intermediate_size
     return (cached + widest) * torch.empty((), dtype=model.dtype).element_size()
+
+
+def bytes_to_score(model: PreTrainedModel) -> int:
+    """The scores of the vocabulary for the tokens of one answer, as often as evaluation holds them."""
+    config: Any = model.config
+    vocabulary: int = config.vocab_size
+    return _SCORES * 4 * _SCORED * vocabulary

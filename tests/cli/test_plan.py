@@ -232,6 +232,15 @@ def test_calibration_prompts_name_the_line_that_is_wrong(sparsekv, model, out, t
     assert word in done.err
 
 
+def test_calibration_prompts_may_hold_line_separators(sparsekv, model, priced, out, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    prompt = "ab\u2028cd\x85 " * 200
+    file.write_text(json.dumps({"prompt": prompt, "answer": "b"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    own = ("--lengths", "1k", "--no-crossover", *priced, "--no-verify", "--only", "decode")
+    done = sparsekv("plan", model, "-o", out, *own, "--prompts", file)
+    assert done.code == 0, done.err
+
+
 def test_own_calibration_prompts_are_used(sparsekv, model, priced, out, tmp_path):
     lines, text = tmp_path / "prompts.jsonl", tmp_path / "prompt.txt"
     lines.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c" * 40}) + "\n")

@@ -132,6 +132,7 @@ REJECTED = {
     "window of zero": ((*SEGMENTS, 0, "window"), 0, "greater than or equal to 1"),
     "unknown selector": ((*SEGMENTS, 0, "selector"), "first", "uniform"),
     "head map of another layer": ((*SEGMENTS, 1, "heads"), {"4": [0, 1]}, "4-5"),
+    "head map with a layer twice": ((*SEGMENTS, 1, "heads"), {"04": [0, 1], 4: [1, 0], "5": [0, 1]}, "integer"),
     "head map with a bad key": ((*SEGMENTS, 1, "heads"), {"x": [0, 1], "5": [0, 1]}, "integer"),
     "head map too short": ((*SEGMENTS, 1, "heads"), {"4": [0], "5": [0, 1]}, "2 entries"),
     "head map out of range": ((*SEGMENTS, 1, "heads"), {"4": [0, 2], "5": [0, 1]}, "of the 2"),

@@ -106,6 +106,29 @@ def test_a_wrong_output_has_no_time(monkeypatch, wrong):
     assert row.speedup is None
 
 
+@pytest.mark.parametrize("mix", ["vertical_slash", "a_shape", "block_sparse"])
+def test_an_output_that_sees_the_whole_diagonal_tile_has_no_time(monkeypatch, mix):
+    real = kernels.prefill_attention
+
+    def leaky(q, k, v, index, chunk, *, scale, backend):
+        """Right in the last row of every tile, which sees all of it."""
+        found = real(q, k, v, index, chunk, scale=scale, backend=backend)
+        last_S1 = (torch.arange(q.shape[2]) % index.tile.query == index.tile.query - 1)[:, None]
+        return type(found)(torch.where(last_S1, found.out_BHSD, _uncausal(q, k, v, index, scale)), found.lse_BHS)
+
+    monkeypatch.setattr(kernels, "prefill_attention", leaky)
+    (row,) = bench_kernels(bench(lengths=(1024,), patterns=(mix,)))
+    assert "wrong" in row.note
+    assert row.sparse_ms is None
+
+
+def _uncausal(q, k, v, index, scale):
+    """Every row attends to every key up to the end of its own tile."""
+    end = torch.arange(q.shape[2]) // index.tile.query * index.tile.query + index.tile.query
+    keep = torch.arange(k.shape[2]) < end[:, None]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=True)
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_mix_deals_a_family_to_each_head(mix):
     families = families_of(mix, 8)
@@ -123,6 +146,8 @@ def test_every_mix_deals_a_family_to_each_head(mix):
         ({"densities": (2.0,)}, "density"),
         ({"heads": 3, "kv_heads": 2}, "multiple"),
         ({"rounds": 0}, "round"),
+        ({"patterns": ("a_shape",), "last_q": 64}, "last-q"),
+        ({"builder": "triton"}, "builder"),
         ({"lengths": (256,)}, "tiles"),
     ],
 )

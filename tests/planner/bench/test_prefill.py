@@ -213,6 +213,43 @@ def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, monkeypat
     assert "sparse: out of memory" in row.note
 
 
+def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, monkeypatch):
+    real, runs = prefill.run_prefill, []
+
+    def failing(setting, way, ids, layers=None):
+        runs.append(real(setting, way, ids, layers))
+        if len(runs) == 8:  # each of the three ways runs twice, and then they take turns
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return runs[-1]
+
+    monkeypatch.setattr(prefill, "run_prefill", failing)
+    (row,) = rows_of(subject, plan, repeats=5)
+    assert len(runs) == 8
+    assert row.sparse_ms > 0
+    assert row.dense_ms > 0
+    assert "repeat 2 failed" in row.note
+    assert "out of memory" in row.note
+
+
+def test_a_row_says_when_torch_built_the_indices_because_triton_failed(subject, plan, monkeypatch):
+    from sparsekv.kernels import fallback
+    from sparsekv.runtime import prefill as runtime_prefill
+
+    real = runtime_prefill.build_index
+
+    def failing(*args, builder, **rest):
+        if builder != "torch":
+            raise RuntimeError("no kernel image")
+        return real(*args, builder=builder, **rest)
+
+    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    monkeypatch.setattr(runtime_prefill, "build_index", failing)
+    with pytest.warns(fallback.BackendWarning, match="torch builds them"):
+        (row,) = rows_of(subject, plan)
+    assert "torch built the indices" in row.note
+    assert "no kernel image" in row.note
+
+
 def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
     with pytest.raises(PromptError, match="1024"):
         rows_of(subject, plan, lengths=(2048,))

@@ -100,8 +100,16 @@ def test_a_backend_that_computes_the_index_has_no_error(p):
 
 
 def test_rows_are_spread_to_the_last_one_also_where_there_are_few():
-    assert sample_rows(1000, 4) == (249, 499, 749, 999)
     assert sample_rows(3, 8) == (0, 1, 2)
+    for length in (100, 1000, 131072):
+        rows = sample_rows(length)
+        assert rows[-1] == length - 1
+        assert all(place * length // 32 <= row < (place + 1) * length // 32 for place, row in enumerate(rows))
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_rows_lie_at_different_places_of_their_tiles(tile):
+    assert len({row % tile for row in sample_rows(131072)}) > 16
 
 
 def test_a_listed_column_that_the_row_does_not_compute_is_not_found(p):

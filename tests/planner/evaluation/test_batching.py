@@ -22,13 +22,14 @@ def _llama(dtype: torch.dtype) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(dtype)
 
 
-def _on_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> Any:
-    """A model that says it is on a GPU with so much memory left."""
+def _on_gpu(monkeypatch: pytest.MonkeyPatch, total: int, vocabulary: int = 50) -> Any:
+    """A model that says it is on a GPU with so much memory."""
     model = _llama(torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    return SimpleNamespace(config=model.config, dtype=model.dtype, device=torch.device("cuda", 0))
+    model.config.vocab_size = vocabulary
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    return SimpleNamespace(
+        config=model.config, dtype=model.dtype, device=torch.device("cuda", 0), parameters=model.parameters
+    )
 
 
 def test_a_token_costs_its_keys_and_values_of_every_layer_and_the_widest_layer_once() -> None:
@@ -44,15 +45,25 @@ def test_one_prompt_at_once_on_a_cpu() -> None:
 
 def test_longer_prompts_are_fewer_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _on_gpu(monkeypatch, 8 * GIB)
-    counts = [prompts_at_once(model, length) for length in (4096, 65536, 262144, 16 << 20)]
+    lengths = (4096, 65536, 262144, 16 << 20)
+    counts = [prompts_at_once(model, length) for length in lengths]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[2] > 1
     assert counts[-1] == 1
-    assert counts[2] * 262144 * bytes_per_token(model) < 8 * GIB
+    assert all(count.bit_count() == 1 for count in counts)
+    assert counts[2] * 262144 * bytes_per_token(model) < 4 * GIB
 
 
-def test_what_the_allocator_holds_unused_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _on_gpu(monkeypatch, 1 * GIB)
+def test_a_large_vocabulary_counts_where_the_model_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (prompts_at_once(_on_gpu(monkeypatch, 24 * GIB, words), 1024) for words in (4096, 152_000))
+    assert small > large
+    # Both models' scores of 257 tokens, as float32: at least so much is alive at once.
+    assert large * 2 * 257 * 152_000 * 4 < 12 * GIB
+
+
+def test_weights_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _on_gpu(monkeypatch, 8 * GIB)
     before = prompts_at_once(model, 65536)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
-    assert prompts_at_once(model, 65536) > before
+    heavy = SimpleNamespace(numel=lambda: 3 * GIB, element_size=lambda: 2)
+    model.parameters = lambda: iter([heavy])
+    assert prompts_at_once(model, 65536) < before
