@@ -94,7 +94,8 @@ class Fallback:
                 raise
             self._builder, self._builder_failed = "torch", _told(error)
             warnings.warn(
-                f"building indices by Triton failed ({self._builder_failed}); torch builds them from here on, which is slower",
+                f"building indices by Triton failed ({self._builder_failed}); torch builds them from here on, which is "
+                "slower",
                 BackendWarning,
                 stacklevel=3,
             )

@@ -28,7 +28,16 @@ TASKS = (*RETRIEVAL_TASKS, "perplexity")
 
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length. Of fewer
 # than five tiles, every pattern computes nine in ten.
-_DENSITIES = ((639, 1.0), (640, 0.80), (1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
+_DENSITIES = (
+    (639, 1.0),
+    (640, 0.80),
+    (1024, 0.80),
+    (4096, 0.44),
+    (16384, 0.29),
+    (32768, 0.21),
+    (131072, 0.12),
+    (1048576, 0.06),
+)
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 
@@ -201,7 +210,9 @@ def _check(options: PlanOptions) -> None:
     expect(speedup is None or 1.0 < speedup < math.inf, "a target speedup above 1", speedup)
     expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {_told(PHASES)}", options.phases)
     known = FAMILIES if options.preset else KNOWN_FAMILIES  # the published search has no other
-    expect(bool(options.families) and set(options.families) <= set(known), f"families of {_told(known)}", options.families)
+    expect(
+        bool(options.families) and set(options.families) <= set(known), f"families of {_told(known)}", options.families
+    )
     expect(all(level > 0 for level in options.levels), "positive levels", options.levels)
     expect(options.row_stride is None or options.row_stride >= 1, "a row stride of 1 or more", options.row_stride)
     expect(options.samples is None or options.samples >= 1, "at least one calibration sample", options.samples)

@@ -55,9 +55,7 @@ def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
     """
     count = min(count, length)
     step = min(_LARGEST_TILE, length // count)
-    return tuple(
-        (place + 1) * length // count - 1 - (count - 1 - place) * _ODD % step for place in range(count)
-    )
+    return tuple((place + 1) * length // count - 1 - (count - 1 - place) * _ODD % step for place in range(count))
 
 
 def find_planted(planted: Planted, index: TileIndex) -> Recall:

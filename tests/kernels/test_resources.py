@@ -22,6 +22,16 @@ def resources(*arguments: str) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.parametrize("capability", ["80", "86", "90", "120"])
+def test_index_building_does_not_spill_registers(capability: str) -> None:
+    found = resources("--capability", capability, "--kernel", "index", "blocks")
+    assert {"stats_kernel", "lines_kernel", "select_kernel", "rows_kernel", "choose_kernel"} <= {
+        built["kernel"] for built in found
+    }
+    assert any("last_q 256" in str(built["case"]) for built in found)
+    assert not [built for built in found if built["spilled_bytes"]]
+
+
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_prefill_and_decode_do_not_spill_registers(capability: str) -> None:
     found = resources("--capability", capability, "--kernel", "prefill", "decode")

@@ -7,7 +7,8 @@ Blocks of weights are held upside down, keys by rows, so that sums over the rows
 a block is skewed: row r is read r keys higher. The diagonals of a block then take the weights above its own diagonal
 from the block itself and those below from the one before, which waits in registers. The rows of strip s lie s blocks
 further back, so their weights wait s steps: the diagonals of all strips then coincide, are added, and are skewed once.
-No two programs add to one number: results are the same run to run.
+No two programs of a launch add to one number: results are the same run to run. Where so many rows do not fit in the
+registers, launches of some strips each follow one another, and all but the first add to what is there.
 
 Shapes: P slots (heads of a program), M stacked rows, N keys of a step, R runs of the first pass; see sample.py.
 """
@@ -58,14 +59,24 @@ def _pad(plane_P, held_P, length, PADDING: tl.constexpr):
 
 
 @triton.jit
+def _put(at, x, keep, ADD: tl.constexpr):
+    """Stores, or adds to what an earlier launch stored."""
+    if ADD:
+        x += tl.load(at, mask=keep, other=0.0)
+    tl.store(at, x, mask=keep)
+
+
+@triton.jit
 def _step(
     waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
     first_key, begin, end, length, k_stride_S, scale_log2, window,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, FIRST_ROW: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Stores one block of columns and one of diagonals; returns what waits for the next blocks."""
-    # Keys and diagonals are numbered alike: a program owns those with begin <= number < end.
+    # Keys and diagonals are numbered alike: a program owns those with begin <= number < end. Diagonals are counted from
+    # the first row of this launch: none that a key lies on is beyond the last offset.
     number_N = first_key + tl.arange(0, BLOCK_N)
     k_ND = load_keys(k_base, first_key, length, k_stride_S, MASKED, D, BLOCK_D, BLOCK_N, UPCAST)
     columns_NP = tl.zeros([BLOCK_N, SLOTS], tl.float32)
@@ -86,8 +97,10 @@ def _step(
             still_waiting = still_waiting + (p_NM,)
     diagonals_NP = _add_diagonals(whole_NM, before_NM, SLOTS, ROWS, BLOCK_N)
     keep_NP = ((number_N >= begin) & (number_N < end))[:, None] & held_P[None, :]
-    tl.store(vertical_P[None, :] + number_N[:, None], columns_NP, mask=keep_NP)
-    tl.store(slash_P[None, :] + (length - 1 - number_N)[:, None], diagonals_NP, mask=keep_NP)
+    _put(vertical_P[None, :] + number_N[:, None], columns_NP, keep_NP, FIRST_ROW > 0)
+    if FIRST_ROW > 0:
+        keep_NP = keep_NP & (number_N < length - FIRST_ROW)[:, None]
+    _put(slash_P[None, :] + (length - 1 - FIRST_ROW - number_N)[:, None], diagonals_NP, keep_NP, FIRST_ROW > 0)
     return still_waiting, whole_NM
 
 
@@ -98,12 +111,14 @@ def lines_kernel(
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,
     scale_log2, window, heads, run, runs, keys,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, MOST_RUNS: tl.constexpr, PADDING: tl.constexpr,
-    STAGES: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    STRIPS: tl.constexpr, FIRST_ROW: tl.constexpr, ALL_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    MOST_RUNS: tl.constexpr, PADDING: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (units, runs of `run` keys, batch). A program owns the columns and the diagonals c of its run.
 
-    The diagonals that begin before the run cost STRIPS steps before it.
+    A launch serves STRIPS strips from FIRST_ROW on, of the ALL_ROWS rows that the first pass left statistics of. The
+    diagonals that begin before the run cost STRIPS steps before it.
     """
     tl.static_assert(BLOCK_N >= ROWS, "a diagonal must not span more than two blocks")
     tl.static_assert(STRIPS == 1 or BLOCK_N == ROWS, "strips must lie one block apart")
@@ -112,13 +127,14 @@ def lines_kernel(
     past = tl.load(past_ptr + batch)
     length = tl.load(length_ptr + batch)
     own_M, back_M = held_rows(slots_ptr, unit, SLOTS, ROWS)
+    back_M += FIRST_ROW
     i_M = length - 1 - back_M
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B
     q, used = load_strips(
         q_base, head_ptr, limits_ptr + batch * heads, own_M, back_M, i_M - past, q_stride_H, q_stride_S,
         D, BLOCK_D, ROWS, STRIPS, UPCAST,
     )  # fmt: skip
-    at_M = (batch * heads + tl.maximum(own_M, 0)).to(tl.int64) * (STRIPS * ROWS) + back_M
+    at_M = (batch * heads + tl.maximum(own_M, 0)).to(tl.int64) * ALL_ROWS + back_M
     log_sum = ()
     waiting = ()
     for strip in tl.static_range(STRIPS):
@@ -134,7 +150,7 @@ def lines_kernel(
     kv_head = tl.load(head_ptr + tl.load(slots_ptr + unit * SLOTS)) // GROUP
     k_base = k_ptr + batch.to(tl.int64) * k_stride_B + kv_head.to(tl.int64) * k_stride_G
 
-    if tl.program_id(1) == 0:
+    if (FIRST_ROW == 0) & (tl.program_id(1) == 0):
         _pad(vertical_P, held_P, length, PADDING)
         _pad(slash_P, held_P, length, PADDING)
     begin = tl.program_id(1) * run
@@ -144,17 +160,17 @@ def lines_kernel(
     # Up to `whole` every row sees every key.
     whole = start
     if not WINDOWED:
-        whole += tl.maximum(tl.minimum(end, length - STRIPS * ROWS + 1) - start, 0) // BLOCK_N * BLOCK_N
+        whole += tl.maximum(tl.minimum(end, length - FIRST_ROW - STRIPS * ROWS + 1) - start, 0) // BLOCK_N * BLOCK_N
     before_NM = tl.zeros([BLOCK_N, SLOTS * ROWS], tl.float32)
     for first_key in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
         waiting, before_NM = _step(
             waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
             first_key, begin, end, length, k_stride_S, scale_log2, window,
-            False, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, PRECISION, UPCAST,
+            False, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION, UPCAST,
         )  # fmt: skip
     for first_key in tl.range(whole, end, BLOCK_N, num_stages=1):
         waiting, before_NM = _step(
             waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
             first_key, begin, end, length, k_stride_S, scale_log2, window,
-            True, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, PRECISION, UPCAST,
+            True, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION, UPCAST,
         )  # fmt: skip

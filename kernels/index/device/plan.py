@@ -47,6 +47,8 @@ class HeadsPlan:
     fields: Fields  # see Numbers
     stats: PassPlan
     lines: PassPlan
+    sampled_rows: int  # of a head, rounded up to whole strips
+    lines_rows: tuple[int, ...]  # the first row of each launch of the second pass
     stride: int  # numbers of a row of scores
     entries: int  # E
     nearest: int  # M
@@ -94,20 +96,24 @@ def _plan(patterns: Same, heads: tuple[int, ...], layout: Layout, sizes: Sizes, 
 def plan_heads(part: slice, heads: tuple[int, ...], budgets: Budgets, layout: Layout, sizes: Sizes) -> HeadsPlan:
     """Deals the heads out to programs."""
     h, tile, strips = len(heads), layout.tile, strips_for(max(1, largest(budgets.sampled)))
-    first, second = sizes.stats[strips.count], sizes.lines[strips.count]
+    at_once = Strips(strips.rows, min(strips.count, sizes.lines_at_once))
+    first, second = sizes.stats[strips.count], sizes.lines[at_once.count]
     stats_units, lines_units = (units_of(heads, layout.group_size, _stacked(one, layout)) for one in (first, second))
-    stats, lines = _pass(first, len(stats_units), strips, layout), _pass(second, len(lines_units), strips, layout)
+    stats, lines = _pass(first, len(stats_units), strips, layout), _pass(second, len(lines_units), at_once, layout)
     right = tile.query // tile.key + 1
     entries = layout.key_tiles + right + 2
     nearest = min(_row_bound(budgets, layout), entries)
     stride = ceil_div(layout.chunk.longest, PADDING) * PADDING
-    runs = strips.rows * strips.count * stats.runs
+    sampled_rows = strips.rows * strips.count
+    runs = sampled_rows * stats.runs
     return HeadsPlan(
         heads=part,
         count=h,
         fields=fields_of(heads, budgets, stats_units, lines_units, layout),
         stats=stats,
         lines=lines,
+        sampled_rows=sampled_rows,
+        lines_rows=tuple(range(0, sampled_rows, at_once.rows * at_once.count)),
         stride=stride,
         entries=entries,
         nearest=nearest,

@@ -1,9 +1,9 @@
 """Vertical-slash indices built by Triton kernels: the launches, nothing else.
 
-Six launches, whatever the number of heads, and one copy from the host:
+Six launches (or some more, see lines.py), whatever the number of heads, and one copy from the host:
 
     stats      softmax statistics of the sampled queries            split over the keys
-    lines      scores of every column and every diagonal            split over the keys
+    lines      scores of every column and every diagonal            split over the keys (some GPUs: and the queries)
     select     the best columns, listed; the threshold of slashes   two programs a head
     crossings  the best chosen slash of every tile diagonal         split over the diagonals
     diagonals  which of them a row can afford                       a program a head
@@ -116,10 +116,12 @@ class Launches:
         stats_kernel[stats.grid](
             q_BHSD, k_BGKD, m_BhLR, l_BhLR, *where, n.stats_units, *numbers, stats.run, **stats.options
         )
-        lines_kernel[lines.grid](
-            q_BHSD, k_BGKD, m_BhLR, l_BhLR, vertical, slash, *where, n.lines_units, *numbers, lines.run, stats.runs,
-            plan.stride, MOST_RUNS=MOST_RUNS, PADDING=PADDING, **lines.options,
-        )  # fmt: skip
+        for first_row in plan.lines_rows:
+            lines_kernel[lines.grid](
+                q_BHSD, k_BGKD, m_BhLR, l_BhLR, vertical, slash, *where, n.lines_units, *numbers, lines.run,
+                stats.runs, plan.stride, FIRST_ROW=first_row, ALL_ROWS=plan.sampled_rows,
+                MOST_RUNS=MOST_RUNS, PADDING=PADDING, **lines.options,
+            )  # fmt: skip
         shape = (call.batch, plan.count, plan.stride)
         return LineScores(vertical.view(shape), slash.view(shape))
 

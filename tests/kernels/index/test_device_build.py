@@ -47,6 +47,18 @@ def test_triton_builds_the_index_of_torch_in_poisoned_memory(patterns, chunk, ti
     check(make_layer(patterns, chunk, tile, kv_heads=kv_heads, window=window, spare=40, seed=3))
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("patterns", "chunk", "window"),
+    [((LONG, LINES), Chunk((0,), (330,)), None), ((MIDDLE, LONG), Chunk((140, 0), (400, 90)), 177)],
+    ids=["whole prompt", "ragged, window"],
+)
+def test_strips_may_come_in_several_launches(patterns, chunk, window, at_once) -> None:
+    sizes = replace(SMALL, lines_at_once=at_once)
+    layer = make_layer(patterns, chunk, TILES[2], kv_heads=1, window=window, spare=40, seed=4)
+    assert differences(triton_index(layer, sizes), torch_index(layer)) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_odd_head_sizes_build_the_index_of_torch(dtype: torch.dtype) -> None:
     check(make_layer((LINES, EVERY), Chunk((9,), (209,)), TILES[0], dtype=dtype, seed=5, size=24))
