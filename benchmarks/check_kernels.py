@@ -27,11 +27,11 @@ if "cpu" in sys.argv or "--device=cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import decode_cases
-from flash_timing import Goal, print_goals, reach, time_columns, time_dense_heads, time_parts
+from flash_timing import Goal, print_goals, reach, time_columns, time_dense_heads, time_orders, time_parts
 from kernel_checks import LARGE, TINY, VARIANTS, Check, check_columns, check_decode, check_index, check_prefill
 from kernel_timing import SMALL_TILE, TILE, Shape, Timing, print_timings, time_decode, time_launches, time_prefill
 
-PARTS = ("checks", "tables", "flash", "columns", "goals")
+PARTS = ("checks", "tables", "flash", "columns", "orders", "goals")
 
 
 def print_check(check: Check) -> None:
@@ -74,6 +74,7 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
         tables["decode"] = time_decode(shape, device, [32])
         tables["flash, its parts"] = time_parts(shape, device) + time_dense_heads(shape, device)
         tables["single columns"] = time_columns(shape, device, 8)
+        tables["order of tiles"] = time_orders(shape, device, 1, (1,))
         return tables | ({"launches": time_launches(shape, device)} if options.sweep else {})
     if "tables" in options.only:
         tables |= time_backends(device)
@@ -86,6 +87,10 @@ def time_everything(options: argparse.Namespace, device: str) -> dict[str, list[
     if "columns" in options.only:
         tables["single columns"] = [
             timing for tokens in (32768, 131072) for timing in time_columns(Shape(tokens), device)
+        ]
+    if "orders" in options.only:
+        tables["order of tiles"] = [
+            timing for whole in (16, 32) for timing in time_orders(Shape(131072), device, whole)
         ]
     if options.sweep:
         tables["block sizes, size 128"] = time_launches(Shape(32768), device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import attention_cases
 import torch
@@ -163,6 +163,40 @@ def time_parts(shape: Shape, device: str) -> list[Timing]:
     found = [Timing("flash: lists", shape.tokens, median_ms(lambda: lower(index, chunk), device))]
     found.append(Timing("flash: tiles", shape.tokens, median_ms(_over_lists(part, index, chunk), device)))
     return found
+
+
+def time_orders(shape: Shape, device: str, whole: int = 16, waves: tuple[int, ...] = (66, 132, 264)) -> list[Timing]:
+    """The same tiles with each row's list ascending, turned round for every other wave of rows, and shuffled."""
+    if flash_obstacle(device, shape.dtype, shape.dim, TILE):
+        return []
+    q, k, v = shape.tensors(device)
+    chunk, part, index = (
+        Chunk((0,), (shape.tokens,)),
+        _part(q, k, v, shape.dim**-0.5),
+        row_index(shape, whole, 0, device),
+    )
+    rows_T = torch.arange(index.tiles_BHTW.shape[2], device=device)
+    indices = {"ascending": index, "shuffled": _reordered(index, shuffled=True, rows_T=rows_T >= 0)} | {
+        f"turned for every other {wave} rows": _reordered(index, shuffled=False, rows_T=rows_T // wave % 2 == 1)
+        for wave in waves
+    }
+    calls = {name: _over_lists(part, one, chunk) for name, one in indices.items()}
+    times = measure(calls, torch.device(device), ROUNDS)
+    return [Timing(f"flash, {whole} whole tiles a row, {name}", shape.tokens, ms) for name, ms in times.items()]
+
+
+def _reordered(index: TileIndex, *, shuffled: bool, rows_T: torch.Tensor) -> TileIndex:
+    """The whole tiles of these rows in another order; the diagonal, the last of every list, stays where it is."""
+    tiles_BHTW = index.tiles_BHTW
+    lane_W = torch.arange(tiles_BHTW.shape[3], device=tiles_BHTW.device)
+    whole_BHT1 = index.counts_BHT[..., None] - 1
+    if shuffled:
+        luck_BHTW = torch.rand(tiles_BHTW.shape, device=tiles_BHTW.device)
+        place_BHTW = luck_BHTW.masked_fill_(lane_W >= whole_BHT1, 2.0).argsort(-1)
+    else:
+        place_BHTW = (whole_BHT1 - 1 - lane_W).clamp_(min=0).long()
+    other_BHTW = torch.where(lane_W < whole_BHT1, tiles_BHTW.gather(3, place_BHTW), tiles_BHTW)
+    return replace(index, tiles_BHTW=torch.where(rows_T[:, None], other_BHTW, tiles_BHTW).contiguous())
 
 
 def time_columns(shape: Shape, device: str, columns: int = 1024) -> list[Timing]:
