@@ -3,7 +3,7 @@
 What a query tile computes is cut in two. Its whole part, tiles and columns that all of its rows see, needs no mask: one
 call a query tile over the gathered rows (a run of neighbouring tiles is used where it lies). Its edge, the tiles on the
 diagonal or on the window's rim, is small and alike for all query tiles: one masked call for many of them at once (see
-cpu_rows.py). The two are joined by their log-sum-exp.
+cpu_rows.py). The two are joined by their log-sum-exp. Heads run side by side, each on one thread (cpu_threads.py).
 
 Shapes: B batch, H query heads, G KV heads, S query rows, K keys, D head size; T query tiles of M rows, X those of one
 block, N gathered keys, E edge keys, W listed tiles, C columns.
@@ -12,11 +12,14 @@ block, N gathered keys, E edge keys, W listed tiles, C columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sparsekv.kernels.prefill.cpu_rows import Edge, HeadRows, Whole, head_rows
+from sparsekv.kernels.prefill.cpu_threads import for_each
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.kernels.topk import blocks
 
@@ -42,16 +45,14 @@ def prefill(
     out_BHSD = torch.zeros_like(q_BHSD)
     lse_BHS = torch.full((B, H, S), -math.inf)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
-        rows = length - past
-        for g in range(k_BGKD.shape[1] if rows else 0):
-            keys = _Keys.hold(k_BGKD[b, g, :length], v_BGKD[b, g, :length], index.tile.key)
-            for h in range(g * group, (g + 1) * group):
-                q_SD = q_BHSD[b, h, :rows].float()
-                if past == 0 and window is None and index.dense_H[h]:
-                    out_SD, lse_S = _dense(q_SD, keys, scale)
-                else:
-                    out_SD, lse_S = _sparse(q_SD, keys, head_rows(index, b, h, past, length, window), scale)
-                out_BHSD[b, h, :rows], lse_BHS[b, h, :rows] = out_SD, lse_S
+        rows, at_once = slice(0, length - past), torch.get_num_threads()
+        row = _BatchRow(
+            b, past, length, q_BHSD[b, :, rows], index, scale, window, out_BHSD[b, :, rows], lse_BHS[b, :, rows]
+        )
+        for first in range(0, k_BGKD.shape[1] if length > past else 0, at_once):
+            own = range(first, min(first + at_once, k_BGKD.shape[1]))
+            keys = {g: _Keys.hold(k_BGKD[b, g, :length], v_BGKD[b, g, :length], index.tile.key) for g in own}
+            for_each(partial(row.attend, keys, group), range(own.start * group, own.stop * group))
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
 
 
@@ -88,6 +89,31 @@ class _Keys:
             torch.index_select(by_tile, 0, whole.tiles_W, out=room_ND[:split].view(W, by_tile.shape[1]))
             torch.index_select(held_KD, 0, whole.columns_C, out=room_ND[split:total])
         return room[0][:total], room[1][:total]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BatchRow:
+    """One batch row, and where its result goes."""
+
+    b: int
+    past: int
+    length: int
+    q_HSD: torch.Tensor
+    index: TileIndex
+    scale: float
+    window: int | None
+    out_HSD: torch.Tensor
+    lse_HS: torch.Tensor
+
+    def attend(self, keys: Mapping[int, _Keys], group: int, h: int) -> None:
+        """One query head, over the keys of its KV head."""
+        q_SD, held = self.q_HSD[h].float(), keys[h // group]
+        if self.past == 0 and self.window is None and self.index.dense_H[h]:
+            out_SD, lse_S = _dense(q_SD, held, self.scale)
+        else:
+            rows = head_rows(self.index, self.b, h, self.past, self.length, self.window)
+            out_SD, lse_S = _sparse(q_SD, held, rows, self.scale)
+        self.out_HSD[h], self.lse_HS[h] = out_SD, lse_S
 
 
 def _dense(q_SD: torch.Tensor, keys: _Keys, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,63 @@
+"""Heads on threads of their own: the same results, the caller's modes, and torch's threads as they were."""
+
+import threading
+
+import pytest
+import torch
+
+from sparsekv.kernels.prefill.cpu_threads import for_each
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_item_is_worked_on_once_by_one_thread_each():
+    done, alone, names = [], [], set()
+
+    def work(item: int) -> None:
+        done.append(item)
+        alone.append(torch.get_num_threads())
+        names.add(threading.current_thread().name)
+
+    for_each(work, range(9))
+    assert sorted(done) == list(range(9))
+    assert set(alone) == {1}
+    assert threading.main_thread().name not in names
+
+
+def test_few_items_get_all_threads():
+    seen = []
+    for_each(lambda item: seen.append((torch.get_num_threads(), threading.current_thread())), [0])
+    assert seen == [(2, threading.main_thread())]
+
+
+def test_the_number_of_threads_is_what_it_was_also_for_threads_to_come():
+    def fail(item: int) -> None:
+        raise ValueError(f"item {item}")
+
+    for_each(lambda item: None, range(4))
+    with pytest.raises(ValueError, match="item 0"):
+        for_each(fail, range(4))
+    assert torch.get_num_threads() == 2
+    later = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [2]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_threads_write_to_what_the_caller_made_in_its_own_mode(mode):
+    with mode():
+        rows = torch.zeros(6, 3)
+
+        def work(item: int) -> None:
+            rows[item] = torch.ones(3, requires_grad=False) * item
+
+        for_each(work, range(6))
+    assert rows.sum(1).tolist() == [0, 3, 6, 9, 12, 15]
