@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.cpu_threads import for_each
 from sparsekv.kernels.index.call import IndexCall, take_heads
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.kept import on_device
@@ -68,9 +69,17 @@ def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) ->
     shifted_BhS = torch.empty_like(vertical_BhS)
     rows, elements = _AT_ONCE.get(call.device.type, (sample.rows, BLOCK_ELEMENTS))
     rows = min(rows, sample.rows)
-    for part in _parts(slots, call.batch * rows * (call.chunk.longest + sample.rows - 1), elements):
+    parts = list(_parts(slots, call.batch * rows * (call.chunk.longest + sample.rows - 1), elements))
+
+    def fill(part: _Slots) -> None:
         into = on_device(part.flat, call.device)
         vertical_BhS[:, into], shifted_BhS[:, into] = _sum_lines(part, heads, sample, call, rows)
+
+    if call.device.type == "cpu":
+        for_each(fill, parts)
+    else:
+        for part in parts:
+            fill(part)
     return _by_offset(vertical_BhS, shifted_BhS, call)
 
 

@@ -18,8 +18,8 @@ from functools import partial
 
 import torch
 
+from sparsekv.kernels.cpu_threads import for_each
 from sparsekv.kernels.prefill.cpu_rows import Edge, HeadRows, Whole, head_rows
-from sparsekv.kernels.prefill.cpu_threads import for_each
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.kernels.topk import blocks
 

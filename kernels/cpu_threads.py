@@ -1,8 +1,8 @@
 """Work on several heads side by side, each on one thread.
 
-A query tile is a handful of operations of a tenth of a millisecond or a millisecond. Were each of them spread over all
-threads, every one would end with a wait for the slowest; on a machine that does something else beside, that wait is a
-time slice of its scheduler.
+Sparse work is many operations of a tenth of a millisecond to a few. Were each of them spread over all threads, every
+one would end with a wait for the slowest; on a machine that does something else beside, that wait is a time slice of
+its scheduler.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from sparsekv.kernels.prefill.cpu_threads import for_each
+from sparsekv.kernels.cpu_threads import for_each
 
 
 @pytest.fixture(autouse=True)
