@@ -27,7 +27,8 @@ if "cpu" in sys.argv or "--device=cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 import decode_cases
-from flash_timing import Goal, print_goals, reach, time_columns, time_dense_heads, time_orders, time_parts
+from flash_goals import Goal, print_goals, reach
+from flash_timing import time_columns, time_dense_heads, time_orders, time_parts
 from kernel_checks import LARGE, TINY, VARIANTS, Check, check_columns, check_decode, check_index, check_prefill
 from kernel_timing import SMALL_TILE, TILE, Shape, Timing, print_timings, time_decode, time_launches, time_prefill
 

@@ -27,6 +27,7 @@ from sparsekv.kernels.dispatch import BACKENDS
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.compile import compile_plan
 from sparsekv.planner.cost_data import DeviceCost
+from sparsekv.planner.evaluation.batching import prompts_at_once
 from sparsekv.planner.evaluation.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, PlanOptions
@@ -41,8 +42,6 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.writer import write_plan
 from sparsekv.runtime.load import LoadedModel, load_model
 
-# About as many prompt tokens at once as keep a GPU busy without caches that crowd it.
-_BATCH_TOKENS = 1_600_000
 _FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 
 
@@ -55,10 +54,6 @@ class Bench:
     samples: int
     out: Path
     deadline: float
-
-    def batch(self, length: int) -> int:
-        """Prompts at once."""
-        return max(1, min(self.samples, _BATCH_TOKENS // length))
 
 
 def main() -> None:
@@ -158,7 +153,13 @@ def _measure(bench: Bench, modes: Mapping[str, Mode], tasks: tuple[str, ...], le
         return
     started = time.monotonic()
     results = evaluate_modes(
-        bench.loaded, modes, tasks, length, bench.samples, batch=bench.batch(length), kit=bench.kit
+        bench.loaded,
+        modes,
+        tasks,
+        length,
+        bench.samples,
+        batch=prompts_at_once(bench.loaded.model, length),
+        kit=bench.kit,
     )
     for name in modes:
         _write(bench, name, length, results[name], time.monotonic() - started)

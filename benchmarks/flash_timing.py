@@ -1,4 +1,4 @@
-"""The flash backend beside Triton's, as rows of the table of goals; `check_kernels.py` calls it.
+"""What the flash backend's calls are made of, timed part by part; `check_kernels.py` calls it.
 
 Every row of a head holds so many whole tiles, drawn at random below the diagonal, and the diagonal tile where it says
 so; tiles count whole, the diagonal's too. What a goal is held against is dense flash-attn-4 in the same process. On a
@@ -7,10 +7,8 @@ CPU the emulator stands in for flash-attn-4: then numbers mean nothing, and this
 
 from __future__ import annotations
 
-import statistics
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import attention_cases
 import torch
@@ -27,9 +25,6 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.planner.bench.timing import measure
 from sparsekv.plans.patterns import TileShape
 
-# Share of the dense rate that the computed tiles reach, by whole tiles a row.
-FLASH_GOALS, TRITON_GOAL = {16: 0.85, 32: 0.89, 64: 0.93}, 0.65
-COLUMNS_GOAL = 1.08
 ROUNDS = 3  # of calls timed in turn: the clock of a GPU that is hot is not what it was a second before
 # (rows, columns at once, warps, pipeline depth, registers) of the pass over single columns.
 COLUMN_LAUNCHES = (
@@ -37,22 +32,6 @@ COLUMN_LAUNCHES = (
     (128, 32, 8, 4, 128), (128, 128, 8, 2, None), (128, 128, 8, 3, None), (64, 64, 4, 2, 168), (64, 64, 4, 3, 168),
     (64, 128, 4, 2, None), (64, 32, 4, 3, 128),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Goal:
-    """One row: what was measured, and whether that is enough."""
-
-    what: str
-    tokens: int
-    milliseconds: float
-    found: float
-    goal: float
-    at_most: bool = False
-
-    @property
-    def reached(self) -> bool:
-        return self.found <= self.goal if self.at_most else self.found >= self.goal
 
 
 def flash_obstacle(device: str, dtype: torch.dtype, dim: int, tile: TileShape) -> str | None:
@@ -91,77 +70,15 @@ def row_index(shape: Shape, whole: int, columns: int, device: str, *, diagonal: 
     )
 
 
-def reach(shape: Shape, device: str, rows: tuple[int, ...] = (16, 32, 64), columns: int = 1024) -> list[Goal]:
-    """The goals that attention alone can reach or miss, and what each backend reaches."""
-    obstacle = flash_obstacle(device, shape.dtype, shape.dim, TILE)
-    if obstacle:
-        print(f"no flash rows: {obstacle}", file=sys.stderr)
-        return []
-    q, k, v = shape.tensors(device)
-    chunk, scale = Chunk((0,), (shape.tokens,)), shape.dim**-0.5
-    part = _part(q, k, v, scale)
-    dense_ms: list[float] = []
-    goals = []
-    for whole in rows:
-        index = row_index(shape, whole, 0, device)
-        tiles = float(index.counts_BHT.sum())
-        times = measure(
-            {
-                "dense": _dense(part),
-                "flash": lambda index=index: flash(q, k, v, index, chunk, scale=scale),
-                "triton": lambda index=index: _triton(q, k, v, index, chunk, scale),
-                "lists": _over_lists(part, index, chunk),
-            },
-            torch.device(device),
-            ROUNDS,
-        )
-        dense_ms.append(times["dense"])
-        for name, timed, goal in (
-            ("flash", "flash", FLASH_GOALS.get(whole, 0.0)),
-            ("triton", "triton", TRITON_GOAL),
-            ("flash, lists made before", "lists", FLASH_GOALS.get(whole, 0.0)),
-        ):
-            flops = 4.0 * shape.dim * TILE.query * TILE.key * tiles
-            rate = flops / times[timed] / (shape.dense_flops / times["dense"])
-            what = f"{name}, {whole} whole tiles a row and the diagonal: rate over dense"
-            goals.append(Goal(what, shape.tokens, times[timed], rate, goal))
-    middle = statistics.median(dense_ms)
-    goals.append(Goal("dense flash-attn-4: TFLOP/s", shape.tokens, middle, shape.dense_flops / middle / 1e9, 0.0))
-    return goals + _column_goals(shape, device, part, columns)
-
-
-def _column_goals(shape: Shape, device: str, part: Part, columns: int) -> list[Goal]:
-    """32 tiles, the diagonal and the columns, over 40 tiles that are not masked at all."""
-    chunk = Chunk((0,), (shape.tokens,))
-    forty = row_index(shape, 40, 0, device, diagonal=False)
-    index = row_index(shape, 32, columns, device)
-    tensors = (part.q_BHSD, part.k_BGKD, part.v_BGKD)
-    times = measure(
-        {
-            "forty": _over_lists(part, forty, chunk),
-            "flash": lambda: flash(*tensors, index, chunk, scale=part.scale),
-            "triton": lambda: _triton(*tensors, index, chunk, part.scale),
-        },
-        torch.device(device),
-        ROUNDS,
-    )
-    forty_ms = times["forty"]
-    found = [Goal("flash, 40 whole tiles a row, no mask: ms", shape.tokens, forty_ms, forty_ms, 0.0)]
-    for name, goal in (("flash", COLUMNS_GOAL), ("triton", 0.0)):
-        what = f"{name}, 32 tiles, the diagonal and {columns} columns: time over that"
-        found.append(Goal(what, shape.tokens, times[name], times[name] / forty_ms, goal, at_most=True))
-    return found
-
-
 def time_parts(shape: Shape, device: str) -> list[Timing]:
     """What a call of the flash backend is made of beside the columns: lists and tiles."""
     if flash_obstacle(device, shape.dtype, shape.dim, TILE):
         return []
     q, k, v = shape.tensors(device)
-    chunk, part = Chunk((0,), (shape.tokens,)), _part(q, k, v, shape.dim**-0.5)
+    chunk, part = Chunk((0,), (shape.tokens,)), part_of(q, k, v, shape.dim**-0.5)
     index = row_index(shape, 32, 0, device)
     found = [Timing("flash: lists", shape.tokens, median_ms(lambda: lower(index, chunk), device))]
-    found.append(Timing("flash: tiles", shape.tokens, median_ms(_over_lists(part, index, chunk), device)))
+    found.append(Timing("flash: tiles", shape.tokens, median_ms(over_lists(part, index, chunk), device)))
     return found
 
 
@@ -172,7 +89,7 @@ def time_orders(shape: Shape, device: str, whole: int = 16, waves: tuple[int, ..
     q, k, v = shape.tensors(device)
     chunk, part, index = (
         Chunk((0,), (shape.tokens,)),
-        _part(q, k, v, shape.dim**-0.5),
+        part_of(q, k, v, shape.dim**-0.5),
         row_index(shape, whole, 0, device),
     )
     rows_T = torch.arange(index.tiles_BHTW.shape[2], device=device)
@@ -180,7 +97,7 @@ def time_orders(shape: Shape, device: str, whole: int = 16, waves: tuple[int, ..
         f"turned for every other {wave} rows": _reordered(index, shuffled=False, rows_T=rows_T // wave % 2 == 1)
         for wave in waves
     }
-    calls = {name: _over_lists(part, one, chunk) for name, one in indices.items()}
+    calls = {name: over_lists(part, one, chunk) for name, one in indices.items()}
     times = measure(calls, torch.device(device), ROUNDS)
     return [Timing(f"flash, {whole} whole tiles a row, {name}", shape.tokens, ms) for name, ms in times.items()]
 
@@ -204,7 +121,7 @@ def time_columns(shape: Shape, device: str, columns: int = 1024) -> list[Timing]
     from sparsekv.kernels.prefill.triton_columns import ColumnLaunch, add_columns
 
     q, k, v = shape.tensors(device)
-    chunk, part = Chunk((0,), (shape.tokens,)), _part(q, k, v, shape.dim**-0.5)
+    chunk, part = Chunk((0,), (shape.tokens,)), part_of(q, k, v, shape.dim**-0.5)
     index = row_index(shape, 32, columns, device)
     part.out_BHSD.zero_()
     part.lse_BHS.zero_()  # as if of the tiles: a pass that goes on from its own result stays finite
@@ -245,37 +162,14 @@ def time_dense_heads(shape: Shape, device: str) -> list[Timing]:
     return found
 
 
-def _triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: TileIndex, chunk: Chunk, scale: float) -> object:
-    return prefill_attention(q, k, v, index, chunk, scale=scale, backend="triton")
-
-
-def _part(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+def part_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Part:
+    """All heads as one call of flash-attn-4, with room for its output."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     return Part(q, k, v, torch.empty_like(q), lse, scale, None)
 
 
-def _over_lists(part: Part, index: TileIndex, chunk: Chunk) -> Callable[[], object]:
+def over_lists(part: Part, index: TileIndex, chunk: Chunk) -> Callable[[], object]:
     """The tiles alone, their lists made before."""
     lists = lower(index, chunk).at(slice(0, 1), part.q_BHSD.shape[2], part.k_BGKD.shape[2])
     attend = call.attend_lists if part.q_BHSD.is_cuda else emulator.attend_lists
     return lambda: attend(part, lists)
-
-
-def _dense(part: Part) -> Callable[[], object]:
-    """Dense causal flash-attn-4 as a user calls it, on tensors in its own order."""
-    if not part.q_BHSD.is_cuda:
-        return lambda: emulator.attend_dense(part)
-    from flash_attn.cute import flash_attn_func
-
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (part.q_BHSD, part.k_BGKD, part.v_BGKD))
-    return lambda: flash_attn_func(q, k, v, causal=True)
-
-
-def print_goals(title: str, goals: list[Goal]) -> None:
-    """One table."""
-    print(f"\n{title}\n{'':84} {'tokens':>7} {'ms':>9} {'found':>8} {'goal':>9}")
-    for goal in goals:
-        wanted = f"{'<=' if goal.at_most else '>='} {goal.goal:.2f}" if goal.goal else ""
-        verdict = "" if not goal.goal else "reached" if goal.reached else "MISSED"
-        line = f"{goal.what:84} {goal.tokens:7} {goal.milliseconds:9.3f} {goal.found:8.3f} {wanted:>9} {verdict}"
-        print(line.rstrip(), flush=True)

@@ -108,13 +108,13 @@ def plan(
     from sparsekv.planner.conflicts import check_used
 
     check_used(given(context))
+    from sparsekv.plans.aliases import resolve_model
+
+    resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
     from sparsekv.cli.calibration import own_prompts
     from sparsekv.cli.subject import Subject, backend_named, load
-    from sparsekv.plans.aliases import resolve_model
-
-    resolve_model(model)
     from sparsekv.planner.options import Gate, PlanOptions
     from sparsekv.planner.tighten import for_profile
 

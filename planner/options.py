@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sparsekv.planner.conflicts import check_options
+from sparsekv.planner.pricing.mandatory import mandatory_density
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.budget import Budget, fraction
 from sparsekv.plans.errors import UsageError
@@ -26,18 +27,8 @@ KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "adaptive")
 RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
 TASKS = (*RETRIEVAL_TASKS, "perplexity")
 
-# Density by length, between which density_for interpolates in log length. Attention grows sparser with length. Of fewer
-# than five tiles, every pattern computes nine in ten.
-_DENSITIES = (
-    (639, 1.0),
-    (640, 0.80),
-    (1024, 0.80),
-    (4096, 0.44),
-    (16384, 0.29),
-    (32768, 0.21),
-    (131072, 0.12),
-    (1048576, 0.06),
-)
+# Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
+_DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 
@@ -165,7 +156,7 @@ class PlanOptions:
     def _densities(self, lengths: tuple[int, ...]) -> tuple[float, ...]:
         given = self.target_density
         if not given:
-            return tuple(density_for(length) for length in lengths)
+            return tuple(max(density_for(length), self._least_density(length)) for length in lengths)
         if len(given) == 1:
             return given * len(lengths)
         if len(given) != len(lengths):
@@ -176,6 +167,10 @@ class PlanOptions:
             return given
         order = sorted(range(len(given)), key=lambda place: self.lengths[place])
         return tuple(given[place] for place in order)
+
+    def _least_density(self, length: int) -> float:
+        """What the sparsest family computes at least; at a few hundred tokens that is nearly everything."""
+        return min(mandatory_density(length, self.tile_shape, family) for family in self.families)
 
 
 def density_for(length: int) -> float:

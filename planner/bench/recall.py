@@ -19,7 +19,8 @@ from sparsekv.planner.bench.structure import HeadTruth
 
 _BLOCK_ELEMENTS = 1 << 26  # of a block of scores
 _ROW_TILES = 64  # that hot tiles are looked for in
-_LARGEST_TILE, _ODD = 128, 37  # rows of a tile, and a number that no tile is a multiple of
+_LARGEST_TILE = 128  # rows
+_COPRIME = 37  # to the rows of any tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
     """
     count = min(count, length)
     step = min(_LARGEST_TILE, length // count)
-    return tuple((place + 1) * length // count - 1 - (count - 1 - place) * _ODD % step for place in range(count))
+    return tuple((place + 1) * length // count - 1 - (count - 1 - place) * _COPRIME % step for place in range(count))
 
 
 def find_planted(planted: Planted, index: TileIndex) -> Recall:

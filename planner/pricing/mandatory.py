@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.options import Family
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
+
+if TYPE_CHECKING:
+    from sparsekv.planner.options import Family
 
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4

@@ -4,16 +4,15 @@ import threading
 
 import pytest
 import torch
+from torch_threads import torch_threads
 
 from sparsekv.kernels.cpu_threads import for_each
 
 
 @pytest.fixture(autouse=True)
 def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 def test_every_item_is_worked_on_once_by_one_thread_each():

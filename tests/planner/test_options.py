@@ -3,6 +3,7 @@
 import pytest
 
 from sparsekv.planner.options import Gate, PlanOptions, density_for
+from sparsekv.planner.pricing.mandatory import check_targets
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -99,3 +100,13 @@ def test_tiles_are_128_unless_a_preset_or_the_caller_says_otherwise() -> None:
         assert rows(device, lengths=(4096, 131072)) == 128
         assert rows(device, lengths=(4096,), preset="minference") == 64
         assert rows(device, lengths=(4096,), tile=TileShape(query=64, key=64)) == 64
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_a_default_density_leaves_room_for_the_tiles_that_every_pattern_computes(tile: int) -> None:
+    shape = TileShape(query=tile, key=tile)
+    lengths = (256, 384, 512, 640, 1024, 4096)
+    options = PlanOptions(lengths=lengths, tile=shape).settled(8192, "cpu")
+    check_targets({length: (length,) for length in lengths}, options.target_density, shape, options.families)
+    assert options.target_density[-1] == density_for(4096)
+    assert max(options.target_density) <= 1.0

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 from planner_models import TILE, made_up_cost
 from random_tiles import RandomTiles
+from torch_threads import torch_threads
 
 from sparsekv.planner.compile import compile_once
 from sparsekv.planner.cost_data import HeadShape
@@ -24,10 +24,8 @@ TASKS = ("niah_multikey",)
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch_threads import torch_threads
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -11,7 +12,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from planner_models import TILE, made_up_cost, quick_options, uneven_head, unit_rows
+from torch_threads import torch_threads
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
@@ -30,11 +31,8 @@ def prefix_of(*heads: tuple[torch.Tensor, torch.Tensor]) -> Prefix:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Calls this small only wait for a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
