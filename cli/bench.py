@@ -218,7 +218,7 @@ def _subject(
     seed: int,
 ) -> BenchModel:
     from sparsekv.planner.bench.random_model import BenchModel, random_model
-    from sparsekv.planner.place import dtype_name
+    from sparsekv.planner.data_files import dtype_name
     from sparsekv.runtime.load import load_model
 
     if random_weights:

@@ -5,7 +5,7 @@ A pattern only says which key tiles and single columns a query tile computes. Th
 outward. Every pattern also computes the diagonal tile, the one before it, and the first key tile, within its budgets.
 
 To add a pattern: add its class here and to `Pattern`, its index builder in `kernels/index/`, its row in
-`kernels/index/build.py`, and its candidates in `planner/search/space.py`.
+`kernels/index/build.py`, and its candidates in `planner/profile/search_space.py`.
 
 Sources: a_shape, vertical_slash, block_sparse: MInference 1.0, section 3; adaptive: XAttention and FlexPrefill.
 """

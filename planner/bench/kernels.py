@@ -22,7 +22,7 @@ from sparsekv.planner.bench.recall import check_rows, find_planted, sample_rows
 from sparsekv.planner.bench.rows import DensePeers, KernelRow
 from sparsekv.planner.bench.sizes import FAMILIES, BenchFamily
 from sparsekv.planner.bench.timing import Call, free_memory, in_short, measure
-from sparsekv.planner.place import device_name, dtype_name
+from sparsekv.planner.data_files import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.lengths import format_length

@@ -21,7 +21,7 @@ from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.ranking import RANKED_FROM, fastest_that_runs, part_of
 from sparsekv.planner.bench.rows import DensePeers, PrefillRow
 from sparsekv.planner.bench.timing import free_memory, in_short
-from sparsekv.planner.place import device_name, dtype_name
+from sparsekv.planner.data_files import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.lengths import format_length

@@ -13,7 +13,7 @@ import torch
 
 from sparsekv.planner.bench.codes import Layout, slash_waves, tile_codes
 from sparsekv.planner.bench.sizes import SINK, BenchFamily, HeadSizes, planted_diagonals
-from sparsekv.planner.search.space import last_q_for
+from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.plans.patterns import TileShape
 
 _MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
