@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import warnings
 
-from sparsekv.plans.capability import unsupported
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
-from sparsekv.plans.fingerprint import check_model
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, check_model, unsupported
 
 
 def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sparsekv.plans.fingerprint import architecture_fingerprint, weights_fingerprint
-from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, weights_fingerprint
 from sparsekv.runtime.architectures import attention_modules, check_supported
 
 _SAMPLES = 16  # values of each projection; enough to tell two trainings apart, and far from all of it

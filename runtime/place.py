@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from sparsekv.plans.records import DtypeName
+from sparsekv.plans.schema import DtypeName
 
 
 def device_name(device: torch.device) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsekv.kernels.fallback import Fallback
-from sparsekv.plans.decode import DecodePlan
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.runtime.cache import Bytes
 from sparsekv.runtime.chunking import Chunking
 from sparsekv.runtime.decode import attend_decode, filter_windows
