@@ -153,7 +153,7 @@ class TestFailures:
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             f"write_plan(small_plan(), {str(path)!r})"
         )
-            env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
         found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
         assert "cannot be written: File too large; the file there before is unchanged" in found.stderr
         assert path.read_text() == OLD
