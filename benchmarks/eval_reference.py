@@ -39,7 +39,7 @@ from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length, parse_lengths
-from sparsekv.runtime.load import LoadedModel, load_model
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 _FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 

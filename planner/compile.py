@@ -31,8 +31,8 @@ from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Provenance, Target
-from sparsekv.runtime.describe import describe_model
-from sparsekv.runtime.load import LoadedModel, load_model
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 MOST_ATTEMPTS = 6
 

@@ -16,7 +16,7 @@ from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.phases import PrefillBucket
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 # Verification must not tighten a plan on the very samples that `eval` shows by default.
 _SEED_APART = 1_000_003

@@ -27,8 +27,8 @@ from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.checks import check_plan
-from sparsekv.runtime.describe import attention_groups
+from sparsekv.runtime.hf.apply import check_plan
+from sparsekv.runtime.hf.describe import attention_groups
 
 Found = TypeVar("Found")
 

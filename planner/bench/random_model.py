@@ -13,9 +13,8 @@ from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.architectures import check_supported
-from sparsekv.runtime.describe import describe_model
-from sparsekv.runtime.load import LoadedModel, load_config
+from sparsekv.runtime.hf.describe import check_supported, describe_model
+from sparsekv.runtime.hf.load import LoadedModel, load_config
 
 
 @dataclass(frozen=True, slots=True)

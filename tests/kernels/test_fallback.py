@@ -12,7 +12,7 @@ from sparsekv.kernels.dispatch import backends_after
 from sparsekv.kernels.fallback import BackendWarning, Fallback
 from sparsekv.plans.errors import BackendError, ShapeError
 from sparsekv.plans.patterns import AShape, tokens
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 
 Q = torch.zeros(1, 1, 4, 64)
 

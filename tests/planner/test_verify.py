@@ -15,7 +15,7 @@ from sparsekv.planner.verify import misses_of, planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 GATE = Gate(max_accuracy_drop=1.0)
 

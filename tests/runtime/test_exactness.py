@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 
 NEW = 6
 FULL = (

@@ -10,7 +10,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, Offload, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.describe import describe_model
+from sparsekv.runtime.hf.describe import describe_model
 
 
 def info_of(model: PreTrainedModel) -> ModelInfo:

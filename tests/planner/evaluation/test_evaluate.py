@@ -15,7 +15,7 @@ from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH = 512
 
