@@ -15,9 +15,9 @@ from sparsekv.kernels.tiles import TileIndex
 from sparsekv.planner.eval_results import Spent
 from sparsekv.planner.families import Family
 from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile
-from sparsekv.plans.prefill import PrefillPlan
-from sparsekv.runtime.capture import AttentionCall, capture_attention
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 def only(profile: Profile, family: Family) -> Profile:

@@ -18,9 +18,9 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.signature import canonical_json
-from sparsekv.runtime.place import device_name as device_name
-from sparsekv.runtime.place import dtype_name as dtype_name
+from sparsekv.plans.types import canonical_json
+from sparsekv.runtime.hf.describe import device_name as device_name
+from sparsekv.runtime.hf.describe import dtype_name as dtype_name
 
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsekv.plans.records import Score
+from sparsekv.plans.schema import Score
 
 LEVEL = 0.95
 

@@ -26,11 +26,11 @@ from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.planner.tasks import Kit, Sample, Split, matches, prepare
 from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.describe import attention_groups
-from sparsekv.runtime.generate import piece_sizes
-from sparsekv.runtime.load import LoadedModel
-from sparsekv.runtime.stats import RunStats
+from sparsekv.runtime.core.stats import RunStats
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import attention_groups
+from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.load import LoadedModel
 
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64

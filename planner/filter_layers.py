@@ -24,10 +24,10 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import step_us
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, Reuse
-from sparsekv.plans.budget import Budget, tokens
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload, Segment
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, Segment
 
 Ints = npt.NDArray[np.int64]
 

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from sparsekv.planner.families import FAMILIES, KNOWN_FAMILIES, Family, mandatory_density
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
-from sparsekv.plans.budget import Budget, fraction
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import format_length
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import Budget, TileShape, fraction
+from sparsekv.plans.types import format_length
 
 Phase = Literal["prefill", "decode"]
 FilterRule = Literal["dp", "omnikv", "fixed"]

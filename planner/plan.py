@@ -31,10 +31,9 @@ from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.records import Prediction, Provenance, Quality, Target
-from sparsekv.plans.schema import Plan
-from sparsekv.runtime.describe import describe_config, describe_model
-from sparsekv.runtime.load import LoadedModel, load_config, load_model
+from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
+from sparsekv.runtime.hf.describe import describe_config, describe_model
+from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
         **options: fields of `PlanOptions`.
 
     Returns:
-        The plan, verified on held-out prompts; write it with `sparsekv.plans.writer.write_plan`.
+        The plan, verified on held-out prompts; write it with `sparsekv.plans.files.write_plan`.
 
     Raises:
         GateError: no plan met the gate.

@@ -28,10 +28,9 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.families import KNOWN_FAMILIES, Family
 from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import NoProgress, Progress
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
-from sparsekv.plans.records import BackendName
-from sparsekv.runtime.stores.host import HostStore
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.stores.bank import HostStore
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}

@@ -15,10 +15,9 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.families import Family, mandatory_a_row
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
-from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
-from sparsekv.plans.records import Cost, Estimate, Prediction
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 DENSE = -1
 ABSENT = -2

@@ -11,9 +11,8 @@ from sparsekv.planner.cost.predict import DENSE, ScoreTables, choice_of, prefill
 from sparsekv.planner.families import ROUNDING
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.plans.decode import DecodePlan, Offload
-from sparsekv.plans.lengths import format_length
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import DecodePlan, Offload, PrefillPlan
+from sparsekv.plans.types import format_length
 
 
 def crossover_remarks(

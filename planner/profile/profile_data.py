@@ -12,13 +12,23 @@ from pydantic import Field, model_validator
 
 from sparsekv.planner.families import Family
 from sparsekv.planner.options import PlanOptions, asked, flag_of
-from sparsekv.plans.budget import Budget
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import format_length
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.parts import Count, Digest, FieldError, Index, Length, Natural, NonNegative, Part, Positive, Text
-from sparsekv.plans.patterns import Pattern, TileShape
-from sparsekv.plans.records import BackendName, DtypeName
+from sparsekv.plans.patterns import Budget, Pattern, TileShape
+from sparsekv.plans.schema import BackendName, DtypeName
+from sparsekv.plans.types import (
+    Count,
+    Digest,
+    FieldError,
+    Index,
+    Length,
+    Natural,
+    NonNegative,
+    Part,
+    Positive,
+    Text,
+    format_length,
+)
 
 KIND = "sparsekv.profile"
 SCHEMA_VERSION = 1

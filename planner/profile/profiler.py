@@ -41,10 +41,10 @@ from sparsekv.planner.profile.search_space import (
 )
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
 from sparsekv.planner.progress import NoProgress, Progress
-from sparsekv.plans.records import BackendName
-from sparsekv.runtime.architectures import attention_modules, decoder_of
-from sparsekv.runtime.capture import AttentionCall, capture_attention
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.load import LoadedModel
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 

@@ -24,11 +24,9 @@ from sparsekv.planner.profile.profile_data import (
     SelectorChoice,
     Table,
 )
-from sparsekv.plans.budget import Budget
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.parts import Index, Length, Natural, NonNegative, Part
-from sparsekv.plans.patterns import Pattern
-from sparsekv.plans.signature import canonical_json
+from sparsekv.plans.patterns import Budget, Pattern
+from sparsekv.plans.types import Index, Length, Natural, NonNegative, Part, canonical_json
 
 Key = tuple[int, int, int]
 

@@ -27,8 +27,17 @@ from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.families import Family
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Candidate, SelectorChoice
-from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import (
+    Adaptive,
+    AShape,
+    BlockSparse,
+    Budget,
+    Pattern,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    tokens,
+)
 
 PUBLISHED_LAST_Q = 64
 PUBLISHED_STEP = 50

@@ -21,11 +21,10 @@ from sparsekv.planner.evaluation import (
 )
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse
+from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH = 512
 

@@ -15,9 +15,9 @@ from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import PlanMismatchError, UsageError
-from sparsekv.plans.writer import dump_plan
-from sparsekv.runtime import load
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.files import dump_plan
+from sparsekv.runtime.hf import load
+from sparsekv.runtime.hf.load import LoadedModel
 
 OPTIONS = quick_options(verify_samples=0, decode_loss=1.0)
 

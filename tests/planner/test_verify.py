@@ -12,11 +12,10 @@ from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.verify import misses_of, planned_phases, tightened, verify
-from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse
-from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
+from sparsekv.plans.phases import PrefillBucket, PrefillPlan
+from sparsekv.runtime.hf.load import LoadedModel
 
 GATE = Gate(max_accuracy_drop=1.0)
 

@@ -17,8 +17,8 @@ from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex
 from sparsekv.planner.eval_results import Spent
-from sparsekv.plans.prefill import PrefillPlan
-from sparsekv.runtime.capture import AttentionCall, capture_attention
+from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 
 class RandomTiles:

@@ -17,7 +17,7 @@ from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import AdaptiveRay, Prefix, fit_to_target, search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH, SIZE = 2048, 64
 RAYS = (AdaptiveRay("antidiagonal"), AdaptiveRay("pooled"))
