@@ -7,8 +7,8 @@ attention over that index, and both in one call, in turn with the fastest dense 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,12 +16,28 @@ from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.dispatch import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BUILDERS, BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex
-from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_dense
-from sparsekv.planner.bench.planted import Planted, check_plantable, plant
-from sparsekv.planner.bench.recall import check_rows, find_planted, sample_rows
-from sparsekv.planner.bench.rows import DensePeers, KernelRow
-from sparsekv.planner.bench.sizes import FAMILIES, BenchFamily
-from sparsekv.planner.bench.timing import Call, free_memory, in_short, measure
+from sparsekv.planner.bench.planted import (
+    Planted,
+    Recall,
+    check_plantable,
+    check_rows,
+    find_planted,
+    plant,
+    sample_rows,
+)
+from sparsekv.planner.bench.structure import FAMILIES, BenchFamily
+from sparsekv.planner.bench.timing import (
+    Call,
+    DensePeers,
+    dense_calls,
+    dense_tflops,
+    free_memory,
+    in_short,
+    measure,
+    ratio,
+    relied_on,
+    time_dense,
+)
 from sparsekv.planner.place import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import BackendError, UsageError
@@ -92,6 +108,65 @@ class KernelBench:
     def shape(self) -> str:
         """The layer in words."""
         return f"{self.heads}/{self.kv_heads} heads of size {self.head_dim}, {dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """One layer's attention on planted queries and keys. A number that could not be measured is None; `note` says why.
+
+    Attributes:
+        dense_ms: of the fastest dense kernel, timed in turn with the sparse calls.
+        sparse_ms: index building and attention in one call.
+        speedup: dense_ms / sparse_ms.
+        density: computed tiles over causal tiles, as realised.
+        tflops: of the attention call, on the tiles it computes.
+        recall: how much of what was planted the index holds.
+        mass: share of the attention mass that the index holds, on sampled rows.
+        error: largest difference of the output from float32 attention over the same index, on sampled rows.
+    """
+
+    name: str
+    length: int
+    backend: str
+    device: str
+    dtype: str
+    target_density: float
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+    density: float | None = None
+    tflops: float | None = None
+    index_ms: float | None = None
+    attention_ms: float | None = None
+    recall: Recall | None = None
+    mass: float | None = None
+    error: float | None = None
+    dense_tflops: float | None = None
+    dense_peers: DensePeers | None = None
+    note: str = ""
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the fastest dense kernel."""
+        return ratio(self.dense_ms, self.sparse_ms)
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        peers, recall = self.dense_peers, self.recall
+        return relied_on(self) | {
+            "dtype": self.dtype,
+            "target_density": self.target_density,
+            "index_ms": self.index_ms,
+            "attention_ms": self.attention_ms,
+            "recall": None if recall is None else asdict(recall),
+            "mass": self.mass,
+            "error": self.error,
+            "dense_kernel": peers.fastest if peers else None,
+            "dense_tflops": self.dense_tflops,
+            "dense_peers_ms": dict(peers.timed_ms) if peers else {},
+            "dense_refused": dict(peers.refused) if peers else {},
+            "planted": True,
+            "note": self.note,
+        }
 
 
 def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[KernelRow]:
