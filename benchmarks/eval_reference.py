@@ -40,7 +40,7 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.reader import load_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.writer import write_plan
-from sparsekv.runtime.load import LoadedModel, load_model
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 _FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 

@@ -25,9 +25,9 @@ from sparsekv.plans.lengths import parse_lengths
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.writer import write_plan
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.generate import Generation, generate_stream
-from sparsekv.runtime.load import LoadedModel, load_model
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.generate import Generation, generate_stream
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 _NEW_TOKENS = 32
 

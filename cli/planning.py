@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparsekv.planner.options import PlanOptions
     from sparsekv.planner.plan_result import PlanResult
     from sparsekv.planner.profile_data import Profile
-    from sparsekv.runtime.load import LoadedModel
+    from sparsekv.runtime.hf.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.records import Provenance, Target
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.describe import describe_model
-from sparsekv.runtime.load import LoadedModel, load_model
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 MOST_ATTEMPTS = 6
 

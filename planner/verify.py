@@ -17,7 +17,7 @@ from sparsekv.plans.lengths import format_length
 from sparsekv.plans.prefill import PrefillBucket
 from sparsekv.plans.records import Measurement, Quality
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 # Verification must not tighten a plan on the very samples that `eval` shows by default.
 _SEED_APART = 1_000_003

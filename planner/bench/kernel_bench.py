@@ -27,6 +27,7 @@ from sparsekv.planner.bench.planted import (
 )
 from sparsekv.planner.bench.structure import FAMILIES, BenchFamily
 from sparsekv.planner.bench.timing import (
+    BenchRow,
     Call,
     DensePeers,
     dense_calls,
@@ -34,8 +35,6 @@ from sparsekv.planner.bench.timing import (
     free_memory,
     in_short,
     measure,
-    ratio,
-    relied_on,
     time_dense,
 )
 from sparsekv.planner.place import device_name, dtype_name
@@ -110,63 +109,31 @@ class KernelBench:
         return f"{self.heads}/{self.kv_heads} heads of size {self.head_dim}, {dtype_name(self.dtype)}"
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRow:
-    """One layer's attention on planted queries and keys. A number that could not be measured is None; `note` says why.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow(BenchRow):
+    """One layer's attention on planted queries and keys.
 
     Attributes:
-        dense_ms: of the fastest dense kernel, timed in turn with the sparse calls.
         sparse_ms: index building and attention in one call.
-        speedup: dense_ms / sparse_ms.
-        density: computed tiles over causal tiles, as realised.
         tflops: of the attention call, on the tiles it computes.
         recall: how much of what was planted the index holds.
         mass: share of the attention mass that the index holds, on sampled rows.
         error: largest difference of the output from float32 attention over the same index, on sampled rows.
     """
 
-    name: str
-    length: int
-    backend: str
-    device: str
-    dtype: str
     target_density: float
-    dense_ms: float | None = None
-    sparse_ms: float | None = None
-    density: float | None = None
-    tflops: float | None = None
     index_ms: float | None = None
     attention_ms: float | None = None
     recall: Recall | None = None
     mass: float | None = None
     error: float | None = None
     dense_tflops: float | None = None
-    dense_peers: DensePeers | None = None
-    note: str = ""
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times faster than the fastest dense kernel."""
-        return ratio(self.dense_ms, self.sparse_ms)
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
-        peers, recall = self.dense_peers, self.recall
-        return relied_on(self) | {
-            "dtype": self.dtype,
-            "target_density": self.target_density,
-            "index_ms": self.index_ms,
-            "attention_ms": self.attention_ms,
-            "recall": None if recall is None else asdict(recall),
-            "mass": self.mass,
-            "error": self.error,
-            "dense_kernel": peers.fastest if peers else None,
-            "dense_tflops": self.dense_tflops,
-            "dense_peers_ms": dict(peers.timed_ms) if peers else {},
-            "dense_refused": dict(peers.refused) if peers else {},
-            "planted": True,
-            "note": self.note,
-        }
+        names = ("target_density", "index_ms", "attention_ms", "mass", "error", "dense_tflops")
+        own = {name: getattr(self, name) for name in names}
+        return self.with_keys(own | {"recall": None if self.recall is None else asdict(self.recall), "planted": True})
 
 
 def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[KernelRow]:
@@ -328,12 +295,12 @@ def _blank(
     """A row with what is known before the backend runs."""
     dense_ms = peers.timed_ms[peers.fastest] if peers and peers.fastest else None
     return KernelRow(
-        mix,
-        length,
-        backend,
-        device_name(bench.device),
-        dtype_name(bench.dtype),
-        share,
+        name=mix,
+        length=length,
+        backend=backend,
+        device=device_name(bench.device),
+        dtype=dtype_name(bench.dtype),
+        target_density=share,
         dense_ms=dense_ms,
         dense_tflops=_dense_tflops(bench, length, dense_ms),
         dense_peers=peers,

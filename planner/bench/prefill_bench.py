@@ -26,14 +26,13 @@ from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.timing import (
     FLASH_ATTN,
     RANKED_FROM,
+    BenchRow,
     DensePeers,
     fastest_that_runs,
     flash_attn_4,
     free_memory,
     in_short,
     part_of,
-    ratio,
-    relied_on,
     wait_for,
 )
 from sparsekv.planner.place import device_name, dtype_name
@@ -42,14 +41,12 @@ from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.lengths import format_length
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.apply import Handle, apply
-from sparsekv.runtime.architectures import decoder_of
-from sparsekv.runtime.cache import SparseLayer
-from sparsekv.runtime.capture import AttentionCall, capture_attention
-from sparsekv.runtime.checks import check_plan
-from sparsekv.runtime.describe import attention_groups
-from sparsekv.runtime.generate import piece_sizes
-from sparsekv.runtime.stats import RunStats
+from sparsekv.runtime.core.stats import RunStats
+from sparsekv.runtime.hf.apply import Handle, apply, check_plan
+from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.describe import attention_groups, decoder_of
+from sparsekv.runtime.hf.generate import piece_sizes
 
 MakeCache = Callable[[int], Cache]
 Told = tuple[RunStats | None, str | None, str]  # see Run
@@ -221,61 +218,40 @@ class PrefillBench:
             raise UsageError(f"expected at least one layer to measure dense on, found {self.dense_layers}")
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow(BenchRow):
     """Prefill of a whole model, end to end, dense and by a plan.
 
     Attributes:
         dense_ms, sparse_ms: medians over the repeats.
         tflops: of the sparse run: matrix products of the layers, and attention on the tiles that are computed.
-        dense_peak, sparse_peak: most bytes of device memory, weights included; None on a CPU.
-        kv_device, kv_host: bytes of the sparse run's cache.
         weights: "random" or "loaded".
         plan: what the sparse run follows, in words.
+        dense_peak, sparse_peak: most bytes of device memory, weights included; None on a CPU.
+        kv_device, kv_host: bytes of the sparse run's cache.
     """
 
-    name: str
-    length: int
-    backend: str
-    device: str
-    dtype: str
     weights: str
     plan: str
     layers: int
-    dense_ms: float | None = None
-    sparse_ms: float | None = None
-    density: float | None = None
-    tflops: float | None = None
-    dense_peers: DensePeers | None = None
     dense_peak: int | None = None
     sparse_peak: int | None = None
     kv_device: int | None = None
     kv_host: int | None = None
-    note: str = ""
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times faster than the fastest dense run."""
-        return ratio(self.dense_ms, self.sparse_ms)
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
-        peers = self.dense_peers
-        return relied_on(self) | {
-            "dtype": self.dtype,
+        own = {
             "weights": self.weights,
             "plan": self.plan,
             "layers": self.layers,
-            "dense_kernel": peers.fastest if peers else None,
-            "dense_peers_ms": dict(peers.timed_ms) if peers else {},
-            "dense_refused": dict(peers.refused) if peers else {},
             "dense_peak_bytes": self.dense_peak,
             "sparse_peak_bytes": self.sparse_peak,
-            "peak_ratio": ratio(self.sparse_peak, self.dense_peak),
+            "peak_ratio": self.sparse_peak / self.dense_peak if self.sparse_peak and self.dense_peak else None,
             "kv_bytes_device": self.kv_device,
             "kv_bytes_host": self.kv_host,
-            "note": self.note,
         }
+        return self.with_keys(own)
 
 
 def bench_prefill(
@@ -311,14 +287,14 @@ def bench_prefill(
         for length in bench.lengths:
             step.advance(0, note=f"{format_length(length)} tokens")
             blank = PrefillRow(
-                subject.name,
-                length,
-                backend,
-                device_name(model.device),
-                dtype_name(model.dtype),
-                subject.weights,
-                words,
-                info.layers,
+                name=subject.name,
+                length=length,
+                backend=backend,
+                device=device_name(model.device),
+                dtype=dtype_name(model.dtype),
+                weights=subject.weights,
+                plan=words,
+                layers=info.layers,
                 note=subject.note,
             )
             yield _row(blank, setting, bench)

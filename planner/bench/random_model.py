@@ -22,9 +22,8 @@ from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.architectures import check_supported
-from sparsekv.runtime.describe import describe_model
-from sparsekv.runtime.load import LoadedModel, load_config
+from sparsekv.runtime.hf.describe import check_supported, describe_model
+from sparsekv.runtime.hf.load import LoadedModel, load_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,48 @@ class DensePeers:
         return min(self.timed_ms, key=lambda name: self.timed_ms[name]) if self.timed_ms else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """What every bench says of a case. A number that could not be measured is None; `note` says why.
+
+    Attributes:
+        dense_ms: the fastest way to run dense, timed in turn with the sparse one.
+        density: computed tiles over causal tiles, as realised.
+    """
+
+    name: str
+    length: int
+    backend: str
+    device: str
+    dtype: str
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+    density: float | None = None
+    tflops: float | None = None
+    dense_peers: DensePeers | None = None
+    note: str = ""
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the fastest way to run dense."""
+        return self.dense_ms / self.sparse_ms if self.dense_ms is not None and self.sparse_ms else None
+
+    def with_keys(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """As JSON data, a bench's own keys among them; the first nine are relied on."""
+        relied_on = ("name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device")
+        peers = self.dense_peers
+        return (
+            {name: getattr(self, name) for name in (*relied_on, "dtype")}
+            | dict(own)
+            | {
+                "dense_kernel": peers.fastest if peers else None,
+                "dense_peers_ms": dict(peers.timed_ms) if peers else {},
+                "dense_refused": dict(peers.refused) if peers else {},
+                "note": self.note,
+            }
+        )
+
+
 def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> dict[str, Call]:
     """Causal attention of a whole prompt by every dense kernel that there may be for these tensors.
 
@@ -241,14 +283,3 @@ def _torch_kernel(kernel: SDPBackend, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor
             if "No available kernel" in str(error):
                 raise RuntimeError("torch has no such kernel for these tensors") from error
             raise
-
-
-def relied_on(row: Any) -> dict[str, Any]:
-    """The nine keys of a row of `bench --json` that others rely on."""
-    names = ("name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device")
-    return {name: getattr(row, name) for name in names}
-
-
-def ratio(over: float | None, under: float | None) -> float | None:
-    """One number over another; None where either is missing."""
-    return over / under if over is not None and under else None

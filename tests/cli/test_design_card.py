@@ -57,7 +57,7 @@ def test_a_plan_committed_as_sparsekv_yaml_is_found_by_run_folder(sparsekv, plac
 
 def test_the_python_calls_of_the_readme(place):
     import sparsekv
-    from sparsekv.runtime.load import load_model
+    from sparsekv.runtime.hf.load import load_model
 
     loaded = load_model("tiny-retriever", device="cpu")
     plan = sparsekv.load_plan(place / "plan.yaml")

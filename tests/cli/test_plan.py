@@ -137,7 +137,7 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, mo
 @pytest.mark.parametrize(
     ("step", "flags"),
     [
-        ("sparsekv.runtime.load.load_model", TASK),
+        ("sparsekv.runtime.hf.load.load_model", TASK),
         ("sparsekv.planner.compile.allocate", ("--no-verify",)),
         ("sparsekv.planner.compile.choose_filter_layers", ("--no-verify",)),
         ("sparsekv.plans.files.os.replace", ("--no-verify",)),

@@ -41,7 +41,7 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsekv.runtime import load
+    from sparsekv.runtime.hf import load
 
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
 

@@ -13,7 +13,7 @@ from sparsekv.kernels.fallback import BackendWarning, Fallback
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError, ShapeError
 from sparsekv.plans.patterns import AShape
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 
 Q = torch.zeros(1, 1, 4, 64)
 

@@ -16,7 +16,7 @@ from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse
 from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 GATE = Gate(max_accuracy_drop=1.0)
 

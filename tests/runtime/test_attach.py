@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 
 SPARSE = AShape(sink=tokens(1), window=tokens(1))
 
@@ -62,7 +62,7 @@ def test_an_exception_inside_the_block_restores_the_model():
 def test_an_exception_while_attaching_restores_the_model(monkeypatch):
     model = tiny_model()
     before = traces(model)
-    monkeypatch.setattr("sparsekv.runtime.attach.guarded", lambda model: 1 / 0)
+    monkeypatch.setattr("sparsekv.runtime.hf.attach.guarded", lambda model: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         apply(model, some_plan(model))
     assert traces(model) == before

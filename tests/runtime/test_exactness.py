@@ -10,7 +10,7 @@ from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.decode import DecodeBucket, DecodePlan
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash
 from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 
 NEW = 6
 FULL = (

@@ -11,10 +11,11 @@ from transformers import DynamicCache
 
 from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
-from sparsekv.runtime import long_inputs, sparse
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.capture import capture_attention
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.runtime import sparse
+from sparsekv.runtime.hf import long_inputs
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.capture import capture_attention
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 WHOLE = Chunking(above=1 << 30)

@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import AShape, Dense
-from sparsekv.runtime import long_inputs
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.runtime.hf import long_inputs
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 ONE_PIECE = Chunking(above=20, rows=1 << 20)

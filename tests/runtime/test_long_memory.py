@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.patterns import AShape
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 LENGTH, ROWS, HIDDEN, FFN, HEADS, KV_HEADS, SIZE = 2048, 64, 64, 512, 4, 2, 16
 SPARSE = AShape(sink=tokens(1), window=tokens(1))

@@ -7,7 +7,7 @@ from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.placement import Placement, place_layers
 
 

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel, GenerationConfig
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
 from sparsekv.plans.records import Retention
-from sparsekv.runtime.apply import apply
+from sparsekv.runtime.hf.apply import apply
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.prefill import PrefillPlan
-from sparsekv.runtime.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 
 class RandomTiles:

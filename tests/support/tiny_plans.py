@@ -12,7 +12,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.describe import describe_model
+from sparsekv.runtime.hf.describe import describe_model
 
 
 def info_of(model: PreTrainedModel) -> ModelInfo:

@@ -16,7 +16,7 @@ from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH = 512
 

@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.fingerprint import architecture_fingerprint, weights_fingerprint
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
-from sparsekv.runtime.architectures import attention_modules, check_supported
+from sparsekv.plans.records import DtypeName
+
+# Which Hugging Face architectures this version runs, and where their attention modules are.
+#
+# Each of them calls its attention through `AttentionInterface`, hands unknown keyword arguments on to it, and holds
+# `q_proj` and `k_proj` apart.
+
+SUPPORTED = ("glm", "llama", "mistral", "qwen2", "qwen3")
+
+
+def check_supported(model_type: str) -> None:
+    """Raises UnsupportedError for a model type that this version cannot run, naming those it can."""
+    if model_type not in SUPPORTED:
+        raise UnsupportedError(
+            f"expected one of the supported architectures ({', '.join(SUPPORTED)}), found {model_type!r}; "
+            f"choose a model of a supported architecture"
+        )
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module with the decoder layers: `model` itself or what its language modelling head sits on."""
+    decoder = model.base_model
+    assert isinstance(decoder, PreTrainedModel)
+    return decoder
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention module of each layer, in order; module i has `layer_idx` i."""
+    layers: Any = decoder_of(model).layers
+    return [layer.self_attn for layer in layers]
+
 
 _SAMPLES = 16  # values of each projection; enough to tell two trainings apart, and far from all of it
 _TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the digest would depend on the dtype
@@ -128,3 +161,18 @@ def _rounded(values: torch.Tensor) -> bytes:
     exact = values.float()
     kept = torch.where(exact.abs() < _TINY, 0.0, exact)
     return kept.to(torch.bfloat16).view(torch.int16).cpu().numpy().astype("<i2").tobytes()
+
+
+# What plans, profiles and cost files call a device and a precision. No machine names.
+
+
+def device_name(device: torch.device) -> str:
+    """ "NVIDIA H200", "cpu x86_64"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}".strip()
+
+
+def dtype_name(dtype: torch.dtype) -> DtypeName:
+    """ "bfloat16" for torch.bfloat16, and so on."""
+    return cast(DtypeName, str(dtype).removeprefix("torch."))

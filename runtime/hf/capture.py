@@ -13,12 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.runtime.attach import attach
-from sparsekv.runtime.cache import Bytes
+from sparsekv.runtime.core.prefill import attend_dense
 from sparsekv.runtime.engine import LayerCall
-from sparsekv.runtime.prefill import attend_dense
-from sparsekv.runtime.stores.base import KVStore
-from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.hf.attach import attach
+from sparsekv.runtime.hf.cache import Bytes
+from sparsekv.runtime.stores.device import DeviceStore, KVStore
 
 
 @dataclass(frozen=True, slots=True)

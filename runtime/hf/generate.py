@@ -12,8 +12,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.runtime.cache import reserve
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.cache import reserve
+from sparsekv.runtime.hf.load import LoadedModel
 
 _LEAST_CHUNK = 16
 

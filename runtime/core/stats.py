@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.cache import Bytes
+from sparsekv.runtime.hf.cache import Bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.plans.patterns import Dense, TileShape
 from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.engine import LayerCall
-from sparsekv.runtime.stats import Meter
 
 DEFAULT_TILE = TileShape()
 

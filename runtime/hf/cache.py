@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.stores.base import KVStore, Layout
+from sparsekv.runtime.stores.device import KVStore, Layout
 
 _EXPECTED = "sparsekv_expected_tokens"
 

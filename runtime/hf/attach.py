@@ -10,21 +10,127 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.architectures import attention_modules, check_supported, decoder_of
+from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.attention import CONTEXT, NAME, Context, register
-from sparsekv.runtime.cache import check_even, sparse_cache
-from sparsekv.runtime.chunking import Chunking
 from sparsekv.runtime.engine import Engine
-from sparsekv.runtime.guard import guarded
-from sparsekv.runtime.inputs import check_inputs, check_positions
-from sparsekv.runtime.known_layers import is_watched
-from sparsekv.runtime.long_inputs import PASS, ForwardPass, LongInputs
+from sparsekv.runtime.hf.cache import check_even, sparse_cache
+from sparsekv.runtime.hf.describe import attention_modules, check_supported, decoder_of
+from sparsekv.runtime.hf.long_inputs import PASS, Chunking, ForwardPass, LongInputs, is_watched
+
+# What a forward pass may be given: equally long rows without padding, positions in a row, no custom mask.
+
+
+def check_inputs(inputs: dict[str, Any], training: bool) -> None:
+    """Raises a clear error for what would give wrong tokens.
+
+    Raises:
+        UsageError: the model is in training mode.
+        PromptError: there are no tokens.
+        UnsupportedError: padding, custom masks, or attention weights asked for.
+    """
+    if training:
+        raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        tokens = inputs.get("inputs_embeds")
+    if tokens is not None and tokens.shape[1] == 0:
+        raise PromptError("expected at least one token, found an empty prompt; give it some text")
+    _check_mask(inputs.get("attention_mask"))
+    if inputs.get("output_attentions"):
+        raise UnsupportedError("attention weights are never materialised here; leave output_attentions off")
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
+    if not bool(mask.all()):
+        raise UnsupportedError(
+            "expected rows of equal length, found padding in attention_mask; "
+            "run prompts of different lengths one at a time, or group those of equal length"
+        )
+
+
+def check_positions(positions: Any, past: int) -> None:
+    """Positions of several tokens count up by one from what is cached. Single tokens are not asked: it costs a wait.
+
+    Raises:
+        UnsupportedError: they do not.
+    """
+    if positions is None or positions.shape[-1] < 2:
+        return
+    expected = torch.arange(past, past + positions.shape[-1], device=positions.device)
+    if not bool((positions == expected).all()):
+        raise UnsupportedError(
+            f"expected position_ids that count up by one from the {past} cached tokens, found others; "
+            f"run packed sequences one by one, and leave prefill_chunk_size unset when a prompt goes on from a cache"
+        )
+
+
+# Refuses the ways of generating that a sparse cache cannot follow, before anything runs.
+#
+# The cache refuses them too, but only after the prefill of what may be a very long prompt.
+
+_ONE_BEAM = "generate with num_beams=1 and do_sample as you like"
+_NO_DRAFTS = "generate without an assistant or prompt lookup"
+_OWN_CACHE = "leave cache_implementation unset; a plan's decode.offload moves KV to the host"
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "num_beams": (lambda found: found > 1, "beam search", _ONE_BEAM),
+    "force_words_ids": (bool, "constrained beam search", _ONE_BEAM),
+    "constraints": (bool, "constrained beam search", _ONE_BEAM),
+    "assistant_model": (bool, "assisted generation", _NO_DRAFTS),
+    "prompt_lookup_num_tokens": (bool, "prompt lookup", _NO_DRAFTS),
+    "assistant_early_exit": (bool, "assisted generation", _NO_DRAFTS),
+    "use_mtp": (bool, "multi-token prediction", _NO_DRAFTS),
+    "penalty_alpha": (bool, "contrastive search", "leave penalty_alpha unset"),
+    "dola_layers": (bool, "DoLa decoding", "leave dola_layers unset"),
+    "output_attentions": (bool, "returning attention weights", "leave output_attentions off"),
+    "cache_implementation": (lambda found: found != "dynamic", "another cache implementation", _OWN_CACHE),
+}
+
+
+def guarded(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model's `generate` behind the checks.
+
+    Raises, when the result is called:
+        UnsupportedError: the arguments ask for beams, drafts, or a cache of another kind.
+    """
+    generate: Any = model.generate
+
+    @wraps(generate)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        for name, (refused, what, instead) in _REFUSED.items():
+            found = _setting(name, kwargs, config, model.generation_config)
+            if found is not None and refused(found):
+                raise UnsupportedError(
+                    f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
+                    f"{instead}, or close the handle first"
+                )
+        return generate(*args, **kwargs)
+
+    return checked
+
+
+def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None, defaults: GenerationConfig) -> Any:
+    if kwargs.get(name) is not None:
+        return kwargs[name]
+    given = getattr(config, name, None)
+    return given if given is not None else getattr(defaults, name, None)
+
+
+def _brief(found: Any) -> str:
+    return repr(found) if isinstance(found, (bool, int, float, str)) else type(found).__name__
 
 
 def check_attachable(model: PreTrainedModel) -> None:

@@ -14,10 +14,10 @@ from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.plans.decode import DecodeBucket, DecodePlan, Segment
-from sparsekv.runtime.cache import Choice, SparseLayer
+from sparsekv.runtime.core.select import choose_tokens, tokens_for_layer, window_queries, within_window
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.engine import LayerCall
-from sparsekv.runtime.select import choose_tokens, tokens_for_layer, window_queries, within_window
-from sparsekv.runtime.stats import Meter
+from sparsekv.runtime.hf.cache import Choice, SparseLayer
 
 
 def attend_decode(call: LayerCall, plan: DecodePlan | None, backend: str, meter: Meter) -> torch.Tensor:
