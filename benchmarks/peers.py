@@ -38,8 +38,8 @@ from sparsekv.planner.bench.kernel_bench import MIXES, families_of
 from sparsekv.planner.bench.planted import Planted, plant, sample_rows
 from sparsekv.planner.bench.timing import DensePeers, dense_calls, free_memory, in_short, measure, time_dense
 from sparsekv.plans.errors import BackendError
-from sparsekv.plans.lengths import format_length, parse_lengths
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import format_length, parse_lengths
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ def _subject(
     seed: int,
 ) -> BenchModel:
     from sparsekv.planner.bench.random_model import BenchModel, random_model
-    from sparsekv.planner.place import dtype_name
+    from sparsekv.runtime.hf.describe import dtype_name
     from sparsekv.runtime.hf.load import load_model
 
     if random_weights:

@@ -35,17 +35,16 @@ from sparsekv.planner.bench.timing import (
     part_of,
     wait_for,
 )
-from sparsekv.planner.place import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.lengths import format_length
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply, check_plan
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
-from sparsekv.runtime.hf.describe import attention_groups, decoder_of
+from sparsekv.runtime.hf.describe import attention_groups, decoder_of, device_name, dtype_name
 from sparsekv.runtime.hf.generate import piece_sizes
 
 MakeCache = Callable[[int], Cache]

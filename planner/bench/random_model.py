@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from sparsekv.planner.bench.structure import BenchFamily, diffuse_pattern
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import format_length
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import check_supported, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 

@@ -10,8 +10,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
 from sparsekv.planner.bench.kernel_bench import families_of
 from sparsekv.planner.bench.planted import check_rows, find_planted, plant, sample_rows
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, Dense, TileShape
+from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
 
 S, TILE = 1024, TileShape(query=64, key=64)
 
