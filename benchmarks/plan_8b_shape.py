@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
+from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
 from sparsekv.planner.bench.random_model import BenchModel, random_model
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, Task, TaskError, make_sample, prepare
-from sparsekv.planner.tasks.types import Ids
+from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.plans.types import format_length
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.tasks.types import Document, Ids, Kit
+from sparsekv.planner.tasks.documents import Document, Kit
+from sparsekv.planner.tasks.text import Ids
 
 NO_LOSS = 0
 TEXT = 1

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from reference_model.training_rows import FIRST_ANSWER, NO_LOSS, TEXT, answer_overhead, document_row, join
 from task_oracle import is_statement
 from task_tokenizers import kit_named, tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Document, Kit, Request, Split
 from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.rows import FIRST_ANSWER, NO_LOSS, TEXT, answer_overhead, document_row, join
-from sparsekv.planner.tasks.seeding import generator
+from sparsekv.planner.tasks.samples import generator
 
 TOKENIZERS = ("shipped", "metaspace", "byte_level")
 RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")

@@ -7,8 +7,8 @@ attention over that index, and both in one call, in turn with the fastest dense 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,17 +16,32 @@ from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.dispatch import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BUILDERS, BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex
-from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_dense
-from sparsekv.planner.bench.planted import Planted, check_plantable, plant
-from sparsekv.planner.bench.recall import check_rows, find_planted, sample_rows
-from sparsekv.planner.bench.rows import DensePeers, KernelRow
-from sparsekv.planner.bench.sizes import FAMILIES, BenchFamily
-from sparsekv.planner.bench.timing import Call, free_memory, in_short, measure
-from sparsekv.planner.data_files import device_name, dtype_name
+from sparsekv.planner.bench.planted import (
+    Planted,
+    Recall,
+    check_plantable,
+    check_rows,
+    find_planted,
+    plant,
+    sample_rows,
+)
+from sparsekv.planner.bench.structure import FAMILIES, BenchFamily
+from sparsekv.planner.bench.timing import (
+    BenchRow,
+    Call,
+    DensePeers,
+    dense_calls,
+    dense_tflops,
+    free_memory,
+    in_short,
+    measure,
+    time_dense,
+)
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, Adaptive, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.types import format_length
+from sparsekv.runtime.hf.describe import device_name, dtype_name
 
 PatternMix = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive", "mixed"]
 MIXES: tuple[PatternMix, ...] = get_args(PatternMix)
@@ -92,6 +107,33 @@ class KernelBench:
     def shape(self) -> str:
         """The layer in words."""
         return f"{self.heads}/{self.kv_heads} heads of size {self.head_dim}, {dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow(BenchRow):
+    """One layer's attention on planted queries and keys.
+
+    Attributes:
+        sparse_ms: index building and attention in one call.
+        tflops: of the attention call, on the tiles it computes.
+        recall: how much of what was planted the index holds.
+        mass: share of the attention mass that the index holds, on sampled rows.
+        error: largest difference of the output from float32 attention over the same index, on sampled rows.
+    """
+
+    target_density: float
+    index_ms: float | None = None
+    attention_ms: float | None = None
+    recall: Recall | None = None
+    mass: float | None = None
+    error: float | None = None
+    dense_tflops: float | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        names = ("target_density", "index_ms", "attention_ms", "mass", "error", "dense_tflops")
+        own = {name: getattr(self, name) for name in names}
+        return self.with_keys(own | {"recall": None if self.recall is None else asdict(self.recall), "planted": True})
 
 
 def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[KernelRow]:
@@ -253,12 +295,12 @@ def _blank(
     """A row with what is known before the backend runs."""
     dense_ms = peers.timed_ms[peers.fastest] if peers and peers.fastest else None
     return KernelRow(
-        mix,
-        length,
-        backend,
-        device_name(bench.device),
-        dtype_name(bench.dtype),
-        share,
+        name=mix,
+        length=length,
+        backend=backend,
+        device=device_name(bench.device),
+        dtype=dtype_name(bench.dtype),
+        target_density=share,
         dense_ms=dense_ms,
         dense_tflops=_dense_tflops(bench, length, dense_ms),
         dense_peers=peers,
