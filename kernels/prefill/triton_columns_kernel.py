@@ -11,8 +11,7 @@ whole tiles do. Columns that a row does not compute are few among those it may; 
 Shapes: M rows of a block, C columns of a step, D head size padded to a power of two.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -24,6 +23,7 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernels again.
 @triton.jit(do_not_specialize=["heads", "columns", "packed"])
+@no_type_check
 def pack_kernel(
     k_ptr, v_ptr, packed_k_ptr, packed_v_ptr, columns_ptr, dense_ptr, lengths_ptr,
     k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
@@ -49,6 +49,7 @@ def pack_kernel(
 
 
 @triton.jit
+@no_type_check
 def _live(live_row, slot_C, columns):
     """Which of these columns the row computes."""
     word_C = tl.load(live_row + slot_C // 32, mask=slot_C < columns, other=0)
@@ -56,6 +57,7 @@ def _live(live_row, slot_C, columns):
 
 
 @triton.jit
+@no_type_check
 def _last_live(live_row, column_row, step, columns, BLOCK_C: tl.constexpr):
     """The last live column of a step; without one 2 ** 30, as it says nothing of the steps before."""
     slot_C = step * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -65,6 +67,7 @@ def _last_live(live_row, column_row, step, columns, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _join(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_C, keep_MC, scale_log2, MASKED: tl.constexpr,
           PRECISION: tl.constexpr):  # fmt: skip
     """One step of the online softmax, in base 2. A row may have seen no key yet: its maximum is -inf."""
@@ -82,6 +85,7 @@ def _join(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_C, keep_MC, scale_log2, MASKE
 
 
 @triton.jit(do_not_specialize=["window", "kv_heads", "queries", "query_tiles", "columns", "packed", "words"])
+@no_type_check
 def columns_kernel(
     q_ptr, k_rows, v_rows, out_ptr, lse_ptr, columns_ptr, live_ptr, dense_ptr, past_ptr, lengths_ptr,
     q_stride_B, q_stride_H, q_stride_S, out_stride_B, out_stride_H, out_stride_S,

@@ -10,14 +10,14 @@ touch memory past the length are masked, because whatever lies there could be a 
 Shapes: M rows of a block, N keys of a step, D head size padded to a power of two. Comments use the legend of tiles.py.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def _count_entries_below(list_ptr, count, first, second, third, fourth, SCAN: tl.constexpr):
     """How many of the `count` ascending entries lie below each of four bounds; one load for lists up to SCAN."""
     below_first = 0
@@ -35,6 +35,7 @@ def _count_entries_below(list_ptr, count, first, second, third, fourth, SCAN: tl
 
 
 @triton.jit
+@no_type_check
 def _live_words(live_ptr, words, SCAN: tl.constexpr):
     """The first word that is not zero, and one past the last; (2 ** 30, 0) when all are zero."""
     first = 1 << 30
@@ -49,6 +50,7 @@ def _live_words(live_ptr, words, SCAN: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _tile_at(list_ptr, position, end, dense):
     """Entry `position` of the row's list; a dense head has no list, its tiles are 0, 1, 2, ..."""
     listed = tl.load(list_ptr + position, mask=(position < end) & (dense == 0), other=0)
@@ -56,6 +58,7 @@ def _tile_at(list_ptr, position, end, dense):
 
 
 @triton.jit
+@no_type_check
 def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
     """Rows number `at` from `base_ptr` on; masked-out rows read nothing and are 0."""
     at_ND = base_ptr + at[:, None] * stride + lanes_D[None, :]
@@ -71,6 +74,7 @@ def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.const
 
 
 @triton.jit
+@no_type_check
 def _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax, in base 2. With a mask, a row may have seen no key yet: its maximum is -inf."""
     s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
@@ -89,6 +93,7 @@ def _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, MASKED: tl.
 
 
 @triton.jit
+@no_type_check
 def _visible(row_M, key_N, window, WINDOWED: tl.constexpr):
     """Causal, and within the layer's own window where it has one."""
     keep_MN = key_N[None, :] <= row_M[:, None]
@@ -99,6 +104,7 @@ def _visible(row_M, key_N, window, WINDOWED: tl.constexpr):
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "kv_heads", "queries", "query_tiles", "listed", "columns", "words"])
+@no_type_check
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     tiles_ptr, counts_ptr, columns_ptr, live_ptr, dense_ptr, past_ptr, lengths_ptr,

@@ -8,14 +8,14 @@ to memory is a number a tile. No two programs store to one number: results are t
 Shapes: X strided rows of a program, N strided keys of a step, D head size padded to a power of two.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def _logits(
     q_base, k_base, row_X, odd_X, last_row, real_X, number_N, whole, q_stride_S, k_stride_S, scale_log2,
     S: tl.constexpr, D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -39,6 +39,7 @@ def _logits(
 
 
 @triton.jit
+@no_type_check
 def _visible(first_X, end_X, number_N, window, S: tl.constexpr, WINDOWED: tl.constexpr):
     keep_XN = number_N[None, :] < end_X[:, None]
     if WINDOWED:
@@ -48,6 +49,7 @@ def _visible(first_X, end_X, number_N, window, S: tl.constexpr, WINDOWED: tl.con
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "first_tile", "row_tiles", "key_tiles", "places"])
+@no_type_check
 def antidiagonal_kernel(
     q_ptr, k_ptr, scores_ptr, heads_ptr, past_ptr, lengths_ptr,
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,

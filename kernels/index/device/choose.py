@@ -3,8 +3,7 @@
 Shapes: T row tiles of a program, M key tiles of a step, W listed tiles.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -13,11 +12,13 @@ from sparsekv.kernels.index.device.products import HIDDEN, row_ends
 
 
 @triton.jit
+@no_type_check
 def _load(order_T, tile_M, end_T):
     return tl.load(order_T[:, None] + tile_M[None, :], mask=tile_M[None, :] <= end_T[:, None], other=HIDDEN)
 
 
 @triton.jit
+@no_type_check
 def _count_from(order_T, end_T, first_T, second_T, third_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr):
     """How many tiles of each row are at least each of three bounds."""
     from_first_T = tl.zeros([BLOCK_T], tl.int32)
@@ -32,6 +33,7 @@ def _count_from(order_T, end_T, first_T, second_T, third_T, BLOCK_T: tl.constexp
 
 
 @triton.jit
+@no_type_check
 def _threshold(order_T, end_T, count_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr):
     """A bound that `count_T` tiles reach, or the count-th largest number where equal ones straddle it; how many do.
 
@@ -62,6 +64,7 @@ def _threshold(order_T, end_T, count_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.const
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "key_tiles", "first_tile", "last_tile", "width"]
 )
+@no_type_check
 def choose_kernel(
     order_ptr, tiles_ptr, counts_ptr, past_ptr, length_ptr, head_ptr, keep_ptr,
     window, heads, all_heads, row_tiles, key_tiles, first_tile, last_tile, width,

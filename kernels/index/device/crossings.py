@@ -8,8 +8,7 @@ them, `phase` being how far into a key tile the row tiles begin.
 Shapes: E entries, X offsets of a tile.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -19,6 +18,7 @@ from sparsekv.kernels.index.device.select import chosen
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["heads", "keys", "entries"])
+@no_type_check
 def crossings_kernel(
     slash_ptr, choice_ptr, best_ptr, offset_ptr, past_ptr, length_ptr, heads, keys, entries,
     QUERY: tl.constexpr, KEY: tl.constexpr, RIGHT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_X: tl.constexpr,

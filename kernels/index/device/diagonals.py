@@ -7,8 +7,7 @@ slash enter together; so those are kept whose key is above the key of the first 
 Shapes: E entries, see crossings.py.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -18,6 +17,7 @@ from sparsekv.kernels.index.device.ranking import count_equal, kth_largest, plac
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["heads", "entries", "most"])
+@no_type_check
 def diagonals_kernel(
     best_ptr, offset_ptr, code_ptr, near_ptr, past_ptr, length_ptr, bounds_ptr, heads, entries, most,
     QUERY: tl.constexpr, KEY: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr,

@@ -13,9 +13,9 @@ registers, launches of some strips each follow one another, and all but the firs
 Shapes: P slots (heads of a program), M stacked rows, N keys of a step, R runs of the first pass; see sample.py.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
 # ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
+
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -24,6 +24,7 @@ from sparsekv.kernels.index.device.sample import held_rows, load_keys, load_stri
 
 
 @triton.jit
+@no_type_check
 def _log_of_sum(m_ptr, l_ptr, at_M, used_M, runs, MOST_RUNS: tl.constexpr):
     """Joins the runs of the first pass. Rows that do not count get infinity, and so weights of 0."""
     lane_R = tl.arange(0, MOST_RUNS)
@@ -37,11 +38,13 @@ def _log_of_sum(m_ptr, l_ptr, at_M, used_M, runs, MOST_RUNS: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _add_rows(x_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.sum(tl.reshape(x_NM, (BLOCK_N, SLOTS, ROWS)), 2)
 
 
 @triton.jit
+@no_type_check
 def _add_diagonals(p_NM, before_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Sums of the diagonals that end in this block; `before_NM` are the weights of the block before."""
     lane_N1 = tl.arange(0, BLOCK_N)[:, None]
@@ -51,6 +54,7 @@ def _add_diagonals(p_NM, before_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLO
 
 
 @triton.jit
+@no_type_check
 def _pad(plane_P, held_P, length, PADDING: tl.constexpr):
     """Scores whose bits are -1 up to the next multiple of PADDING; see ranking.py."""
     at_X1 = (length + tl.arange(0, PADDING))[:, None]
@@ -59,6 +63,7 @@ def _pad(plane_P, held_P, length, PADDING: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _put(at, x, keep, ADD: tl.constexpr):
     """Stores, or adds to what an earlier launch stored."""
     if ADD:
@@ -67,6 +72,7 @@ def _put(at, x, keep, ADD: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _step(
     waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
     first_key, begin, end, length, k_stride_S, scale_log2, window,
@@ -106,6 +112,7 @@ def _step(
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "run", "runs", "keys"])
+@no_type_check
 def lines_kernel(
     q_ptr, k_ptr, m_ptr, l_ptr, vertical_ptr, slash_ptr, past_ptr, length_ptr, head_ptr, limits_ptr, slots_ptr,
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,

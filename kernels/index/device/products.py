@@ -6,8 +6,7 @@ are above all others, tiles that a window hides below.
 Shapes: T row tiles of a program, M key tiles of a step, D numbers of a head that are multiplied at once.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -17,6 +16,7 @@ MANDATORY = tl.constexpr(2147483647)
 
 
 @triton.jit
+@no_type_check
 def row_ends(tile_T, past, length, window, QUERY: tl.constexpr, KEY: tl.constexpr, WINDOWED: tl.constexpr):
     """Of each row tile: key tile of its first row, its last key tile (-1: padding), and the first that it sees."""
     first_T = past + tile_T * QUERY
@@ -29,6 +29,7 @@ def row_ends(tile_T, past, length, window, QUERY: tl.constexpr, KEY: tl.constexp
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "kv_heads", "row_tiles", "key_tiles", "first_tile", "last_tile"])
+@no_type_check
 def products_kernel(
     q_ptr, k_ptr, order_ptr, past_ptr, length_ptr, head_ptr,
     scale, window, heads, kv_heads, row_tiles, key_tiles, first_tile, last_tile,

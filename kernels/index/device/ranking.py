@@ -5,14 +5,14 @@ Where the compiler can see that `count` and the row's start are multiples of 4, 
 are shorter than 2 ** 21 (LONGEST in sizes.py).
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def _count_from(row_ptr, count, first, second, third, BLOCK: tl.constexpr):
     """How many of the numbers are at least each of three bounds, which are 0 or more."""
     lane = tl.arange(0, BLOCK)
@@ -34,6 +34,7 @@ def _count_from(row_ptr, count, first, second, third, BLOCK: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _least_from(row_ptr, count, bound, BLOCK: tl.constexpr):
     """The smallest number that is at least `bound`; the largest of all numbers if there is none."""
     lane = tl.arange(0, BLOCK)
@@ -45,6 +46,7 @@ def _least_from(row_ptr, count, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def kth_largest(row_ptr, count, k, BLOCK: tl.constexpr):
     """The k-th largest (from 1) of `count` numbers, and how many are at least as large; -1 where fewer are 0 or more.
 
@@ -66,6 +68,7 @@ def kth_largest(row_ptr, count, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def count_equal(row_ptr, count, number, BLOCK: tl.constexpr):
     """How many entries equal `number`."""
     lane = tl.arange(0, BLOCK)
@@ -77,6 +80,7 @@ def count_equal(row_ptr, count, number, BLOCK: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def place_of_equal(row_ptr, count, number, nth, BLOCK: tl.constexpr):
     """Index of the nth entry (from 1) that equals `number`; `count` where there are fewer."""
     lane = tl.arange(0, BLOCK)

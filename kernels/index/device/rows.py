@@ -6,14 +6,14 @@ and key tile 0. Columns outside these tiles are computed singly: their live bits
 Shapes: T row tiles of a program, W listed tiles, N words, E entries, see crossings.py.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def _code_at(code_row, distance, entries, RIGHT: tl.constexpr, keep):
     """2 * (chosen distances up to this one) + (is it chosen); distances out of range read the nearest entry."""
     entry = tl.minimum(tl.maximum(distance + RIGHT, 0), entries - 1)
@@ -24,6 +24,7 @@ def _code_at(code_row, distance, entries, RIGHT: tl.constexpr, keep):
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "entries", "most", "width", "columns", "words"]
 )
+@no_type_check
 def rows_kernel(
     code_ptr, near_ptr, columns_ptr, tiles_ptr, counts_ptr, live_ptr, past_ptr, length_ptr, head_ptr,
     window, heads, all_heads, row_tiles, entries, most, width, columns, words,

@@ -7,15 +7,16 @@ is read once for all of them; the strips are tuples of tensors, as every one nee
 Shapes: M = SLOTS * ROWS stacked rows of a strip, N keys of a step, D head size padded to a power of two.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
 # ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
+
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def held_rows(slots_ptr, unit, SLOTS: tl.constexpr, ROWS: tl.constexpr):
     """Of each stacked row of the first strip: which of the builder's heads it is, or -1, and its place counted back."""
     lane_M = tl.arange(0, SLOTS * ROWS)
@@ -23,6 +24,7 @@ def held_rows(slots_ptr, unit, SLOTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def load_strips(
     q_base, head_ptr, limits_ptr, own_M, back_M, row_M, q_stride_H, q_stride_S,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STRIPS: tl.constexpr, UPCAST: tl.constexpr,
@@ -48,6 +50,7 @@ def load_strips(
 
 
 @triton.jit
+@no_type_check
 def load_keys(
     k_base, first_key, length, k_stride_S,
     MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
@@ -69,6 +72,7 @@ def load_keys(
 
 
 @triton.jit
+@no_type_check
 def visible(i, j, window, WINDOWED: tl.constexpr):
     """Whether query i sees key j: causal, and within the layer's own window where it has one. Both are broadcast."""
     keep = j <= i

@@ -9,8 +9,7 @@ steps.
 Shapes: S keys, C listed columns.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -21,12 +20,14 @@ NOTHING = tl.constexpr(2147483647)  # a threshold that no score exceeds
 
 
 @triton.jit
+@no_type_check
 def chosen(number, place, threshold, last_equal):
     """Whether an entry is among the best ones."""
     return (number > threshold) | ((number == threshold) & (place <= last_equal))
 
 
 @triton.jit
+@no_type_check
 def _best(row_ptr, count, k, BLOCK: tl.constexpr):
     """Threshold, and last index among those equal to it, of the best k of a row."""
     threshold = NOTHING
@@ -42,6 +43,7 @@ def _best(row_ptr, count, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _list_chosen(row_ptr, count, threshold, last_equal, list_ptr, width, BLOCK: tl.constexpr):
     """The chosen entries, ascending; the rest of the list is -1 (NO_COLUMN)."""
     lane = tl.arange(0, BLOCK)
@@ -60,6 +62,7 @@ def _list_chosen(row_ptr, count, threshold, last_equal, list_ptr, width, BLOCK: 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again. But `keys`, the
 # padded length, always is a multiple of PADDING, which the compiler should know.
 @triton.jit(do_not_specialize=["heads", "all_heads", "width"])
+@no_type_check
 def select_kernel(
     vertical_ptr, slash_ptr, columns_ptr, choice_ptr, length_ptr, head_ptr, column_counts_ptr, slash_counts_ptr,
     heads, all_heads, keys, width,

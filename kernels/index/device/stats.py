@@ -6,9 +6,9 @@ The keys are cut into runs, so that a few heads fill the GPU; each run leaves a 
 Shapes: M stacked rows, N keys of a step; see sample.py.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here; the launcher is typed.
-# mypy: ignore-errors
 # ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
+
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -17,6 +17,7 @@ from sparsekv.kernels.index.device.sample import held_rows, load_keys, load_stri
 
 
 @triton.jit
+@no_type_check
 def _join(m_M, l_M, s_MN, scale_log2, MASKED: tl.constexpr):
     """One step of the online softmax, in base 2. With a mask, a row may have seen no key yet: its maximum is -inf."""
     new_m_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
@@ -28,6 +29,7 @@ def _join(m_M, l_M, s_MN, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _step(
     q, highest, total, i_M, k_base, first_key, length, k_stride_S, scale_log2, window,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -51,6 +53,7 @@ def _step(
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "run"])
+@no_type_check
 def stats_kernel(
     q_ptr, k_ptr, m_ptr, l_ptr, past_ptr, length_ptr, head_ptr, limits_ptr, slots_ptr,
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,

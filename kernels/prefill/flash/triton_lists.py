@@ -6,8 +6,7 @@ that says it all: where the masked entries before the whole ones end, where the 
 Shapes: B batch, H query heads, T query tiles, W listed key tiles, E masked tiles of a row.
 """
 
-# Triton gives its language no types, so the checker has nothing to hold on to here.
-# mypy: ignore-errors
+from typing import no_type_check
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from sparsekv.kernels.tiles import Chunk, TileIndex
 
 
 @triton.jit
+@no_type_check
 def _entries(list_ptr, at, listed, first, is_dense, keep):
     """Entries `at` of a row's list; the list of a dense head is `first`, `first` + 1, and so on."""
     return tl.where(
@@ -29,6 +29,7 @@ def _entries(list_ptr, at, listed, first, is_dense, keep):
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "rows", "listed", "width", "masked"])
+@no_type_check
 def lists_kernel(
     tiles_ptr, counts_ptr, dense_ptr, past_ptr, lengths_ptr, full_cnt_ptr, full_idx_ptr, mask_cnt_ptr, mask_idx_ptr,
     window, heads, rows, listed, width, masked,
