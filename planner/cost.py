@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.place import device_name, dtype_name, versions
 from sparsekv.planner.pricing.timings import PATTERNS, Bench

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.place import device_name, dtype_name, versions
 from sparsekv.planner.pricing.mandatory import check_targets

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from transformers import Cache, PreTrainedModel
 
-from sparsekv.kernels.dispatch import BackendChoice, choose_backend
+from sparsekv.kernels.backends import BackendChoice, choose_backend
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.attach import attach, check_attachable
 from sparsekv.runtime.cache import SparseLayer, check_owner_open, sparse_cache

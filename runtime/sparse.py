@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsekv.kernels.fallback import Fallback
+from sparsekv.kernels.backends import Fallback
 from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.prefill import PrefillPlan
 from sparsekv.runtime.cache import Bytes

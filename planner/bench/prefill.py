@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from sparsekv.kernels.dispatch import choose_backend
-from sparsekv.kernels.fallback import BackendWarning
+from sparsekv.kernels.backends import BackendWarning, choose_backend
 from sparsekv.planner.bench.prefill_runs import Run, Setting, Way, layer_flops, run_prefill
 from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.ranking import RANKED_FROM, fastest_that_runs, part_of

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.index.bits import unpack_bits
-from sparsekv.kernels.tiles import TileIndex
+from sparsekv.kernels.tiles import TileIndex, unpack_bits
 from sparsekv.planner.bench.planted import Planted
 from sparsekv.planner.bench.structure import HeadTruth
 

@@ -14,12 +14,11 @@ from functools import partial
 import torch
 from torch.utils.benchmark import Timer
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import DecodeRows, decode_attention, dense_prefill, prefill_attention
+from sparsekv.kernels.backends import DecodeRows, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.cost_data import HeadShape, PatternName, Timing
 from sparsekv.planner.search.space import last_q_for
 from sparsekv.plans.budget import tokens

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparsekv.kernels.density import computed_tiles
 from sparsekv.kernels.index.build import build_index, layer_lines
-from sparsekv.kernels.index.line_scores import LineScores
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.index.layout import LineScores
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.search.space import Ray
 from sparsekv.plans.patterns import Pattern, TileShape
 

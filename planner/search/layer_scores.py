@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import prefill_attention
-from sparsekv.kernels.tiles import AttentionOutput, TileIndex
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles
 from sparsekv.planner.search.fit import Patterns, Prefix
 from sparsekv.planner.search.rows import Rows
 from sparsekv.plans.patterns import Dense

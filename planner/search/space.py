@@ -12,10 +12,9 @@ from typing import Protocol
 
 import torch
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.tile_scores import ScoreKind
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.options import Family, PlanOptions
 from sparsekv.planner.profile_data import Candidate, SelectorChoice
 from sparsekv.plans.budget import Budget, fraction, tokens

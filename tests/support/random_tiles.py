@@ -12,10 +12,9 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import NO_TILE, TileIndex
+from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.prefill import PrefillPlan
 from sparsekv.runtime.capture import AttentionCall, capture_attention

@@ -9,9 +9,9 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROGRAM = """
 import torch
 from kernel_resources import SHARED, compiling_for, _resources
-from sparsekv.kernels.index.assemble import room_for
-from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import block_sparse, vertical_slash
+from sparsekv.kernels.index.build import room_for
+from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.triton import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.budget import tokens
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from planner_models import TILE, made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, rows
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost_data import DeviceCost, Line
 from sparsekv.planner.filter_layers import choose_filter_layers
