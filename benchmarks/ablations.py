@@ -14,9 +14,9 @@ from sparsekv.kernels.tiles import TileIndex, computed_tiles
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile_data import LayerScores, LengthProfile, Profile
-from sparsekv.plans.prefill import PrefillPlan
-from sparsekv.runtime.capture import AttentionCall, capture_attention
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 def only(profile: Profile, family: Family) -> Profile:

@@ -8,8 +8,8 @@ from typing import Any
 
 from sparsekv.cli.conversation import Conversation
 from sparsekv.cli.output import size
-from sparsekv.runtime.apply import Handle
-from sparsekv.runtime.generate import Generation
+from sparsekv.runtime.hf.apply import Handle
+from sparsekv.runtime.hf.generate import Generation
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ def _place(device: str | None, dtype: str | None) -> tuple[torch.device, torch.d
     """Flags over SPARSEKV_* over bfloat16 on a GPU and float32 elsewhere."""
     import torch
 
-    from sparsekv.runtime.load import torch_device
+    from sparsekv.runtime.hf.load import torch_device
     from sparsekv.runtime.settings import read_settings
 
     settings = read_settings()
@@ -219,7 +219,7 @@ def _subject(
 ) -> BenchModel:
     from sparsekv.planner.bench.random_model import BenchModel, random_model
     from sparsekv.planner.place import dtype_name
-    from sparsekv.runtime.load import load_model
+    from sparsekv.runtime.hf.load import load_model
 
     if random_weights:
         made = random_model(model, device=place, dtype=precision, longest=longest, layers=layers, seed=seed)

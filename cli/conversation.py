@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import Cache, DynamicCache
 
-from sparsekv.runtime.generate import Generation, Sampling, encode_prompt, generate_stream
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.generate import Generation, Sampling, encode_prompt, generate_stream
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Print what is installed, what the device can do, which kernel backend runs on it and why not the others."""
-    from sparsekv.runtime.load import torch_device
+    from sparsekv.runtime.hf.load import torch_device
     from sparsekv.runtime.settings import read_settings
 
     settings = read_settings()

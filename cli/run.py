@@ -71,7 +71,7 @@ def run(
     if text is None and (as_json or compare):
         raise UsageError("expected a prompt beside --json or --compare, found none; give --prompt or --prompt-file")
     from sparsekv.cli.session import Session
-    from sparsekv.runtime.generate import Sampling
+    from sparsekv.runtime.hf.generate import Sampling
 
     session = Session(
         loaded=load(subject, device, dtype),

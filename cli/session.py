@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 from sparsekv.cli.answers import Answer, answer
 from sparsekv.cli.conversation import Conversation
-from sparsekv.plans.decode import DecodeBucket
-from sparsekv.plans.prefill import PrefillBucket
+from sparsekv.plans.phases import DecodeBucket, PrefillBucket
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.apply import Handle, apply
-from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.generate import Sampling, encode_prompt, generate_stream
+from sparsekv.runtime.hf.load import LoadedModel
 
 # How much of a prompt is run before a comparison is timed. Kernels that are compiled are specialised on sizes that
 # divide by 16, in tokens and in tiles of 128: the rest of the prompt is left out in multiples of both.

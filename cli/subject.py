@@ -12,7 +12,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
-    from sparsekv.runtime.load import LoadedModel
+    from sparsekv.runtime.hf.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def subject_of(target: str | None, plan: Path | None, model: str | None) -> Subj
         UsageError: nothing was named, or the plan cannot be read.
         PlanError: it is no plan.
     """
-    from sparsekv.plans.reader import load_plan
+    from sparsekv.plans.files import load_plan
 
     path = plan or _plan_beside(target)
     found = None if path is None else load_plan(path)
@@ -69,7 +69,7 @@ def load(subject: Subject, device: str | None, dtype: str | None) -> LoadedModel
     Raises:
         UsageError: there is no such model, or a setting is none of those allowed.
     """
-    from sparsekv.runtime.load import load_model
+    from sparsekv.runtime.hf.load import load_model
     from sparsekv.runtime.settings import read_settings
 
     _quiet_unless_watched()

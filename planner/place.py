@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from sparsekv import __version__
-from sparsekv.runtime.place import device_name as device_name
-from sparsekv.runtime.place import dtype_name as dtype_name
+from sparsekv.runtime.hf.describe import device_name as device_name
+from sparsekv.runtime.hf.describe import dtype_name as dtype_name
 
 
 def versions() -> dict[str, str]:

@@ -19,8 +19,8 @@ from sparsekv.planner.profile_file import check_architecture, write_cost, write_
 from sparsekv.planner.tighten import for_profile
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.describe import describe_config
-from sparsekv.runtime.load import load_config
+from sparsekv.runtime.hf.describe import describe_config
+from sparsekv.runtime.hf.load import load_config
 
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.runtime.cache import CacheOwner, SparseLayer
+from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer
 
 T = TypeVar("T")
 

@@ -12,13 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sparsekv.plans.budget import Budget, tokens
-from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.layers import format_ids
-from sparsekv.runtime.architectures import decoder_of
-from sparsekv.runtime.describe import attention_groups
-from sparsekv.runtime.stores.base import Layout
+from sparsekv.plans.patterns import Budget, tokens
+from sparsekv.plans.phases import DecodePlan
+from sparsekv.plans.types import format_ids
+from sparsekv.runtime.hf.describe import attention_groups, decoder_of
+from sparsekv.runtime.stores.device import Layout
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
 _HOT = tokens(1024)

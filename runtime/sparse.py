@@ -5,20 +5,18 @@ from __future__ import annotations
 import torch
 
 from sparsekv.kernels.backends import Fallback
-from sparsekv.plans.decode import DecodePlan
-from sparsekv.plans.prefill import PrefillPlan
-from sparsekv.runtime.cache import Bytes
-from sparsekv.runtime.chunking import Chunking
-from sparsekv.runtime.decode import attend_decode, filter_windows
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
+from sparsekv.runtime.core.decode import attend_decode, filter_windows
+from sparsekv.runtime.core.prefill import attend_prefill
+from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.engine import LayerCall
 from sparsekv.runtime.groups import attend_in_groups
+from sparsekv.runtime.hf.cache import Bytes
+from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.placement import Placement
-from sparsekv.runtime.prefill import attend_prefill
-from sparsekv.runtime.stats import Meter
-from sparsekv.runtime.stores.base import KVStore
-from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.host import HostStore
-from sparsekv.runtime.stores.memory import HostMemory
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.device import DeviceStore, KVStore
+from sparsekv.runtime.stores.pinned import HostMemory
 
 
 class SparseEngine:

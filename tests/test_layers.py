@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
-LONGEST_FILE = 400
+LONGEST_FILE = 500
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 
@@ -74,11 +74,11 @@ def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
         ("plans", "from sparsekv.kernels.tiles import Chunk"),
         ("plans", "import torch.nn"),
         ("plans", "def f():\n    import numpy as np"),
-        ("kernels", "import sparsekv.runtime.apply"),
+        ("kernels", "import sparsekv.runtime.hf.apply"),
         ("runtime", "from sparsekv import planner"),
         ("runtime", "from ..plans import budget"),
         ("planner", "from sparsekv.cli.main import main"),
-        ("cli", "from plans.budget import tokens"),
+        ("cli", "from plans.patterns import tokens"),
     ],
 )
 def test_the_rule_catches_each_kind_of_breach(package: str, line: str) -> None:
@@ -86,7 +86,7 @@ def test_the_rule_catches_each_kind_of_breach(package: str, line: str) -> None:
 
 
 def test_the_rule_lets_the_allowed_arrows_through() -> None:
-    assert breaches("planner", "from sparsekv.runtime.apply import apply\nimport torch") == []
+    assert breaches("planner", "from sparsekv.runtime.hf.apply import apply\nimport torch") == []
     assert breaches("cli", "from sparsekv import __version__") == []
 
 

@@ -19,12 +19,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from sparsekv.planner.bench.dense_peers import FLASH_ATTN, flash_attn_4
 from sparsekv.planner.bench.timing import wait_for
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.apply import Handle, apply
-from sparsekv.runtime.architectures import decoder_of
-from sparsekv.runtime.cache import SparseLayer
-from sparsekv.runtime.capture import AttentionCall, capture_attention
-from sparsekv.runtime.generate import piece_sizes
-from sparsekv.runtime.stats import RunStats
+from sparsekv.runtime.core.stats import RunStats
+from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.generate import piece_sizes
 
 MakeCache = Callable[[int], Cache]
 Told = tuple[RunStats | None, str | None, str]  # see Run

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.planner.tasks.perplexity import Perplexity
-from sparsekv.runtime.describe import attention_groups
+from sparsekv.runtime.hf.describe import attention_groups
 
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64

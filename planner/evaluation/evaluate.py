@@ -20,9 +20,9 @@ from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.planner.search.prompts import held_out
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.load import LoadedModel
-from sparsekv.runtime.stats import RunStats
+from sparsekv.runtime.core.stats import RunStats
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
 DENSE = "dense"

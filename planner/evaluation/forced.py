@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from sparsekv.planner.tasks import Sample, matches
-from sparsekv.runtime.generate import piece_sizes
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,9 +21,8 @@ from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.cost_data import HeadShape, PatternName, Timing
 from sparsekv.planner.search.space import last_q_for
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
-from sparsekv.runtime.stores.host import HostStore
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.runtime.stores.bank import HostStore
 
 SECONDS_A_TIMING = 0.03
 PATTERNS: tuple[PatternName, ...] = ("a_shape", "vertical_slash", "block_sparse", "adaptive")

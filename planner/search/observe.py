@@ -24,10 +24,10 @@ from sparsekv.planner.search.prompts import CalibrationPrompt
 from sparsekv.planner.search.reuse_scores import DecodeLayer, ReuseScores
 from sparsekv.planner.search.rows import rows_of
 from sparsekv.planner.search.space import VerticalSlashRay, aims, decode_budgets, decode_selectors
-from sparsekv.plans.records import BackendName
-from sparsekv.runtime.architectures import attention_modules, decoder_of
-from sparsekv.runtime.capture import AttentionCall, capture_attention
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 
 from sparsekv.kernels.scores import token_scores
 from sparsekv.planner.profile_data import SelectorChoice
-from sparsekv.plans.budget import Budget
-from sparsekv.runtime.select import selector_weights
+from sparsekv.plans.patterns import Budget
+from sparsekv.runtime.core.select import selector_weights
 
 
 @dataclass(frozen=True, slots=True)

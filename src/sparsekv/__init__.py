@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsekv.planner.compile import plan_model as plan_model
-    from sparsekv.plans.reader import load_plan as load_plan
-    from sparsekv.runtime.apply import apply as apply
+    from sparsekv.plans.files import load_plan as load_plan
+    from sparsekv.runtime.hf.apply import apply as apply
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "apply", "load_plan", "plan_model"]
 
 _HOMES = {
-    "apply": "sparsekv.runtime.apply",
-    "load_plan": "sparsekv.plans.reader",
+    "apply": "sparsekv.runtime.hf.apply",
+    "load_plan": "sparsekv.plans.files",
     "plan_model": "sparsekv.planner.compile",
 }
 

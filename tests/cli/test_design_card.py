@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.reader import load_plan
+from sparsekv.plans.files import load_plan
 
 # As typed in the README, on a short length and few samples so that it takes seconds.
 SHORT = ("--lengths", "2k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)
@@ -57,7 +57,7 @@ def test_a_plan_committed_as_sparsekv_yaml_is_found_by_run_folder(sparsekv, plac
 
 def test_the_python_calls_of_the_readme(place):
     import sparsekv
-    from sparsekv.runtime.load import load_model
+    from sparsekv.runtime.hf.load import load_model
 
     loaded = load_model("tiny-retriever", device="cpu")
     plan = sparsekv.load_plan(place / "plan.yaml")

@@ -11,7 +11,7 @@ from model_folders import save_model
 from tiny_models import tiny_model
 
 from sparsekv.planner.progress import NoProgress
-from sparsekv.plans.reader import load_plan
+from sparsekv.plans.files import load_plan
 
 TASK = ("--tasks", "kv_retrieval")
 FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)
@@ -137,7 +137,7 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, mo
 @pytest.mark.parametrize(
     ("step", "flags"),
     [
-        ("sparsekv.runtime.load.load_model", TASK),
+        ("sparsekv.runtime.hf.load.load_model", TASK),
         ("sparsekv.planner.compile.allocate", ("--no-verify",)),
         ("sparsekv.planner.compile.choose_filter_layers", ("--no-verify",)),
         ("sparsekv.plans.files.os.replace", ("--no-verify",)),

@@ -102,7 +102,7 @@ def test_options_that_mean_nothing_are_refused_before_any_work(refused, argument
     ids=" ".join,
 )
 def test_options_of_which_one_would_be_dropped_are_refused_by_name(refused, monkeypatch, arguments):
-    monkeypatch.setattr("sparsekv.runtime.load.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("sparsekv.runtime.hf.load.load_model", lambda *a, **k: pytest.fail("loaded"))
     message = refused(*arguments)
     assert [flag for flag in arguments if flag.startswith("--") and flag not in message] == []
 

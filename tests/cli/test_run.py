@@ -11,8 +11,8 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
+from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import Dense
-from sparsekv.plans.writer import write_plan
 
 KEYS = {
     "text",
@@ -82,7 +82,7 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
 def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(
     sparsekv, folder, tmp_path, stdin, monkeypatch, data, word
 ):
-    monkeypatch.setattr("sparsekv.runtime.load.load_model", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("sparsekv.runtime.hf.load.load_model", lambda *a, **k: pytest.fail("loaded"))
     file = tmp_path / "prompt"
     file.write_bytes(data)
     from_file = sparsekv("run", folder, "--prompt-file", file)
@@ -201,7 +201,7 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
     import torch
 
     from sparsekv.cli.session import Session
-    from sparsekv.runtime.generate import Sampling
+    from sparsekv.runtime.hf.generate import Sampling
 
     buckets = tuple(SimpleNamespace(up_to=end) for end in (*ends, None))
     plan = SimpleNamespace(prefill=SimpleNamespace(lengths=buckets), decode=None)
@@ -255,8 +255,8 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
 
 def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
     from sparsekv.cli.conversation import Conversation
-    from sparsekv.runtime.generate import Sampling
-    from sparsekv.runtime.load import load_model
+    from sparsekv.runtime.hf.generate import Sampling
+    from sparsekv.runtime.hf.load import load_model
 
     loaded = load_model(str(folder))
     turns = Conversation(loaded, 6, Sampling(), chat=False)
@@ -278,8 +278,8 @@ def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
 
 def test_a_template_keeps_the_cache_over_turns(tmp_path):
     from sparsekv.cli.conversation import Conversation
-    from sparsekv.runtime.generate import Sampling
-    from sparsekv.runtime.load import load_model
+    from sparsekv.runtime.hf.generate import Sampling
+    from sparsekv.runtime.hf.load import load_model
 
     loaded = load_model(str(save_model(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)))
     turns = Conversation(loaded, 6, Sampling(), chat=True)

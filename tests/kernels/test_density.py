@@ -5,8 +5,7 @@ import torch
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 TILE = TileShape()
 

@@ -9,10 +9,9 @@ from tiny_plans import every_head, plan_for
 
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import BackendWarning, Fallback, backends_after
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError, ShapeError
-from sparsekv.plans.patterns import AShape
-from sparsekv.runtime.apply import apply
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.hf.apply import apply
 
 Q = torch.zeros(1, 1, 4, 64)
 

@@ -6,7 +6,7 @@ import pytest
 from planner_models import loaded_tiny
 
 from sparsekv.planner.tasks import samples
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,8 +16,8 @@ from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import write_profile
 from sparsekv.planner.search import observe
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
-from sparsekv.runtime.describe import describe_model
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.load import LoadedModel
 
 OPTIONS = quick_options(samples=2, tasks=("kv_retrieval", "perplexity")).settled(4096, "cpu")
 

@@ -16,9 +16,9 @@ from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import read_cost, read_profile
 from sparsekv.planner.recompile import compile_files
 from sparsekv.plans.errors import PlanMismatchError, UsageError
-from sparsekv.plans.writer import dump_plan
-from sparsekv.runtime import load
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.plans.files import dump_plan
+from sparsekv.runtime.hf import load
+from sparsekv.runtime.hf.load import LoadedModel
 
 OPTIONS = quick_options(verify_samples=0, decode_loss=1.0)
 

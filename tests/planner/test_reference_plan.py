@@ -16,7 +16,7 @@ from sparsekv.planner.profile import profile
 from sparsekv.planner.verify import misses_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.load import LoadedModel, load_model
+from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 LENGTH = 1024
 TASKS = ("niah_multikey",)

@@ -10,10 +10,9 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import LlamaForCausalLM
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.patterns import AShape
-from sparsekv.runtime.apply import apply
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.hf.apply import apply
 
 SPARSE = AShape(sink=tokens(1), window=tokens(1))
 
@@ -62,7 +61,7 @@ def test_an_exception_inside_the_block_restores_the_model():
 def test_an_exception_while_attaching_restores_the_model(monkeypatch):
     model = tiny_model()
     before = traces(model)
-    monkeypatch.setattr("sparsekv.runtime.attach.guarded", lambda model: 1 / 0)
+    monkeypatch.setattr("sparsekv.runtime.hf.attach.guarded", lambda model: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         apply(model, some_plan(model))
     assert traces(model) == before

@@ -9,8 +9,8 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache, StaticCache
 
 from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.cache import SparseLayer
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import SparseLayer
 
 SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
 

@@ -6,8 +6,8 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import plan_for
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.capture import capture_attention
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.capture import capture_attention
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

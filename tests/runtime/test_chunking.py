@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 
 @pytest.mark.parametrize(("batch", "length", "rows"), [(1, 100, 17), (3, 100, 17), (5, 100, 3), (1, 34, 17), (1, 2, 9)])

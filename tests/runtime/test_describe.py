@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_model
 
-from sparsekv.runtime.describe import describe_model
+from sparsekv.runtime.hf.describe import describe_model
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

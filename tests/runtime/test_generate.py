@@ -7,9 +7,9 @@ from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import DynamicCache
 
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.generate import Sampling, encode_prompt, generate_stream, piece_sizes
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.generate import Sampling, encode_prompt, generate_stream, piece_sizes
+from sparsekv.runtime.hf.load import LoadedModel
 
 
 @pytest.fixture(scope="module")

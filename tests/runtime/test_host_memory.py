@@ -13,17 +13,16 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.cache import reserve
+from sparsekv.plans.patterns import Budget, fraction, tokens
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.placement import layouts_of
-from sparsekv.runtime.stores import memory, packed
-from sparsekv.runtime.stores.base import Layout
-from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.host import HostStore
-from sparsekv.runtime.stores.lane import InlineLane
-from sparsekv.runtime.stores.memory import HostMemory, check_room
+from sparsekv.runtime.stores import bank as packed
+from sparsekv.runtime.stores import pinned as memory
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.device import DeviceStore, Layout
+from sparsekv.runtime.stores.pinned import HostMemory, InlineLane, check_room
 
 BATCH, GROUPS, SIZE = 2, 3, 4
 CPU = torch.device("cpu")

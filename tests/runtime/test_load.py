@@ -10,8 +10,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime import hub
-from sparsekv.runtime.load import load_model, torch_device
+from sparsekv.runtime.hf import load as hub
+from sparsekv.runtime.hf.load import load_model, torch_device
 
 HUB_ID = "some-organisation/some-model"
 

@@ -9,12 +9,12 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
-from sparsekv.runtime import long_inputs, sparse
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.capture import capture_attention
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.runtime import sparse
+from sparsekv.runtime.hf import long_inputs
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.capture import capture_attention
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 WHOLE = Chunking(above=1 << 30)

@@ -9,14 +9,12 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, Dense
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.chunking import Chunking
-from sparsekv.runtime.stores.base import Layout
-from sparsekv.runtime.stores.host import HostStore
-from sparsekv.runtime.stores.lane import StreamLane
-from sparsekv.runtime.stores.memory import HostMemory
+from sparsekv.plans.patterns import AShape, Dense, fraction, tokens
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.device import Layout
+from sparsekv.runtime.stores.pinned import HostMemory, StreamLane
 
 pytestmark = pytest.mark.gpu
 BATCH, GROUPS, SIZE = 2, 2, 64

@@ -10,12 +10,11 @@ from tiny_plans import every_head, plan_for
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanWarning
-from sparsekv.plans.patterns import AShape, Dense
-from sparsekv.runtime import long_inputs
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.plans.patterns import AShape, Dense, tokens
+from sparsekv.runtime.hf import long_inputs
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 ONE_PIECE = Chunking(above=20, rows=1 << 20)

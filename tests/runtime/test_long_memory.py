@@ -7,10 +7,9 @@ from tiny_plans import every_head, plan_for
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.chunking import Chunking
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 LENGTH, ROWS, HIDDEN, FFN, HEADS, KV_HEADS, SIZE = 2048, 64, 64, 512, 4, 2, 16
 SPARSE = AShape(sink=tokens(1), window=tokens(1))

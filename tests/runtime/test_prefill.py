@@ -10,11 +10,10 @@ from tiny_plans import every_head, plan_for
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import BackendWarning
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash
-from sparsekv.runtime import prefill
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.capture import AttentionCall, capture_attention
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, tokens
+from sparsekv.runtime.core import prefill
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 SINK, WINDOW, TILE = 10, 30, 64
 A_SHAPE = AShape(sink=tokens(SINK), window=tokens(WINDOW))

@@ -8,10 +8,10 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import BertConfig, BertModel, GenerationConfig
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
-from sparsekv.plans.records import Retention
-from sparsekv.runtime.apply import apply
+from sparsekv.plans.patterns import tokens
+from sparsekv.plans.phases import Retention
+from sparsekv.runtime.hf.apply import apply
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.decode import Segment
-from sparsekv.runtime.select import choose_tokens, selector_weights, tokens_for_layer, window_queries, within_window
+from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.phases import Segment
+from sparsekv.runtime.core.select import (
+    choose_tokens,
+    selector_weights,
+    tokens_for_layer,
+    window_queries,
+    within_window,
+)
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 

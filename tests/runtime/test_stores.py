@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.errors import ShapeError
-from sparsekv.runtime.stores.base import grown
-from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.host import HostStore
+from sparsekv.plans.patterns import Budget, fraction, tokens
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.device import DeviceStore, grown
 
 BATCH, GROUPS, SIZE = 2, 3, 4
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]

@@ -7,14 +7,11 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanWarning
-from sparsekv.plans.patterns import AShape
-from sparsekv.plans.records import Target
-from sparsekv.plans.schema import Plan
-from sparsekv.runtime.apply import apply
-from sparsekv.runtime.checks import check_target
-from sparsekv.runtime.place import device_name, dtype_name
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.schema import Plan, Target
+from sparsekv.runtime.hf.apply import apply, check_target
+from sparsekv.runtime.hf.describe import device_name, dtype_name
 
 CPU = device_name(torch.device("cpu"))
 H200 = Target(device="NVIDIA H200", backend="flash", dtype="bfloat16")

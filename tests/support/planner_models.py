@@ -14,8 +14,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
 from sparsekv.planner.options import PlanOptions
 from sparsekv.plans.patterns import TileShape
-from sparsekv.runtime.describe import describe_model
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.load import LoadedModel
 
 TILE = TileShape(query=64, key=64)
 SHARP = 30.0  # of unit keys: the planted position takes nearly all of the softmax

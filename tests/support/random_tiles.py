@@ -16,8 +16,8 @@ from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.plans.prefill import PrefillPlan
-from sparsekv.runtime.capture import AttentionCall, capture_attention
+from sparsekv.plans.phases import PrefillPlan
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 
 class RandomTiles:

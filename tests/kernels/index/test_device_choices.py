@@ -16,8 +16,7 @@ from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.index.triton.line_plan import plan_heads
 from sparsekv.kernels.index.triton.numbers import NO_HEAD, budgets_of, send, units_of
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import VerticalSlash
+from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

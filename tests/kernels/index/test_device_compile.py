@@ -13,7 +13,7 @@ from sparsekv.kernels.index.build import room_for
 from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.triton import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import tokens
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
 
 def build(past, length, vertical, heads, last_q=64):

@@ -11,8 +11,7 @@ from sparsekv.kernels.device_cache import kept_on_device, on_device
 from sparsekv.kernels.index import a_shape
 from sparsekv.kernels.index.build import build_index, by_kind
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

@@ -17,10 +17,9 @@ from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.random_model import random_model as make
 from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
 from sparsekv.plans.aliases import ALIASES
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
-from sparsekv.plans.patterns import AShape, TileShape
-from sparsekv.runtime.architectures import SUPPORTED, attention_modules
+from sparsekv.plans.patterns import AShape, TileShape, tokens
+from sparsekv.runtime.hf.describe import SUPPORTED, attention_modules
 
 CPU, TILE = torch.device("cpu"), TileShape(query=64, key=64)
 STATIC = AShape(sink=tokens(64), window=tokens(64))
@@ -180,7 +179,7 @@ def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(
 
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):
     from sparsekv.kernels import backends
-    from sparsekv.runtime import prefill as runtime_prefill
+    from sparsekv.runtime.core import prefill as runtime_prefill
 
     monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)  # everything promises to run here
     real = runtime_prefill.prefill_attention
@@ -233,7 +232,7 @@ def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, monkeypatch
 
 def test_a_row_says_when_torch_built_the_indices_because_triton_failed(subject, plan, monkeypatch):
     from sparsekv.kernels import backends
-    from sparsekv.runtime import prefill as runtime_prefill
+    from sparsekv.runtime.core import prefill as runtime_prefill
 
     real = runtime_prefill.build_index
 
@@ -280,7 +279,7 @@ def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan, na
 
 
 def test_layers_that_run_alone_have_their_room_before_the_clock_starts(subject, plan, monkeypatch):
-    from sparsekv.runtime.stores.memory import HostMemory
+    from sparsekv.runtime.stores.pinned import HostMemory
 
     running, taken, real = [], [], HostMemory.take
 

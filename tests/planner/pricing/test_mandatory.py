@@ -15,7 +15,7 @@ from sparsekv.planner.profile import profile
 from sparsekv.planner.search.space import search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 ALL = ("a_shape", "vertical_slash", "block_sparse", "adaptive")
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))

@@ -18,7 +18,7 @@ from sparsekv.planner.search.rows import rows_of
 from sparsekv.planner.search.space import AdaptiveRay, search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive
-from sparsekv.runtime.load import LoadedModel
+from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH, SIZE = 2048, 64
 RAYS = (AdaptiveRay("antidiagonal"), AdaptiveRay("pooled"))

@@ -1,0 +1,270 @@
+"""A plan for a reader: tables readable at 100 columns, and the same condensed as JSON. Only this module loads rich."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget, Pattern
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
+from sparsekv.plans.types import Part, format_ids, format_length
+
+_LONG = 6
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRow:
+    """Heads that share a pattern, or (where there are many) a kind of pattern with parameters in a range."""
+
+    heads: tuple[int, ...]
+    kind: str
+    parameters: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Neighbouring layers that compute the same."""
+
+    layers: tuple[int, ...]
+    rows: tuple[HeadRow, ...]
+
+
+def layer_rows(bucket: PrefillBucket, model: ModelInfo, full: bool = False) -> Iterator[LayerRows]:
+    """What each layer of a bucket computes; layers with many patterns are condensed by kind unless `full`."""
+    rows = [(layer, _head_rows(bucket, layer, model, full)) for layer in range(model.layers)]
+    for same, members in groupby(rows, key=lambda row: row[1]):
+        yield LayerRows(tuple(layer for layer, _ in members), same)
+
+
+def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) -> tuple[HeadRow, ...]:
+    reuse = next((reuse for reuse in bucket.reuse if layer in reuse.layers), None)
+    if reuse is not None:
+        heads = "" if reuse.heads == "same" else f" by the head map {list(reuse.heads)}"
+        return (HeadRow(tuple(range(model.group_of(layer).heads)), "reuse", f"tiles of layer {reuse.source}{heads}"),)
+    by_pattern: dict[Pattern, list[int]] = {}
+    for head, pattern in enumerate(bucket.patterns(layer, model.group_of(layer).heads)):
+        by_pattern.setdefault(pattern, []).append(head)
+    if full or len(by_pattern) <= _LONG:
+        return tuple(HeadRow(tuple(heads), p.pattern, parameters([p])) for p, heads in by_pattern.items())
+    return tuple(_by_kind(by_pattern))
+
+
+def _by_kind(by_pattern: dict[Pattern, list[int]]) -> Iterator[HeadRow]:
+    for kind in dict.fromkeys(pattern.pattern for pattern in by_pattern):
+        same = [pattern for pattern in by_pattern if pattern.pattern == kind]
+        yield HeadRow(tuple(sorted(head for p in same for head in by_pattern[p])), kind, parameters(same))
+
+
+def parameters(patterns: Sequence[Pattern]) -> str:
+    """The parameters of patterns of one kind in a line; ranges where they differ."""
+    names = [name for name in type(patterns[0]).model_fields if name != "pattern"]
+    return ", ".join(f"{name} {_span([getattr(p, name) for p in patterns])}" for name in names)
+
+
+def _span(values: Sequence[Any]) -> str:
+    ordered = sorted(set(values), key=_size)
+    low, high = text_of(ordered[0]), text_of(ordered[-1])
+    return low if low == high else f"{low} to {high}"
+
+
+def _size(value: Any) -> tuple[int, Any]:
+    if isinstance(value, Budget):
+        return (0, value.fraction) if value.tokens is None else (1, value.tokens)
+    return (2, value)
+
+
+def text_of(value: Any) -> str:
+    """A parameter as people read it: fractions in percent."""
+    if isinstance(value, Budget):
+        return str(value.tokens) if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def reach(lengths: Sequence[Any], position: int) -> str:
+    """The context lengths of a bucket: "up to 8,192", "8,193 to 32,768", "above 32,768", "every length"."""
+    last = lengths[position].up_to
+    first = lengths[position - 1].up_to + 1 if position else None
+    if first is None:
+        return "every length" if last is None else f"up to {last:,}"
+    return f"above {first - 1:,}" if last is None else f"{first:,} to {last:,}"
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON data, condensed: what `sparsekv show --json` prints."""
+    data = to_data(plan)
+    phases = {
+        "prefill": [_prefill_facts(bucket, plan.model) for bucket in plan.prefill.lengths] if plan.prefill else None,
+        "decode": data.get("decode"),
+    }
+    copied = ("kv_cache", "quality", "cost", "provenance", "extensions", "integrity")
+    return {
+        "model": {"id": plan.model.id, "revision": plan.model.revision, "layers": plan.model.layers},
+        "schema_version": plan.schema_version,
+        "status": plan.status,
+        "targets": data.get("targets", []),
+        "tile": to_data(plan.prefill.tile) if plan.prefill else None,
+        **phases,
+        **{name: data.get(name) for name in copied},
+        "unsupported": unsupported(plan),
+    }
+
+
+def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
+    facts: dict[str, Any] = {"up_to": bucket.up_to, "dense": bucket.dense, "extrapolated": bucket.extrapolated}
+    if bucket.same_as is not None:
+        return facts | {"same_as": bucket.same_as}
+    kinds: Counter[str] = Counter()
+    layers = []
+    for layer in range(model.layers):
+        rows = _head_rows(bucket, layer, model, full=True)
+        kinds.update({row.kind: len(row.heads) for row in rows})
+        heads = {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}
+        layers.append({"layer": layer, "heads": heads})
+    return facts | {"heads": dict(sorted(kinds.items())), "layers": layers}
+
+
+def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
+    """What `sparsekv show` prints, one thing after the other; `full` lists every head pattern of large layers."""
+    parts: list[RenderableType] = [_facts(plan)]
+    parts += _prefill(plan.prefill, plan.model, full) if plan.prefill else [Text("\nPrefill: dense at every length")]
+    parts += _decode(plan.decode, plan.model) if plan.decode else [Text("\nDecode: dense at every length")]
+    if plan.kv_cache:
+        parts.append(_cache(plan.kv_cache))
+    parts.append(_quality(plan.quality) if plan.quality else Text("\nQuality: not measured"))
+    if plan.cost:
+        parts.append(_cost(plan.cost))
+    refused = unsupported(plan)
+    if refused:
+        parts.append(Text("\nThis version cannot run this plan:\n" + "\n".join(f"  {line}" for line in refused)))
+    return parts
+
+
+def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    table.add_row(*map(Text, cells))  # not as markup: a task or device may be called anything
+
+
+def _named(part: Part, *names: str) -> list[str]:
+    values = [(name.replace("_", " "), getattr(part, name)) for name in names]
+    return [f"{name} {text_of(value)}" for name, value in values if value is not None]
+
+
+def _facts(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    model = plan.model
+    rows = [
+        ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),
+        ("Status", plan.status),
+        ("Architecture", f"{model.model_type}, {model.layers} layers, context {format_length(model.context_length)}"),
+        *(("", line) for line in _shapes(model)),
+        *(("Target", f"{t.count} x {t.device}, {t.backend}, {t.dtype}") for t in plan.targets),
+    ]
+    made = [f"{name} {version}" for name, version in plan.provenance.versions.items()]
+    made += _named(plan.provenance, "preset", "seed", "source")
+    if made:
+        rows.append(("Made with", ", ".join(made)))
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _shapes(model: ModelInfo) -> Iterator[str]:
+    for group in model.attention:
+        window = f", window {group.window}" if group.window else ""
+        shape = f"{group.heads} heads, {group.kv_heads} key-value heads of {group.head_dim}"
+        yield f"layers {format_ids(group.layers)}: {group.kind}{window}, {shape}"
+
+
+def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
+    yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
+    for position, bucket in enumerate(prefill.lengths):
+        place = reach(prefill.lengths, position) + (", extrapolated" if bucket.extrapolated else "")
+        if bucket.dense:
+            yield Text(f"{place}: dense")
+        elif bucket.same_as is not None:
+            yield Text(f"{place}: as up to {bucket.same_as:,}")
+        else:
+            yield _patterns(place, bucket, model, full)
+
+
+def _patterns(place: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -> Table:
+    table = _table(place, "Layers", "Heads", "Pattern", "Parameters")
+    for layers in layer_rows(bucket, model, full):
+        for number, row in enumerate(layers.rows):
+            name = "" if number else format_ids(layers.layers)
+            _row(table, name, format_ids(row.heads), row.kind, row.parameters)
+    return table
+
+
+def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
+    yield Text("\nDecode; lengths are cached tokens", style="bold")
+    for position, bucket in enumerate(decode.lengths):
+        place = reach(decode.lengths, position)
+        yield Text(f"{place}: dense") if bucket.dense else _segments(place, bucket, model)
+    if decode.offload:
+        layers, hot = format_ids(decode.offload.layers), text_of(decode.offload.hot)
+        yield Text(f"offloaded to host memory: layers {layers}, {hot} rows hot on the device")
+
+
+def _segments(place: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
+    table = _table(place, "Filter", "Layers", "Budget", "Selector", "Window", "Heads", "Scope", numbers=("Filter",))
+    for segment in bucket.segments:
+        heads = segment.heads if isinstance(segment.heads, str) else "mapped"
+        chosen = (segment.selector, str(segment.window), heads, segment.scope)
+        _row(table, str(segment.filter), format_ids(segment.layers), text_of(segment.budget), *chosen)
+    dense = format_ids(set(range(model.layers)) - bucket.sparse_layers)
+    _row(table, "", dense, "everything")
+    return table
+
+
+def _cache(rules: tuple[Retention, ...]) -> Table:
+    table = _table("\nCache retention", "Layers", "Keep", "Sink", "Recent", "Score", "Observe")
+    for rule in rules:
+        details = (rule.sink, rule.recent, rule.score, rule.observe)
+        _row(table, format_ids(rule.layers), text_of(rule.keep), *("" if v is None else str(v) for v in details))
+    return table
+
+
+def _quality(quality: Quality) -> Table:
+    numbers = ("Dense", "Sparse", "Samples")
+    columns = ("Phase", "Task", *numbers, "Sparse - dense, 95%", "Measured at")
+    table = _table("\nMeasured quality", *columns, numbers=numbers)
+    for phase in ("prefill", "decode", "both"):
+        measured = getattr(quality, phase)
+        if measured is None:
+            continue
+        facts = ", ".join(_named(measured, "density", "output_error", "kl"))
+        _row(table, phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths)))
+        for task, score in measured.tasks.items():
+            low, high = score.interval
+            scores = (f"{score.dense:.4g}", f"{score.sparse:.4g}", str(score.samples))
+            _row(table, "", task, *scores, f"{low:+.3g} to {high:+.3g}")
+    return table
+
+
+def _cost(cost: Cost) -> Table:
+    numbers = ("Length", "Dense", "Sparse", "Speedup", "Density")
+    title = f"\nPredicted attention time on {cost.device}, {cost.backend}"
+    table = _table(title, "Length", "Phase", *numbers[1:], numbers=numbers)
+    for entry in cost.lengths:
+        for phase, estimate in (("prefill", entry.prefill), ("decode step", entry.decode)):
+            if estimate is not None:
+                faster = f"{estimate.dense_us / estimate.sparse_us:.2f}x" if estimate.sparse_us else ""
+                times = (f"{estimate.dense_us / 1000:,.3f} ms", f"{estimate.sparse_us / 1000:,.3f} ms")
+                _row(table, format_length(entry.length), phase, *times, faster, f"{estimate.density:.3g}")
+    return table

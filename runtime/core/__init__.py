@@ -1,0 +1,1 @@
+"""What a plan means for a layer, on torch tensors alone: no model, no host."""

@@ -1,0 +1,67 @@
+"""What a run computed and where its KV lies, counted without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.runtime.hf.cache import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """Counts since the handle was made or last reset; bytes are those of the latest cache."""
+
+    prefill_tiles_computed: float  # columns outside computed tiles count as their share of a tile
+    prefill_tiles_causal: int
+    decode_tokens_attended: int  # summed over layers, steps
+    decode_tokens_cached: int  # what dense attention would have attended to
+    kv_bytes_device: int
+    kv_bytes_host: int
+
+    @property
+    def prefill_density(self) -> float | None:
+        """Computed tiles over causal tiles, over all heads and layers; None before the first prefill."""
+        return self.prefill_tiles_computed / self.prefill_tiles_causal if self.prefill_tiles_causal else None
+
+    @property
+    def decode_share(self) -> float | None:
+        """Tokens attended to over tokens cached; None before the first decode step."""
+        return self.decode_tokens_attended / self.decode_tokens_cached if self.decode_tokens_cached else None
+
+
+class Meter:
+    """Running counts. Tile counts of sparse layers stay on their device until they are read."""
+
+    def __init__(self) -> None:
+        self._sparse: dict[torch.device, torch.Tensor] = {}
+        self._dense = self._causal = self._attended = self._cached = 0
+
+    def add_dense_prefill(self, causal: int) -> None:
+        """One layer whose heads computed all `causal` tiles."""
+        self._dense += causal
+        self._causal += causal
+
+    def add_sparse_prefill(self, computed_BH: torch.Tensor, causal: int) -> None:
+        """One layer that computed these tiles out of `causal`."""
+        total, before = computed_BH.sum(dtype=torch.float64), self._sparse.get(computed_BH.device)
+        self._sparse[computed_BH.device] = total if before is None else before + total
+        self._causal += causal
+
+    def add_decode(self, attended: int, cached: int) -> None:
+        """One layer of one step."""
+        self._attended += attended
+        self._cached += cached
+
+    def read(self, places: Sequence[Bytes]) -> RunStats:
+        """The counts so far; waits for the device."""
+        return RunStats(
+            prefill_tiles_computed=self._dense + sum(total.item() for total in self._sparse.values()),
+            prefill_tiles_causal=self._causal,
+            decode_tokens_attended=self._attended,
+            decode_tokens_cached=self._cached,
+            kv_bytes_device=sum(place.device for place in places),
+            kv_bytes_host=sum(place.host for place in places),
+        )

@@ -1,0 +1,1 @@
+"""The Hugging Face transformers host: attaching, caches, long inputs, generation."""

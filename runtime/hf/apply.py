@@ -1,0 +1,196 @@
+"""`sparsekv.apply`: a plan put to work on a model that stays what it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from transformers import Cache, PreTrainedModel
+
+from sparsekv.kernels.backends import BackendChoice, choose_backend
+from sparsekv.plans.errors import PlanWarning, UnsupportedError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan, check_model, unsupported
+from sparsekv.runtime.core.stats import Meter, RunStats
+from sparsekv.runtime.hf.attach import attach, check_attachable
+from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
+from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
+from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.placement import layouts_of, place_layers
+from sparsekv.runtime.sparse import SparseEngine
+
+# Whether a plan can run on a model, asked before anything does.
+
+
+def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
+    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
+
+    Raises:
+        PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
+        UnsupportedError: the plan has a field that this version does not execute.
+    """
+    for line in check_model(plan, found, allow_mismatch):
+        warnings.warn(line, PlanWarning, stacklevel=3)
+    refused = [*unsupported(plan), *_sliding_filters(plan, found)]
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise UnsupportedError(
+            f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
+        )
+
+
+def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
+    """Warns (`PlanWarning`) where cost and crossover of a plan were measured elsewhere: the plan runs, and right, but
+    whether sparse is faster here nobody has measured.
+
+    Args:
+        plan: the plan; one without targets (an import) claims nothing.
+        device: where it is going to run, by its name.
+        backend: of its kernels.
+        dtype: of the model.
+    """
+    measured = [
+        f"{target.device} ({target.backend}, {target.dtype}{_devices(target.count)})" for target in plan.targets
+    ]
+    here = f"{device} ({backend}, {dtype})"
+    if measured and here not in measured:
+        warnings.warn(
+            f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
+            "slower than dense here. `sparsekv plan MODEL --profile FILE -o PLAN` recompiles it for this device",
+            PlanWarning,
+            stacklevel=3,
+        )
+
+
+def _devices(count: int) -> str:
+    return "" if count == 1 else f", {count} devices"
+
+
+def _sliding_filters(plan: Plan, found: ModelInfo) -> list[str]:
+    """A layer that sees only its window cannot choose among all tokens."""
+    segments = [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
+    filters = sorted({segment.filter for segment in segments})
+    sliding = [layer for layer in filters if found.group_of(layer).kind != "full"]
+    return [f"decode: layer {layer} is {found.group_of(layer).kind} and cannot be a filter layer" for layer in sliding]
+
+
+class Handle:
+    """A plan at work. `close()`, or leaving its `with` block, gives the model back as it was."""
+
+    def __init__(
+        self, model: PreTrainedModel, engine: SparseEngine, backend: BackendChoice, chunking: Chunking
+    ) -> None:
+        self._backend = backend
+        self._engine = engine
+        self._layouts = layouts_of(model)
+        self._undo = attach(model, engine, chunking)
+
+    @property
+    def backend(self) -> BackendChoice:
+        """What computes prefill: the backend that was chosen, or the one that took over when it failed."""
+        fallback, choice = self._engine.fallback, self._backend
+        if fallback.backend == choice.name:
+            return choice
+        failed = tuple((name, f"it failed: {why}") for name, why in fallback.failed.items())
+        return BackendChoice(fallback.backend, "took over", choice.rejected + failed)
+
+    @property
+    def builder_failed(self) -> str:
+        """Why torch builds the indices in place of Triton; empty where Triton did not fail."""
+        return self._engine.fallback.builder_failed
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model is back as it was."""
+        return not self._engine.open
+
+    def close(self) -> None:
+        """Restores the model. Caches made under this handle cannot be used any more. Again is fine."""
+        self._undo()
+        self._engine.release()
+
+    def new_cache(self, tokens: int, batch: int = 1) -> Cache:
+        """An empty cache with its memory in place: `past_key_values` of what runs under this handle.
+
+        Page-locking host memory takes a second or so for each 2 GB; this does it before the prompt runs, and once:
+        a later cache of this handle takes over the memory of one that is gone or was reset. Without it, caches
+        allocate on first use, and `reserve` in cache.py says how much.
+
+        Args:
+            tokens: prompt and answer together; the cache may grow beyond, which copies it.
+            batch: rows.
+
+        Raises:
+            UsageError: host memory does not suffice, or the handle is closed.
+        """
+        check_owner_open(self._engine)
+        cache = sparse_cache(None, self._engine, len(self._layouts))
+        for layer, layout in zip(cache.layers, self._layouts, strict=True):
+            assert isinstance(layer, SparseLayer)
+            layer.reserve(tokens, replace(layout, batch=batch))
+        return cache
+
+    def stats(self) -> RunStats:
+        """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
+        return self._engine.meter.read(self._engine.bytes)
+
+    def reset_stats(self) -> None:
+        """Starts counting anew; the bytes of the latest cache stay."""
+        self._engine.meter = Meter()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def apply(
+    model: PreTrainedModel,
+    plan: Plan,
+    *,
+    prefill: bool = True,
+    decode: bool = True,
+    backend: str = "auto",
+    allow_mismatch: bool = False,
+    kv_host_layers: int | Sequence[int] | None = None,
+    chunking: Chunking | None = None,
+) -> Handle:
+    """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
+
+    Args:
+        model: a loaded model of a supported architecture, in evaluation mode.
+        plan: what to compute of it.
+        prefill: False runs prefill dense.
+        decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
+        backend: a kernel backend by name, or "auto".
+        allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
+        kv_host_layers: the layers whose keys and values go to host memory, or how many (those that decode reads
+            least of come first), in place of the plan's `decode.offload`; None leaves it to the plan. Decode of a
+            layer in no segment copies all of its keys and values back at every step: 80 ms a layer at 1M tokens.
+        chunking: from which length on layers work in pieces, and of which size; rarely of interest.
+
+    Returns:
+        The handle, which is also a context manager.
+
+    Raises:
+        UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named.
+        UnsupportedError: an architecture, or a field of the plan, that this version cannot execute.
+        PlanMismatchError: the plan was made for another model.
+        BackendError: `backend` cannot run here.
+    """
+    check_attachable(model)
+    info = describe_model(model)
+    check_plan(plan, info, allow_mismatch)
+    tile = plan.prefill.tile if prefill and plan.prefill else None
+    choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile)
+    if prefill or decode:
+        check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
+    chunking, phase = chunking or Chunking(), plan.decode if decode else None
+    placement = place_layers(phase, model.config.num_hidden_layers, kv_host_layers)
+    engine = SparseEngine(plan.prefill if prefill else None, phase, choice.name, placement, chunking)
+    return Handle(model, engine, choice, chunking)

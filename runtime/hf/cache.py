@@ -1,0 +1,246 @@
+"""The Hugging Face cache over our KV stores, and what a layer remembers between calls.
+
+A cache stays the `Cache` object that `generate` or the user made; only its layers are ours. So several turns, and
+callers that keep their own reference, go on working.
+
+Shapes: B batch, H query heads, G KV heads, S tokens, W remembered queries, N chosen tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.runtime.stores.device import KVStore, Layout
+
+_EXPECTED = "sparsekv_expected_tokens"
+
+
+@dataclass(slots=True)
+class Bytes:
+    """Bytes of one layer's store; outlives the store, so that they can be read when the cache is gone."""
+
+    device: int = 0
+    host: int = 0
+
+
+class CacheOwner(Protocol):
+    """Who a cache works for: what `apply` or `capture_attention` attached to the model."""
+
+    open: bool
+    bytes: list[Bytes]
+
+    def new_store(self, layer: int) -> KVStore:
+        """An empty store for layer number `layer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens a filter layer chose at a context of `length` tokens; None is all of them."""
+
+    length: int
+    tokens_BGN: torch.Tensor | None
+
+
+class SparseLayer(CacheLayerMixin):
+    """One layer of a cache: a KV store, and what decode needs to know of the calls before."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: CacheOwner, layer: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner = owner
+        self.layer = layer
+        self.bytes = Bytes()
+        self.reserved = 0  # tokens to make room for
+        self._start()
+
+    def _start(self) -> None:
+        self.is_initialized = False
+        self.store = self.owner.new_store(self.layer)
+        self.store.reserve(self.reserved)
+        self.prompt_end = 0  # tokens of the last prefill and all before it; the tail starts here
+        self.recent_BHWD: torch.Tensor | None = None
+        self.chosen: Choice | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
+        """A cache of its own for the same owner, so that one prefix can serve several continuations."""
+        copied = SparseLayer(self.owner, self.layer)
+        copied.is_initialized = self.is_initialized
+        copied.store = deepcopy(self.store, memo)
+        copied.bytes = Bytes(self.bytes.device, self.bytes.host)
+        copied.reserved = self.reserved
+        copied.prompt_end, copied.recent_BHWD, copied.chosen = self.prompt_end, self.recent_BHWD, self.chosen
+        return copied
+
+    def remember(self, q_BHSD: torch.Tensor, count: int) -> torch.Tensor:
+        """Keeps the last `count` queries seen so far and returns them, [B, H, up to count, D]."""
+        held = self.recent_BHWD
+        if held is None or q_BHSD.shape[2] >= count:
+            # a copy: a view would keep the queries of the whole prompt alive
+            self.recent_BHWD = q_BHSD[:, :, -count:].detach().clone()
+        else:
+            self.recent_BHWD = torch.cat((held, q_BHSD.detach()), dim=2)[:, :, -count:].contiguous()
+        return self.recent_BHWD
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: stores allocate on their first append."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
+        check_owner_open(self.owner)
+        self.store.append(key_states, value_states)
+        self._count()
+        return key_states, value_states
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the next tokens can be written piece by piece, in place of one `update`; see KVStore."""
+        check_owner_open(self.owner)
+        return self.store.room(tokens, layout)
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Holds what was written to `room`."""
+        self.store.commit(k_BGSD, v_BGSD)
+        self._count()
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Makes room for so many tokens in all, now where their layout is known; see KVStore."""
+        self.reserved = max(self.reserved, tokens)
+        self.store.reserve(tokens, layout)
+        self._measure()
+
+    def _count(self) -> None:
+        self.is_initialized = True
+        self._measure()
+
+    def _measure(self) -> None:
+        self.bytes.device, self.bytes.host = self.store.bytes_device, self.store.bytes_host
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.store.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys and their offset, for masks; none is ever built."""
+        return self.store.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory is given back."""
+        self._start()
+        self.bytes.device = self.bytes.host = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: the choices of filter layers cannot be taken back. Removing nothing is fine."""
+        if tokens_to_remove:
+            _refuse("assisted generation and cropping", "generate without an assistant or prompt lookup")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: beams."""
+        _refuse("beam search", "generate with num_beams=1")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: a cache of another batch."""
+        _refuse("repeating a cache", "prefill the larger batch instead")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refused: a cache of another batch."""
+        _refuse("selecting rows of a cache", "prefill the smaller batch instead")
+
+
+def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
+    """The cache to run with: `given` if it is the owner's, else an empty DynamicCache (or a new one) filled with
+    our layers.
+
+    Raises:
+        UsageError: a cache that already holds tokens of another model or another `apply`.
+        UnsupportedError: a cache of another kind.
+    """
+    cache = DynamicCache() if given is None else given
+    if isinstance(cache, Cache) and any(isinstance(layer, SparseLayer) for layer in cache.layers):
+        _check_owned(cache, owner)
+    else:
+        _check_empty(cache)
+        cache.layers = [SparseLayer(owner, layer) for layer in range(layers)]
+        cache.layer_class_to_replicate = None
+        reserve(cache, getattr(cache, _EXPECTED, 0))
+    owner.bytes = [layer.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
+    return cache
+
+
+def reserve(cache: Cache, tokens: int) -> None:
+    """Tells a cache how many tokens it will hold in all, prompt and answer, so that its memory is allocated once.
+
+    A cache without a plan takes note of it for when it is used under one. A cache may still grow beyond.
+
+    Raises:
+        UsageError: host memory does not suffice.
+    """
+    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    for layer in ours:
+        layer.reserve(tokens)
+    if not ours:
+        setattr(cache, _EXPECTED, tokens)
+
+
+def check_owner_open(owner: CacheOwner) -> None:
+    """Raises UsageError when the plan that a cache belongs to is no longer applied."""
+    if not owner.open:
+        raise UsageError(
+            "expected the plan of this cache to be applied still, but its handle was closed; "
+            "start a new cache, or keep the handle open over all turns"
+        )
+
+
+def check_even(cache: Cache, layers: int) -> None:
+    """Raises UsageError unless the first `layers`, which are about to run, hold equally many tokens: going on after a
+    pass that failed between them would attend to its tokens as well."""
+    held = [layer.get_seq_length() for layer in cache.layers[:layers] if isinstance(layer, SparseLayer)]
+    if len(set(held)) > 1:
+        raise UsageError(
+            f"expected a cache that holds the same tokens in every layer, found {min(held)} to {max(held)} of them: a "
+            f"forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
+        )
+
+
+def _check_owned(cache: Cache, owner: CacheOwner) -> None:
+    first = cache.layers[0]
+    assert isinstance(first, SparseLayer)
+    found = first.owner
+    check_owner_open(found)
+    if found is not owner:
+        raise UsageError(
+            "expected a cache made under this handle, found one made under another; start a new cache for each apply()"
+        )
+
+
+def _check_empty(cache: Any) -> None:
+    if type(cache) is not DynamicCache or cache.offloading:
+        raise UnsupportedError(
+            f"expected no cache or an empty DynamicCache, found {type(cache).__name__}; "
+            f"leave past_key_values and cache_implementation unset (a plan's decode.offload moves KV to the host)"
+        )
+    if cache.get_seq_length() > 0:
+        raise UsageError(
+            f"expected an empty cache, found one with {cache.get_seq_length()} tokens that were cached before apply(); "
+            f"run the whole prompt under the handle"
+        )
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise UnsupportedError(f"{what} cannot be right with a sparsekv cache yet; {instead}, or close the handle first")

@@ -1,0 +1,70 @@
+"""Watching a dense forward pass from inside its attention: what the planner profiles with.
+
+Shapes: B batch, H query heads, G KV heads, S queries of the call, K keys so far, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.runtime.core.prefill import attend_dense
+from sparsekv.runtime.engine import LayerCall
+from sparsekv.runtime.hf.attach import attach
+from sparsekv.runtime.hf.cache import Bytes
+from sparsekv.runtime.stores.device import DeviceStore, KVStore
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer attends with in one forward pass."""
+
+    layer: int
+    q_BHSD: torch.Tensor
+    k_BGKD: torch.Tensor
+    v_BGKD: torch.Tensor
+    chunk: Chunk
+    scale: float
+    window: int | None  # the layer's own sliding window
+
+
+Observer = Callable[[AttentionCall], torch.Tensor | None]
+"""Sees a call; what it returns, [B, H, S, D], replaces the dense output. None leaves it."""
+
+
+@contextmanager
+def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Runs `observer` in every layer of every forward pass of `model` inside the `with`.
+
+    The layers compute dense causal attention, with no mask in memory, unless the observer returns another output.
+    The model is restored at the end, exceptions or not; caches made inside cannot be used afterwards.
+
+    Raises:
+        UsageError, UnsupportedError: the model cannot be attached to, see `attach.check_attachable`.
+    """
+    undo = attach(model, _Watched(observer))
+    try:
+        yield
+    finally:
+        undo()
+
+
+class _Watched:
+    def __init__(self, observer: Observer) -> None:
+        self.open = True
+        self.bytes: list[Bytes] = []
+        self._observer = observer
+
+    def new_store(self, layer: int) -> KVStore:
+        return DeviceStore()
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        k_BGKD, v_BGKD = call.keys_values()
+        seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, call.chunk, call.scale, call.window)
+        replaced = self._observer(seen)
+        return attend_dense(call, k_BGKD, v_BGKD) if replaced is None else replaced

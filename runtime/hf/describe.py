@@ -1,0 +1,177 @@
+"""What a loaded model is, as a plan records it: shapes of its attention, rope, and two fingerprints."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, weights_fingerprint
+from sparsekv.plans.schema import DtypeName
+
+# Which Hugging Face architectures this version runs, and where their attention modules are.
+#
+# Each of them calls its attention through `AttentionInterface`, hands unknown keyword arguments on to it, and holds
+# `q_proj` and `k_proj` apart.
+
+SUPPORTED = ("glm", "llama", "mistral", "qwen2", "qwen3")
+
+
+def check_supported(model_type: str) -> None:
+    """Raises UnsupportedError for a model type that this version cannot run, naming those it can."""
+    if model_type not in SUPPORTED:
+        raise UnsupportedError(
+            f"expected one of the supported architectures ({', '.join(SUPPORTED)}), found {model_type!r}; "
+            f"choose a model of a supported architecture"
+        )
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module with the decoder layers: `model` itself or what its language modelling head sits on."""
+    decoder = model.base_model
+    assert isinstance(decoder, PreTrainedModel)
+    return decoder
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention module of each layer, in order; module i has `layer_idx` i."""
+    layers: Any = decoder_of(model).layers
+    return [layer.self_attn for layer in layers]
+
+
+_SAMPLES = 16  # values of each projection; enough to tell two trainings apart, and far from all of it
+_TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the digest would depend on the dtype
+
+
+def describe_model(model: PreTrainedModel, source: str | None = None, revision: str | None = None) -> ModelInfo:
+    """Describes `model`.
+
+    Args:
+        model: a loaded model of a supported architecture, in any dtype, on any device.
+        source: where it came from: a hub id, or a folder, of which only the name is kept.
+        revision: the hub revision, where one was asked for.
+
+    Raises:
+        UnsupportedError: the architecture is not supported.
+    """
+    described = describe_config(model.config, source, revision)
+    weights = weights_fingerprint(_weight_samples(model))
+    return described.model_copy(
+        update={"fingerprint": described.fingerprint.model_copy(update={"weights": weights})},
+    )
+
+
+def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
+    """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`."""
+    check_supported(config.model_type)
+    groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
+    facts = {
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "attention": [group.model_dump(mode="json") for group in groups],
+        "rope": rope,
+    }
+    return ModelInfo(
+        id=_identifier(source or config.name_or_path or config.model_type),
+        revision=revision,
+        model_type=config.model_type,
+        context_length=config.max_position_embeddings,
+        rope=rope,
+        attention=groups,
+        fingerprint=Fingerprint(architecture=architecture_fingerprint(facts)),
+    )
+
+
+def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
+    """Layers of equal attention, as the config has them."""
+    layers: dict[int | None, list[int]] = {}
+    for layer in range(config.num_hidden_layers):
+        layers.setdefault(_window(config, layer), []).append(layer)
+    heads = config.num_attention_heads
+    return tuple(
+        AttentionGroup(
+            layers=tuple(members),
+            kind="full" if window is None else "sliding",
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            window=window,
+        )
+        for window, members in layers.items()
+    )
+
+
+def _window(config: PreTrainedConfig, layer: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = window is not None if kinds is None else kinds[layer] == "sliding_attention"
+    return int(window) if slides and window is not None else None
+
+
+def _identifier(source: str) -> str:
+    """A hub id as it is; of a path only the last name, so that a plan holds no path of the machine it was made on."""
+    path = Path(source)
+    is_path = source.startswith((".", "/", "~")) or path.is_dir()
+    return path.resolve().name or "model" if is_path else source
+
+
+def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON data that does not depend on how a config spells a number or an absent value."""
+    data: dict[str, Any] = json.loads(json.dumps(dict(rope), sort_keys=True, default=str), parse_float=_number)
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
+    """Values at fixed coordinates of the query and key projections, rounded to bfloat16: the same for every dtype.
+
+    Of a quantised projection, which may keep its weights anywhere, only the kind: other weights than any plan has seen.
+    """
+    for layer, module in enumerate(attention_modules(model)):
+        for name in ("q_proj", "k_proj"):
+            projection = getattr(module, name)
+            weight_OI = getattr(projection, "weight", None)
+            if isinstance(weight_OI, torch.Tensor) and weight_OI.dim() == 2:
+                yield f"{layer}.{name}", _rounded(_sampled(weight_OI.detach()))
+            else:
+                yield f"{layer}.{name}", type(projection).__name__.encode()
+
+
+def _sampled(weight_OI: torch.Tensor) -> torch.Tensor:
+    rows, columns = weight_OI.shape
+    # multiplicative hashing spreads the coordinates without a random generator
+    row = torch.tensor([(2_654_435_761 * (i + 1) >> 7) % rows for i in range(_SAMPLES)], device=weight_OI.device)
+    column = torch.tensor([(2_246_822_519 * (i + 1) >> 5) % columns for i in range(_SAMPLES)], device=weight_OI.device)
+    return weight_OI[row, column]
+
+
+def _rounded(values: torch.Tensor) -> bytes:
+    exact = values.float()
+    kept = torch.where(exact.abs() < _TINY, 0.0, exact)
+    return kept.to(torch.bfloat16).view(torch.int16).cpu().numpy().astype("<i2").tobytes()
+
+
+# What plans, profiles and cost files call a device and a precision. No machine names.
+
+
+def device_name(device: torch.device) -> str:
+    """ "NVIDIA H200", "cpu x86_64"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}".strip()
+
+
+def dtype_name(dtype: torch.dtype) -> DtypeName:
+    """ "bfloat16" for torch.bfloat16, and so on."""
+    return cast(DtypeName, str(dtype).removeprefix("torch."))

@@ -1,0 +1,205 @@
+"""One answer to one prompt, streamed and timed: what `run` prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.runtime.hf.cache import reserve
+from sparsekv.runtime.hf.load import LoadedModel
+
+_LEAST_CHUNK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is no limit
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer and what it took."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    prefill_seconds: float  # to the first new token
+    decode_seconds: float  # from there to the last
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated, the end token included."""
+        return len(self.token_ids)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = True) -> tuple[int, ...]:
+    """Token ids of a prompt, as one user turn of the tokenizer's chat template where it has one and `chat` is on.
+
+    Raises:
+        PromptError: there is no text.
+    """
+    if not text.strip():
+        raise PromptError("expected a prompt, found only white space; give it some text")
+    if chat and tokenizer.chat_template is not None:
+        turn = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    return tuple(tokenizer(text, verbose=False)["input_ids"])
+
+
+def generate_stream(
+    loaded: LoadedModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int = 256,
+    sampling: Sampling | None = None,
+    chunk: int | None = None,
+    cache: Cache | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> Generation:
+    """Generates an answer, whatever is applied to the model.
+
+    Args:
+        loaded: model and tokenizer.
+        prompt_ids: the prompt.
+        max_new_tokens: at most so many, and no more than the model's context has room for.
+        sampling: greedy when None.
+        chunk: prefill in pieces of so many tokens, which bounds memory; None is one piece.
+        cache: holds a beginning of the prompt, or nothing yet; grows with the answer, so that a next turn goes on from
+            it. A new one when None.
+        on_text: called with each piece of text as it is final.
+
+    Raises:
+        PromptError: the prompt is empty or leaves no room in the context for a new token.
+        UsageError: the chunk is too small to be sensible.
+    """
+    room = _room(loaded, len(prompt_ids))
+    stream = _TimedStream(loaded.tokenizer, on_text)
+    chosen = sampling or Sampling()
+    ids_BS = torch.tensor([list(prompt_ids)], device=loaded.model.device)
+    generate: Any = loaded.model.generate
+    started = time.perf_counter()
+    new_tokens = min(max_new_tokens, room)
+    if chunk is not None and cache is None:
+        cache = DynamicCache(config=loaded.model.config)
+    if cache is not None:
+        reserve(cache, len(prompt_ids) + new_tokens)
+    with torch.no_grad(), _seeded(chosen, ids_BS.device):
+        if chunk is not None:
+            assert cache is not None
+            _prefill_most(loaded.model, ids_BS, cache, chunk)
+        out_BS = generate(
+            ids_BS,
+            attention_mask=torch.ones_like(ids_BS),  # or it is guessed from what may be a padding token in the text
+            max_new_tokens=new_tokens,
+            past_key_values=cache,
+            streamer=stream,
+            **_sampling_options(chosen),
+            **_pad_option(loaded),
+        )
+    new_ids = tuple(out_BS[0, len(prompt_ids) :].tolist())
+    text = str(loaded.tokenizer.decode(list(new_ids), skip_special_tokens=True))
+    first, last = stream.first or started, stream.last or started
+    return Generation(text, new_ids, len(prompt_ids), first - started, last - first)
+
+
+def _prefill_most(model: PreTrainedModel, ids_BS: torch.Tensor, cache: Cache, chunk: int) -> None:
+    """Fills the cache in pieces until one piece is left. (Not by generate's own prefill_chunk_size, which in some
+    versions of transformers passes the cached tokens again.)
+    """
+    start = cache.get_seq_length()
+    for size in piece_sizes(ids_BS.shape[1] - start, chunk)[:-1]:
+        model(ids_BS[:, start : start + size], past_key_values=cache, logits_to_keep=1)
+        start += size
+
+
+def piece_sizes(tokens: int, chunk: int) -> list[int]:
+    """How many tokens each piece of a chunked prefill has; the last one has two or more, as one alone would be a
+    decode step.
+
+    Raises:
+        UsageError: the chunk is too small to be sensible.
+    """
+    if chunk < _LEAST_CHUNK:
+        raise UsageError(f"expected a chunk of at least {_LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
+    sizes = []
+    while tokens > chunk:
+        sizes.append(min(chunk, tokens - 2))
+        tokens -= sizes[-1]
+    return [*sizes, tokens]
+
+
+def _room(loaded: LoadedModel, prompt_tokens: int) -> int:
+    context = loaded.info.context_length
+    if prompt_tokens == 0:
+        raise PromptError("expected at least one token, found an empty prompt; give it some text")
+    if prompt_tokens >= context:
+        raise PromptError(
+            f"expected a prompt below the model's context of {context} tokens, found {prompt_tokens}; "
+            f"shorten it or choose a model with a longer context"
+        )
+    return context - prompt_tokens
+
+
+def _sampling_options(sampling: Sampling) -> dict[str, Any]:
+    if sampling.temperature <= 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
+
+
+def _pad_option(loaded: LoadedModel) -> dict[str, Any]:
+    """A padding token where the checkpoint names none, so that transformers does not warn; nothing is ever padded."""
+    config = loaded.model.generation_config
+    if config.pad_token_id is not None or config.eos_token_id is None:
+        return {}
+    ends = config.eos_token_id
+    return {"pad_token_id": ends[0] if isinstance(ends, list) else ends}
+
+
+@contextmanager
+def _seeded(sampling: Sampling, device: torch.device) -> Iterator[None]:
+    """Draws from `seed` alone, and leaves the caller's random state as it was."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(sampling.seed)
+        yield
+
+
+class _TimedStream(TextStreamer):
+    """Text as it becomes final, and when the first and the last token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+        self._prompt_seen = False
+        self.first: float | None = None
+        self.last: float | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by generate with the prompt and then with each token, already on the host."""
+        if self._prompt_seen:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+        self._prompt_seen = True
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Hands the text on."""
+        if self._on_text is not None and text:
+            self._on_text(text)

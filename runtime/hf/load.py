@@ -1,0 +1,180 @@
+"""A model and its tokenizer from an alias, a hub id or a folder, with errors that say what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from sparsekv.plans.aliases import ModelSource, resolve_model
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.runtime.hf.describe import check_supported, describe_model
+
+# Whether a model can be had from the hub, and what to type when it cannot.
+
+
+def needs_cache(repository: str, revision: str | None, local_only: bool) -> bool:
+    """Whether only the local copy of `repository` can be used; asks the hub once, without retries.
+
+    Raises:
+        UsageError: neither the hub nor the local cache has it for us; the message says what to type.
+    """
+    trouble = "offline mode is on" if local_only else _trouble(repository)
+    if trouble and not _is_cached(repository, revision):
+        raise UsageError(without_model(repository, trouble))
+    return bool(trouble)
+
+
+def without_model(repository: str, trouble: str) -> str:
+    """The message for a model that cannot be had."""
+    folder = repository.rpartition("/")[2]
+    return (
+        f"expected the model {repository}, but {trouble}. Where there is network:\n"
+        f"  hf auth login   (after accepting the terms at https://huggingface.co/{repository}, if it is gated)\n"
+        f"  hf download {repository} --local-dir {folder}\n"
+        f"then use the folder {folder} in place of {repository}."
+    )
+
+
+def _trouble(repository: str) -> str | None:
+    try:
+        HfApi().auth_check(repository)
+    except GatedRepoError:
+        return "it is gated and you have no access yet"
+    except RepositoryNotFoundError:
+        return "the hub has no such model, or it is private"
+    except Exception as error:  # whatever the HTTP library of the hub client raises, and its offline mode
+        return f"the hub cannot be reached ({type(error).__name__}) and there is no local copy"
+    return None
+
+
+def _is_cached(repository: str, revision: str | None) -> bool:
+    return isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str)
+
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode on its device, and what it is."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    info: ModelInfo
+
+
+def load_model(
+    source: ModelSource | str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> LoadedModel:
+    """Loads a model; an unsupported architecture is named before its weights are downloaded.
+
+    Args:
+        source: an alias, hub id or folder, resolved or not.
+        device: a torch device; "auto" is the first GPU, or the CPU.
+        dtype: bfloat16, float16 or float32; "auto" is the checkpoint's own half precision on a GPU (bfloat16 where
+            it has none), and float32 on a CPU, which is faster there than half precision.
+        revision: of a hub model.
+        local_files_only: do not ask the hub.
+
+    Raises:
+        UsageError: there is no such model, or no access to it, or no such device or dtype.
+        UnsupportedError: its architecture is not supported.
+    """
+    found = resolve_model(source) if isinstance(source, str) else source
+    place = torch_device(device)
+    options: dict[str, Any] = {}
+    if not Path(found.path_or_id).is_dir():
+        options["revision"] = revision
+        options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
+    config = _read_config(found, options)
+    precision = _torch_dtype(dtype, config, place)
+    tokenizer = _guarded(found, "its tokenizer", AutoTokenizer.from_pretrained, options)
+    weights = {"config": config, "dtype": precision}
+    model = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | weights)
+    model = model.to(place).eval()
+    return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
+
+
+def load_config(source: ModelSource | str) -> PreTrainedConfig:
+    """The config of a model, without its weights.
+
+    Raises:
+        UsageError: there is no such model, or no access to it.
+        UnsupportedError: its architecture is not supported.
+    """
+    found = resolve_model(source) if isinstance(source, str) else source
+    options: dict[str, Any] = {}
+    if not Path(found.path_or_id).is_dir():
+        options["local_files_only"] = needs_cache(found.path_or_id, None, False)
+    return _read_config(found, options)
+
+
+def torch_device(device: str) -> torch.device:
+    """The device of that name; "auto" is the first GPU, or the CPU.
+
+    Raises:
+        UsageError: there is no such device on this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    expected = f"expected a device that this machine has, found {device!r:.40}"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"{expected} (neither cpu nor cuda); try cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{expected} ({reason:.120}); try cpu") from error
+    return place
+
+
+def _torch_dtype(dtype: str, config: PreTrainedConfig, place: torch.device) -> torch.dtype:
+    if dtype in _DTYPES:
+        return _DTYPES[dtype]
+    if dtype != "auto":
+        raise UsageError(f"expected a dtype of auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    if place.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
+    data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
+    check_supported(data.get("model_type", "none"))
+    config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
+    return config
+
+
+def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) -> Any:
+    try:
+        return load(found.path_or_id, **options)
+    except Exception as error:  # transformers, safetensors, tokenizers and the hub each have their own
+        raise _unreadable(found, what, error) from error
+
+
+def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if Path(found.path_or_id).is_dir():
+        return UsageError(f"expected a Hugging Face model in {found.path_or_id}, cannot read {what}: {reason}")
+    return UsageError(without_model(found.path_or_id, f"{what} cannot be had ({reason})"))
