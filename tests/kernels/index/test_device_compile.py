@@ -49,7 +49,7 @@ print(*(name for name, _ in first))
 def test_kernels_compile_for_hopper_without_spilling_and_once_for_all_lengths() -> None:
     # In a process of its own: here, Triton was imported as an interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(BENCHMARKS)
+    environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *sys.path])
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = ("stats", "lines", "select", "crossings", "diagonals", "rows", "pool", "pool", "products", "choose")
