@@ -34,8 +34,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.index.triton.sizes import Pass, Sizes, sizes_for
 from sparsekv.kernels.tiles import TileIndex, density
-from sparsekv.planner.bench.planted import Planted, plant
-from sparsekv.planner.bench.recall import find_planted
+from sparsekv.planner.bench.planted import Planted, find_planted, plant
 from sparsekv.planner.bench.timing import measure
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import parse_lengths

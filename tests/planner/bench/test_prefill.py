@@ -9,13 +9,11 @@ import torch
 from tiny_models import tiny_model
 from tiny_plans import every_head, info_of, plan_for
 
-from sparsekv.planner.bench import prefill, random_model
-from sparsekv.planner.bench.hand_plan import hand_plan, in_words
-from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
-from sparsekv.planner.bench.prefill_runs import Setting, layer_flops, run_prefill
-from sparsekv.planner.bench.random_model import BenchModel
+from sparsekv.planner.bench import prefill_bench as prefill
+from sparsekv.planner.bench import random_model
+from sparsekv.planner.bench.prefill_bench import PrefillBench, Setting, bench_prefill, layer_flops, run_prefill
+from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, BenchModel, hand_plan, in_words
 from sparsekv.planner.bench.random_model import random_model as make
-from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, TileShape, tokens
@@ -76,7 +74,7 @@ def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan,
 
 
 def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatch):
-    from sparsekv.planner.bench import prefill_runs
+    from sparsekv.planner.bench import prefill_bench as prefill_runs
 
     asked, real = [], prefill_runs.apply
 
