@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import choose_backend, prefill_attention
+from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import TileIndex
+from sparsekv.kernels.tiles import TileIndex, computed_tiles
 from sparsekv.planner.eval_results import Spent
 from sparsekv.planner.families import Family
 from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile

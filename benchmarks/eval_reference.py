@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from ablations import FrozenIndices, only
 
-from sparsekv.kernels.dispatch import BACKENDS
+from sparsekv.kernels.backends import BACKENDS
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_cost, read_profile

@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 from peer_adapters import PEERS, Peer, Ready
 
-from sparsekv.kernels.density import density
-from sparsekv.kernels.dispatch import BACKENDS, choose_backend, prefill_attention
+from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import density
 from sparsekv.planner.bench.kernel_bench import MIXES, families_of
 from sparsekv.planner.bench.planted import Planted, plant, sample_rows
 from sparsekv.planner.bench.timing import DensePeers, dense_calls, free_memory, in_short, measure, time_dense

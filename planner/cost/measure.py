@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import DecodeRows, choose_backend, decode_attention, dense_prefill, prefill_attention
+from sparsekv.kernels.backends import DecodeRows, choose_backend, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.families import KNOWN_FAMILIES, Family

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import prefill_attention
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.patterns import Dense, TileShape
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.families import check_targets
 from sparsekv.planner.options import PlanOptions

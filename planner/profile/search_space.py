@@ -19,11 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.index.build import build_index, layer_lines
-from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.tile_scores import ScoreKind
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.families import Family
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Candidate, SelectorChoice

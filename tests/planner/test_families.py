@@ -6,9 +6,8 @@ import pytest
 import torch
 from planner_models import quick_options
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.families import check_targets, mandatory_a_row, mandatory_density
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile import profiler

@@ -12,10 +12,9 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import NO_TILE, TileIndex
+from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
 from sparsekv.planner.eval_results import Spent
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from planner_models import TILE, made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, rows
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.crossover import LEAST_GAIN, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost, Line

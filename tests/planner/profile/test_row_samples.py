@@ -4,7 +4,7 @@ import pytest
 import torch
 from planner_models import TILE
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.profile.head_errors import AllRows, TileSample, rows_of

@@ -23,18 +23,21 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.index.call import IndexCall, IndexWidths, take_heads
-from sparsekv.kernels.index.device.crossings import crossings_kernel
-from sparsekv.kernels.index.device.diagonals import diagonals_kernel
-from sparsekv.kernels.index.device.limits import tensor_obstacle
-from sparsekv.kernels.index.device.lines import lines_kernel
-from sparsekv.kernels.index.device.numbers import Numbers, send
-from sparsekv.kernels.index.device.plan import BuildPlan, HeadsPlan, plan_build
-from sparsekv.kernels.index.device.rows import rows_kernel
-from sparsekv.kernels.index.device.select import select_kernel
-from sparsekv.kernels.index.device.sizes import LARGEST_SAMPLE, LONGEST, MOST_RUNS, PADDING, Sizes, sizes_for
-from sparsekv.kernels.index.device.stats import stats_kernel
-from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.index.layout import IndexCall, IndexWidths, LineScores, take_heads
+from sparsekv.kernels.index.triton.key_passes import lines_kernel, stats_kernel
+from sparsekv.kernels.index.triton.line_plan import BuildPlan, HeadsPlan, plan_build
+from sparsekv.kernels.index.triton.numbers import Numbers, send
+from sparsekv.kernels.index.triton.selection import select_kernel
+from sparsekv.kernels.index.triton.sizes import (
+    LARGEST_SAMPLE,
+    LONGEST,
+    MOST_RUNS,
+    PADDING,
+    Sizes,
+    sizes_for,
+    tensor_obstacle,
+)
+from sparsekv.kernels.index.triton.slash_tiles import crossings_kernel, diagonals_kernel, rows_kernel
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.plans.patterns import VerticalSlash
 

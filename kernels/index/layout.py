@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.index.line_scores import LineScores
-from sparsekv.kernels.kept import kept_on_device, on_device
+from sparsekv.kernels.device_cache import kept_on_device, on_device
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import Budget, TileShape
 
@@ -110,6 +109,14 @@ class Layout:
     def locate(self) -> RowTiles:
         """The row tiles of the call; not to be written to."""
         return _locate(self.device, self)
+
+
+@dataclass(frozen=True, slots=True)
+class LineScores:
+    """How much attention each line received, float32, summing over a head to its sampled queries."""
+
+    vertical_BhS: torch.Tensor  # index j: the column of key j
+    slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.index.call import Layout, ceil_div
-from sparsekv.kernels.kept import kept_on_device, on_device
+from sparsekv.kernels.device_cache import kept_on_device, on_device
+from sparsekv.kernels.index.layout import Layout, ceil_div
 from sparsekv.plans.patterns import VerticalSlash
 
 NO_HEAD = -1

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import triton
 
-from sparsekv.kernels.index.call import IndexWidths, Layout, ceil_div
-from sparsekv.kernels.index.device.numbers import Budgets, Fields, budgets_of, fields_of, largest, units_of
-from sparsekv.kernels.index.device.sizes import MOST_RUNS, PADDING, Pass, Sizes, Strips, strips_for
-from sparsekv.kernels.index.heads import Same
+from sparsekv.kernels.index.build import Same
+from sparsekv.kernels.index.layout import IndexWidths, Layout, ceil_div
+from sparsekv.kernels.index.triton.numbers import Budgets, Fields, budgets_of, fields_of, largest, units_of
+from sparsekv.kernels.index.triton.sizes import MOST_RUNS, PADDING, Pass, Sizes, Strips, strips_for
 from sparsekv.kernels.topk import blocks
 from sparsekv.kernels.triton_support import interpreting
 from sparsekv.plans.patterns import VerticalSlash
