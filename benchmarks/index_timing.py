@@ -214,8 +214,8 @@ def other_sizes(table: Sizes) -> Iterator[tuple[str, Sizes]]:
             f"runs of {least} keys at least",
             replace(
                 table,
-                stats={strips: replace(one, least_run=least) for strips, one in table.stats.items()},
-                lines={strips: replace(one, least_run=least) for strips, one in table.lines.items()},
+                stats={strips: replace(one, least_range=least) for strips, one in table.stats.items()},
+                lines={strips: replace(one, least_range=least) for strips, one in table.lines.items()},
             ),
         )
     for block, warps in ((4096, 16), (8192, 16), (8192, 32), (16384, 32)):
