@@ -53,7 +53,7 @@ def _stream(device: torch.device) -> int | None:
 
 
 def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Host numbers as a tensor there, cached: not to be written to.
+    """Host numbers, in lists or tuples, as a tensor there, cached: not to be written to.
 
     The copy does not wait for the device (small pageable copies are staged).
     """
@@ -66,7 +66,7 @@ def _send(device: torch.device, values: object, dtype: torch.dtype) -> torch.Ten
 
 
 def _frozen(values: object) -> object:
-    return tuple(map(_frozen, values)) if isinstance(values, list | tuple) else values
+    return tuple(map(_frozen, values)) if isinstance(values, list) else values
 
 
 _ALIGNED = 4  # int32 numbers of 16 bytes: every field begins where Triton's usual launch expects it

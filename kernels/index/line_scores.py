@@ -168,7 +168,7 @@ def _total(parts: list[torch.Tensor]) -> torch.Tensor:
 def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, layout: Layout) -> LineScores:
     """Entry c of the shifted sums is offset last - c; keys and offsets beyond a batch row become UNSEEN."""
     key_S = torch.arange(layout.chunk.longest, device=layout.device)
-    length_B1 = on_device(list(layout.chunk.lengths), layout.device)[:, None]
+    length_B1 = on_device(layout.chunk.lengths, layout.device)[:, None]
     source_BhS = (length_B1 - 1 - key_S).clamp(min=0)[:, None].expand(shifted_BhS.shape)
     beyond_B1S = (key_S >= length_B1)[:, None]
     return LineScores(

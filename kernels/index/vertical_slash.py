@@ -170,7 +170,7 @@ def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, layout: Layo
 def _crossed(offset_BhO: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Distances of the tiles that a slash crosses in a whole row tile, [B, h, O, X]; the last may repeat."""
     key = layout.tile.key
-    phase_B11 = on_device(list(layout.phases), layout.device)[:, None, None]
+    phase_B11 = on_device(layout.phases, layout.device)[:, None, None]
     far_BhO = (offset_BhO - phase_B11 + key - 1).div(key, rounding_mode="floor")
     near_BhO = (offset_BhO - phase_B11 - layout.tile.query + key).div(key, rounding_mode="floor")
     step_X = torch.arange(layout.tile.query // key + 1, device=layout.device)
