@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sparsekv.planner.search.space import last_q_for
+from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
 
