@@ -24,7 +24,7 @@ from sparsekv.planner.data_files import check_architecture, check_model, digest_
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
-from sparsekv.planner.profile.profiler import discard_partial, profile
+from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened, tightened_remarks, verify
@@ -114,6 +114,7 @@ def compile_plan(
     cost_in: DeviceCost | None = None,
     profile_out: Path | None = None,
     cost_out: Path | None = None,
+    resume: Path | None = None,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Profiles, measures, chooses and verifies.
@@ -123,8 +124,10 @@ def compile_plan(
         options: what to plan.
         profile_in: an earlier profile, instead of profiling.
         cost_in: an earlier device cost, instead of measuring.
-        profile_out: where to write the profile; an interrupted run goes on from what lies beside it.
+        profile_out: where to write the profile.
         cost_out: where to write the device cost.
+        resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
+            written.
         progress: where to report.
 
     Raises:
@@ -133,7 +136,7 @@ def compile_plan(
         UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
     """
     started = time.monotonic()
-    settled, measured = _profiled(loaded, options, profile_in, profile_out, progress)
+    settled, measured = _profiled(loaded, options, profile_in, profile_out, resume, progress)
     if cost_in is not None:
         check_cost(cost_in, measured)
     cost = cost_in or _measured_cost(loaded, settled, measured, progress)
@@ -184,6 +187,7 @@ def _profiled(
     options: PlanOptions,
     profile_in: Profile | None,
     profile_out: Path | None,
+    resume: Path | None,
     progress: Progress | None,
 ) -> tuple[PlanOptions, Profile]:
     asked, measured = options, profile_in
@@ -192,10 +196,11 @@ def _profiled(
         asked, measured = for_profile(options, profile_in)
     settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
     if measured is None:
-        measured = profile(loaded, settled, progress, profile_out)
+        measured = profile(loaded, settled, progress, resume)
     if profile_out is not None:
         write_profile(profile_in or measured, profile_out)
-        discard_partial(profile_out)
+        if resume is not None:
+            resume.unlink(missing_ok=True)
     return settled, measured
 
 

@@ -1,6 +1,7 @@
 """Progress where there is no terminal."""
 
 import io
+import re
 
 from rich.console import Console
 
@@ -12,7 +13,7 @@ def told(seconds: float, steps: int) -> list[str]:
     with BarProgress(Console(file=text, width=200), seconds).stage("evaluate", total=3) as step:
         for number in range(steps):
             step.advance(note=f"prompt {number + 1}")
-    return text.getvalue().splitlines()
+    return re.sub(r"in \d+ s$", "in N s", text.getvalue(), flags=re.MULTILINE).splitlines()
 
 
 def test_a_log_hears_of_a_stage_before_it_ends() -> None:
@@ -20,9 +21,9 @@ def test_a_log_hears_of_a_stage_before_it_ends() -> None:
         "evaluate ...",
         "evaluate: 1 of 3 prompt 1",
         "evaluate: 2 of 3 prompt 2",
-        "evaluate: done in 0 s",
+        "evaluate: done in N s",
     ]
 
 
 def test_a_log_is_not_flooded() -> None:
-    assert told(3600.0, 3) == ["evaluate ...", "evaluate: done in 0 s"]
+    assert told(3600.0, 3) == ["evaluate ...", "evaluate: done in N s"]
