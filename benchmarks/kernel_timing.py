@@ -15,10 +15,10 @@ from attention_cases import Seen
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv.kernels.backends import decode_attention, prefill_attention
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.dispatch import decode_attention, prefill_attention
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.launch import Launch
+from sparsekv.kernels.prefill.triton import Launch
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
 
@@ -153,7 +153,7 @@ def _tile_flops(shape: Shape, tile: TileShape) -> float:
 
 def time_launches(shape: Shape, device: str) -> list[Timing]:
     """Other block sizes than the table's, at 10% of the tiles and 1000 columns; those that do not fit are left out."""
-    from sparsekv.kernels.prefill.triton_backend import prefill
+    from sparsekv.kernels.prefill.triton import prefill
 
     q, k, v = shape.tensors(device)
     chunk = Chunk((0,), (shape.tokens,))

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.kernels.topk import blocks, top_ascending
 from sparsekv.plans.errors import ShapeError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsekv.kernels.fallback import Fallback
+from sparsekv.kernels.backends import Fallback
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.runtime.core.decode import attend_decode, filter_windows
 from sparsekv.runtime.core.prefill import attend_prefill

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.prefill.shapes import check_qkv
+from sparsekv.kernels.tiles import check_qkv
 from sparsekv.plans.errors import ShapeError
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.density import computed_tiles, density
-from sparsekv.kernels.dispatch import BACKENDS, choose_backend, prefill_attention
+from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
-from sparsekv.kernels.tiles import AttentionOutput, TileIndex
+from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
 from sparsekv.planner.bench.planted import (
     Planted,
     Recall,

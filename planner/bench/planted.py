@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.index.bits import unpack_bits
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex, unpack_bits
 from sparsekv.planner.bench.structure import (
     SINK,
     SMALLEST_HEAD,

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from sparsekv.kernels.dispatch import choose_backend
-from sparsekv.kernels.fallback import BackendWarning
+from sparsekv.kernels.backends import BackendWarning, choose_backend
 from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.timing import (
     FLASH_ATTN,

@@ -32,7 +32,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from sparsekv.planner.search.space import last_q_for
+from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
 

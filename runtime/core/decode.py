@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.core.select import choose_tokens, tokens_for_layer, window_queries, within_window

@@ -9,11 +9,10 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import dense_by_flash, dense_prefill, prefill_attention
-from sparsekv.kernels.fallback import Fallback
+from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import computed_tiles
 from sparsekv.plans.patterns import Dense, TileShape
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.core.stats import Meter

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import HeadReduction, token_scores, top_tokens
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.phases import Segment

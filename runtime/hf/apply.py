@@ -9,7 +9,7 @@ from types import TracebackType
 
 from transformers import Cache, PreTrainedModel
 
-from sparsekv.kernels.dispatch import BackendChoice, choose_backend
+from sparsekv.kernels.backends import BackendChoice, choose_backend
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported

@@ -5,10 +5,10 @@ import pytest
 from planner_models import made_up_cost
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 
-from sparsekv.planner.cost_data import Line
+from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.filter_layers import choose_filter_layers, similar_layers
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import DecodePlan

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from attention_cases import Comparison
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.tiles import NO_TOKEN, AttentionOutput
 
 

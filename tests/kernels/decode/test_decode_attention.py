@@ -6,8 +6,8 @@ import pytest
 import torch
 from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, draw
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.planner.bench.kernel_bench import KernelBench, bench_kernels, families_of
 from sparsekv.plans.errors import UsageError

@@ -149,10 +149,10 @@ def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(
 
 
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):
-    from sparsekv.kernels import dispatch
+    from sparsekv.kernels import backends
     from sparsekv.runtime.core import prefill as runtime_prefill
 
-    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None)  # everything promises to run here
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)  # everything promises to run here
     real = runtime_prefill.prefill_attention
 
     def failing(*args, backend, **rest):
@@ -197,7 +197,7 @@ def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan):
 
 
 def test_a_row_says_when_torch_built_the_indices_because_triton_failed(subject, plan, monkeypatch):
-    from sparsekv.kernels import fallback
+    from sparsekv.kernels import backends
     from sparsekv.runtime.core import prefill as runtime_prefill
 
     real = runtime_prefill.build_index
@@ -207,9 +207,9 @@ def test_a_row_says_when_torch_built_the_indices_because_triton_failed(subject, 
             raise RuntimeError("no kernel image")
         return real(*args, builder=builder, **rest)
 
-    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    monkeypatch.setattr(backends, "builds_by_triton", lambda device: True)
     monkeypatch.setattr(runtime_prefill, "build_index", failing)
-    with pytest.warns(fallback.BackendWarning, match="torch builds them"):
+    with pytest.warns(backends.BackendWarning, match="torch builds them"):
         (row,) = rows_of(subject, plan)
     assert "torch built the indices" in row.note
     assert "no kernel image" in row.note

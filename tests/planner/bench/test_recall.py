@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
 from sparsekv.planner.bench.kernel_bench import families_of
