@@ -12,9 +12,8 @@ from plans_samples import small_plan
 from typer.main import get_command
 
 from sparsekv.cli import schema
-from sparsekv.cli.output import report
 from sparsekv.cli.main import app
-from sparsekv.cli.output import emit_json, size
+from sparsekv.cli.output import emit_json, report, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
 
