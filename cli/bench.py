@@ -43,7 +43,9 @@ def kernels(
     patterns: Annotated[
         str,
         typer.Option(
-            "--patterns", metavar="LIST", help="vertical_slash, a_shape, block_sparse, adaptive; mixed is all of them."
+            "--patterns",
+            metavar="LIST",
+            help="vertical_slash, a_shape, block_sparse, adaptive, several joined by +; mixed is the first three.",
         ),
     ] = "mixed,vertical_slash",
     backend: Annotated[
@@ -232,21 +234,12 @@ def _subject(
 def _made_by_hand(
     subject: BenchModel, lengths: Sequence[int], density: str | None, patterns: str | None, tile: str | None
 ) -> tuple[Plan, str]:
-    from sparsekv.planner.bench.random_model import hand_plan, in_words
-    from sparsekv.planner.bench.structure import FAMILIES
+    from sparsekv.planner.bench.random_model import hand_plan
     from sparsekv.planner.options import density_for
 
     families = names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
-    known = [family for family in FAMILIES if family in families]
-    if len(known) < len(families):
-        raise UsageError(f"--patterns: expected {', '.join(FAMILIES)}, found {', '.join(families)}")
     shares = shares_from(density, "--density") if density else tuple(density_for(length) for length in lengths)
-    shape = _tile(tile)
-    paired = sorted(zip(lengths, shares * len(lengths) if len(shares) == 1 else shares, strict=False))
-    if len(shares) not in (1, len(lengths)):
-        raise UsageError(f"--density: expected one, or one for each of {len(lengths)} lengths, found {len(shares)}")
-    made = hand_plan(subject.info, [length for length, _ in paired], [share for _, share in paired], shape, known)
-    return made, in_words(known, [share for _, share in paired], shape)
+    return hand_plan(subject.info, lengths, shares, _tile(tile), families)
 
 
 def _end(rows: Sequence[KernelRow | PrefillRow]) -> None:
