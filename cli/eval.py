@@ -62,8 +62,8 @@ def evaluate(
     lengths = lengths_from(length, "--length")
     if len(lengths) != 1:
         raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
+    from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
-    from sparsekv.planner.evaluation import prompts_at_once
     from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
@@ -76,20 +76,11 @@ def evaluate(
             "give a shorter --length"
         )
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
-    result = measure(
-        loaded,
-        subject.plan,
-        names,
-        lengths[0],
-        samples,
-        phase=phase,
-        backend=settings(backend=backend).backend,
-        batch=batch or prompts_at_once(loaded.model, lengths[0]),
-        seed=seed,
-        prefill_chunk=chunk,
-        allow_mismatch=allow_mismatch,
-        progress=BarProgress(),
-    )
+    modes: dict[str, Mode] = {}
+    if subject.plan is not None:
+        modes[phase] = PlanMode(subject.plan, phase, settings(backend=backend).backend, allow_mismatch)
+    asked = EvalSamples(tuple(names), lengths, samples, batch, seed, chunk)
+    (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
     if as_json:
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from sparsekv.planner.options import PlanOptions
     from sparsekv.planner.plan import PlanResult
     from sparsekv.planner.profile.profile_data import Profile
-    from sparsekv.planner.progress import Progress, Step
 
 _File = Path | None
 
@@ -177,32 +176,19 @@ def _compiled(
     if profile and cost and not options.verify_samples and options.verify_samples is not None:
         result = compile_files(subject.model, options, profile, cost, **outputs)
     else:
-        skipped = {"profile": profile, "cost": cost, "evaluate": options.verify_samples == 0}
         result = compile_plan(
             subject.load(device, dtype),
             options,
             profile_in=profile,
             cost_in=cost,
             resume=files.resume,
-            progress=_Numbered(BarProgress(), [stage for stage, skip in skipped.items() if not skip]),
+            progress=BarProgress(),
             **outputs,
         )
     write_plan(result.plan, files.out)
     if profile is None:
         files.resume.unlink(missing_ok=True)
     return result
-
-
-class _Numbered:
-    """Progress whose stages say which of how many they are."""
-
-    def __init__(self, progress: Progress, stages: Sequence[str]) -> None:
-        self._progress, self._stages = progress, stages
-
-    def stage(self, name: str, total: float | None = None) -> AbstractContextManager[Step]:
-        """See `Progress`."""
-        number = f"stage {self._stages.index(name) + 1} of {len(self._stages)}: " if name in self._stages else ""
-        return self._progress.stage(number + name, total)
 
 
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:

@@ -112,7 +112,7 @@ class Interrupted(NoProgress):
     @contextmanager
     def stage(self, name, total=None):
         with super().stage(name, total) as step:
-            yield self if name.endswith(f": {self.stage_name}") else step
+            yield self if name.split(" (")[0] == self.stage_name else step
 
     def advance(self, units=1.0, note=""):
         raise KeyboardInterrupt
@@ -196,13 +196,10 @@ def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
     assert saved.exists()
 
 
-def test_stages_are_numbered_among_those_that_the_call_takes(sparsekv, model, priced, out):
-    done = sparsekv("plan", model, "-o", out, *FAST, "--no-verify", "--only", "decode")
+def test_progress_says_which_of_how_many_stages_is_under_way(sparsekv, model, priced, out):
+    done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--only", "decode")
     assert done.code == 0, done.err
-    assert "stage 1 of 2: profile" in done.err
-    assert "stage 2 of 2: cost" in done.err
-    done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--verify-samples", 1, "--only", "decode")
-    assert "stage 2 of 2: evaluate" in done.err
+    assert "profile (1 of 5)" in done.err
 
 
 class Full:
