@@ -31,7 +31,7 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_cost, read_profile
 from sparsekv.planner.eval_results import EvalResult, Spent
-from sparsekv.planner.evaluation import Mode, PhaseName, PlanMode, evaluate_modes, prompts_at_once
+from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.families import FAMILIES, Family
 from sparsekv.planner.options import RETRIEVAL_TASKS, TASKS, PlanOptions
 from sparsekv.planner.plan import compile_plan
@@ -156,17 +156,9 @@ def _measure(bench: Bench, modes: Mapping[str, Mode], length: int) -> None:
         print(f"no time left for {', '.join(modes)} at {format_length(length)}", flush=True)
         return
     started = time.monotonic()
-    results = evaluate_modes(
-        bench.loaded,
-        modes,
-        TASKS,
-        length,
-        bench.samples,
-        batch=prompts_at_once(bench.loaded.model, length),
-        kit=bench.kit,
-    )
+    results = evaluate(bench.loaded, modes, EvalSamples(TASKS, (length,), bench.samples), bench.kit)
     for name in modes:
-        _write(bench, name, length, results[name], time.monotonic() - started)
+        _write(bench, name, length, results[name][0], time.monotonic() - started)
 
 
 def _frozen(bench: Bench, plan: Plan, length: int) -> FrozenIndices:

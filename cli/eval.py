@@ -64,8 +64,8 @@ def evaluate(
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
     most = _one_length(length)
+    from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
-    from sparsekv.planner.evaluation import prompts_at_once
     from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
 
@@ -77,20 +77,11 @@ def evaluate(
             "give a shorter --length"
         )
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
-    result = measure(
-        loaded,
-        subject.plan,
-        names,
-        most,
-        samples,
-        phase=phase,
-        backend=backend_named(backend),
-        batch=batch or prompts_at_once(loaded.model, most),
-        seed=seed,
-        prefill_chunk=chunk,
-        allow_mismatch=allow_mismatch,
-        progress=BarProgress(),
-    )
+    modes: dict[str, Mode] = {}
+    if subject.plan is not None:
+        modes[phase] = PlanMode(subject.plan, phase, backend_named(backend), allow_mismatch)
+    asked = EvalSamples(tuple(names), (most,), samples, batch, seed, chunk)
+    (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
     has_plan = subject.plan is not None
     if as_json:
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))

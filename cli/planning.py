@@ -140,7 +140,7 @@ def recompile_to_file(
     """Compiles a plan from what was measured, without the model's weights, and writes it.
 
     Raises:
-        SparseKVError: see `planner.recompile.compile_files`.
+        SparseKVError: see `planner.plan.compile_files`.
     """
     from sparsekv.planner.plan import compile_files
     from sparsekv.plans.files import write_plan

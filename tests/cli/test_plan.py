@@ -108,7 +108,7 @@ class Interrupted(NoProgress):
     @contextmanager
     def stage(self, name, total=None):
         with super().stage(name, total) as step:
-            yield self if name == self.stage_name else step
+            yield self if name.split(" (")[0] == self.stage_name else step
 
     def advance(self, units=1.0, note=""):
         raise KeyboardInterrupt
