@@ -30,6 +30,7 @@ if "cpu" in sys.argv or "--device=cpu" in sys.argv:
 import attention_cases
 import decode_cases
 import index_cases
+import triton_index
 from attention_cases import Case, Problem
 from decode_cases import DecodeCase
 from kernel_goals import SMALL_TILE, TILE, Layer, Line, flash, flash_obstacle, goals, print_lines, table
