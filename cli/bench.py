@@ -93,7 +93,8 @@ def kernels(
         tell(PLANTED_NOTE)
         emit_json([row.as_data() for row in rows])
     else:
-        emit(f"{rows[0].device}, {bench.shape}, {bench.tile.key} tiles\n{PLANTED_NOTE}")
+        shape = f"{heads}/{kv_heads} heads of size {head_dim}, {rows[0].dtype}, {tile} tiles"
+        emit(f"{rows[0].device}, {shape}\n{PLANTED_NOTE}")
         emit(kernel_text(rows))
     _end(rows)
 
@@ -228,7 +229,8 @@ def _subject(
         made = random_model(model, device=place, dtype=precision, longest=longest, layers=layers, seed=seed)
         tell(made.note)
         return made
-    return BenchModel.of(load_model(model, device=str(place), dtype=dtype_name(precision)), model)
+    loaded = load_model(model, device=str(place), dtype=dtype_name(precision))
+    return BenchModel(loaded.model, loaded.info, model, "loaded")
 
 
 def _made_by_hand(

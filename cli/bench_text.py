@@ -71,7 +71,7 @@ def _prefill_table(rows: Sequence[PrefillRow]) -> str:
             _number(row.tflops, ".3g"),
             *(
                 "-" if count is None else size(count)
-                for count in (row.dense_peak, row.sparse_peak, row.kv_device, row.kv_host)
+                for count in (row.dense_peak_bytes, row.sparse_peak_bytes, row.kv_bytes_device, row.kv_bytes_host)
             ),
         )
         for row in rows
