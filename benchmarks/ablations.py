@@ -15,7 +15,7 @@ from sparsekv.kernels.tiles import TileIndex
 from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile_data import LayerScores, LengthProfile, Profile
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.load import LoadedModel
 

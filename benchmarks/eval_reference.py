@@ -35,11 +35,10 @@ from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import read_cost, read_profile
 from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
-from sparsekv.plans.lengths import format_length, parse_lengths
+from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.reader import load_plan
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.types import format_length, parse_lengths
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 _FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")

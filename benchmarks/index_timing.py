@@ -38,8 +38,8 @@ from sparsekv.kernels.tiles import TileIndex
 from sparsekv.planner.bench.planted import Planted, plant
 from sparsekv.planner.bench.recall import find_planted
 from sparsekv.planner.bench.timing import measure
-from sparsekv.plans.lengths import parse_lengths
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import parse_lengths
 
 KERNELS = ("stats", "lines", "select", "crossings", "diagonals", "rows")
 # Rounding decides between scores that are nearly equal, and one such choice can change every row of a head.

@@ -21,8 +21,7 @@ from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.prefill.triton_columns import add_columns
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import Adaptive, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 TALL_TILE = TileShape(query=128, key=64)

@@ -39,8 +39,7 @@ from sparsekv.kernels.index.call import IndexCall
 from sparsekv.kernels.index.device import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.prefill import launch
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
+from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash, tokens
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}

@@ -41,8 +41,8 @@ from sparsekv.planner.bench.recall import sample_rows
 from sparsekv.planner.bench.rows import DensePeers
 from sparsekv.planner.bench.timing import free_memory, in_short, measure
 from sparsekv.plans.errors import BackendError
-from sparsekv.plans.lengths import format_length, parse_lengths
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import format_length, parse_lengths
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from sparsekv.planner.bench.random_model import BenchModel, random_model
 from sparsekv.planner.compile import compile_plan
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
-from sparsekv.plans.lengths import parse_lengths
+from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.generate import Generation, generate_stream
 from sparsekv.runtime.hf.load import LoadedModel, load_model

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sparsekv.cli.output import columns, size
-from sparsekv.plans.lengths import format_length
+from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.planner.bench.rows import DensePeers, KernelRow, PrefillRow

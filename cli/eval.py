@@ -57,7 +57,7 @@ def evaluate(
     Without a plan (--plan, or sparsekv.yaml in the model's folder) dense is measured alone.
     """
     from sparsekv.cli.subject import backend_named, load, subject_of
-    from sparsekv.plans.fingerprint import check_model
+    from sparsekv.plans.schema import check_model
 
     subject = subject_of(target, plan, model)
     idle = [name for name in ("phase", "backend", "allow_mismatch") if name in given(context) and subject.plan is None]

@@ -118,7 +118,7 @@ def compile_to_file(loaded: LoadedModel, options: PlanOptions, files: PlanFiles,
     """
     from sparsekv.planner.compile import compile_plan
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.writer import write_plan
+    from sparsekv.plans.files import write_plan
 
     with _telling_what_is_kept(files):
         result = compile_plan(
@@ -143,7 +143,7 @@ def recompile_to_file(
         SparseKVError: see `planner.recompile.compile_files`.
     """
     from sparsekv.planner.recompile import compile_files
-    from sparsekv.plans.writer import write_plan
+    from sparsekv.plans.files import write_plan
 
     result = compile_files(model, options, profile, cost, profile_out=files.profile_out, cost_out=files.cost_out)
     write_plan(result.plan, files.out)

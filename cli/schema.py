@@ -8,6 +8,6 @@ from sparsekv.cli.output import emit_json
 
 def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of the plan file, for editors and other tools (always JSON)."""
-    from sparsekv.plans.json_schema import json_schema
+    from sparsekv.plans.schema import json_schema
 
     emit_json(json_schema())

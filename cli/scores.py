@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sparsekv.cli.output import columns
 
 if TYPE_CHECKING:
-    from sparsekv.plans.records import Quality, Score
+    from sparsekv.plans.schema import Quality, Score
 
 SCORE_HEADER = ("task", "dense", "sparse", "sparse - dense, 95%")
 

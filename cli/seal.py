@@ -8,7 +8,7 @@ from sparsekv.cli.output import emit, emit_json
 
 def seal(plan: PlanArgument, as_json: Json = False) -> None:
     """Sign an edited plan again. It becomes `unverified`: nobody has measured what it says now."""
-    from sparsekv.plans.integrity import seal as sign_again
+    from sparsekv.plans.files import seal as sign_again
 
     sealed = sign_again(plan)
     if as_json:

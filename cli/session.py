@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from sparsekv.cli.answers import Answer, answer
 from sparsekv.cli.conversation import Conversation
-from sparsekv.plans.decode import DecodeBucket
-from sparsekv.plans.prefill import PrefillBucket
+from sparsekv.plans.phases import DecodeBucket, PrefillBucket
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import Sampling, encode_prompt, generate_stream

@@ -20,17 +20,17 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
-    from sparsekv.plans.reader import load_plan
+    from sparsekv.plans.files import load_plan
 
     found = load_plan(plan)
     if as_json:
-        from sparsekv.plans.overview import summary
+        from sparsekv.plans.show import summary
 
         emit_json(summary(found))
         return
     from rich.console import Console
 
-    from sparsekv.plans.describe import describe
+    from sparsekv.plans.show import describe
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(found, full):

@@ -37,7 +37,7 @@ def subject_of(target: str | None, plan: Path | None, model: str | None) -> Subj
         UsageError: nothing was named, or the plan cannot be read.
         PlanError: it is no plan.
     """
-    from sparsekv.plans.reader import load_plan
+    from sparsekv.plans.files import load_plan
 
     path = plan or _plan_beside(target)
     found = None if path is None else load_plan(path)

@@ -13,7 +13,7 @@ def validate(plan: PlanArgument, as_json: Json = False) -> None:
     Exit 0: it is sound. Exit 1: it is not. Exit 2: there is no such file, or it cannot be read.
     """
     from sparsekv.plans.errors import PlanError
-    from sparsekv.plans.reader import load_plan
+    from sparsekv.plans.files import load_plan
 
     try:
         found = load_plan(plan)

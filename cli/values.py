@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import parse_length
+from sparsekv.plans.types import parse_length
 
 if TYPE_CHECKING:
-    from sparsekv.plans.budget import Budget
-    from sparsekv.plans.patterns import TileShape
+    from sparsekv.plans.patterns import Budget, TileShape
 
 
 def names_from(text: str, flag: str) -> tuple[str, ...]:
@@ -36,7 +35,7 @@ def lengths_from(text: str, flag: str) -> tuple[int, ...]:
 
 def layers_from(text: str, flag: str) -> tuple[int, ...]:
     """Layers such as 2,8-9."""
-    from sparsekv.plans.layers import parse_ids
+    from sparsekv.plans.types import parse_ids
 
     try:
         return parse_ids(text)
@@ -51,7 +50,7 @@ def shares_from(text: str, flag: str) -> tuple[float, ...]:
 
 def budget_from(text: str, flag: str) -> Budget:
     """A number of tokens (2048, 2k) or a share of the context (10%, 0.1)."""
-    from sparsekv.plans.budget import fraction, tokens
+    from sparsekv.plans.patterns import fraction, tokens
 
     try:
         return tokens(parse_length(text))

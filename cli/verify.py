@@ -28,9 +28,8 @@ from sparsekv.cli.values import lengths_from, names_from
 from sparsekv.plans.errors import GateError, UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.plans.decode import DecodeBucket
     from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.prefill import PrefillBucket
+    from sparsekv.plans.phases import DecodeBucket, PrefillBucket
     from sparsekv.plans.schema import Plan
 
 
@@ -59,9 +58,8 @@ def verify(
 ) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
     from sparsekv.cli.subject import backend_named, load, need_plan, subject_of
-    from sparsekv.plans.fingerprint import check_model
-    from sparsekv.plans.schema import to_data
-    from sparsekv.plans.writer import write_plan
+    from sparsekv.plans.files import write_plan
+    from sparsekv.plans.schema import check_model, to_data
 
     subject = subject_of(target, plan, model)
     found = need_plan(subject)

@@ -24,7 +24,7 @@ from sparsekv.planner.pricing.tables import ABSENT, DENSE, Choice, Floats, Score
 from sparsekv.planner.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 
 TAIL_WEIGHT = 0.5
 # Candidates are fitted on one prompt; on the mean of all they may cost this much more than the target.

@@ -30,8 +30,7 @@ from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.records import Provenance, Target
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, Provenance, Target
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
@@ -47,7 +46,7 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
         **options: fields of `PlanOptions`.
 
     Returns:
-        The plan, verified on held-out prompts; write it with `sparsekv.plans.writer.write_plan`.
+        The plan, verified on held-out prompts; write it with `sparsekv.plans.files.write_plan`.
 
     Raises:
         GateError: no plan met the gate.

@@ -15,7 +15,7 @@ from sparsekv.planner.place import device_name, dtype_name, versions
 from sparsekv.planner.pricing.timings import PATTERNS, Bench
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.records import BackendName
+from sparsekv.plans.schema import BackendName
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}

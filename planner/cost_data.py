@@ -12,9 +12,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.parts import Count, FieldError, Length, NonNegative, Part, Text
 from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.records import BackendName, DtypeName
+from sparsekv.plans.schema import BackendName, DtypeName
+from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text
 
 KIND = "sparsekv.cost"
 SCHEMA_VERSION = 2

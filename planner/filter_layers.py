@@ -22,10 +22,10 @@ from sparsekv.planner.pricing.crossover import longest_losing, pays
 from sparsekv.planner.pricing.predict import step_us
 from sparsekv.planner.profile_data import Profile, Reuse
 from sparsekv.planner.segments import FilterSegment, SegmentProblem, solve
-from sparsekv.plans.budget import Budget, tokens
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload, Segment
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, Segment
 
 HOT_TOKENS = 4096
 _FIRST_DENSE = 2

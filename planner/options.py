@@ -10,10 +10,9 @@ from typing import Literal
 from sparsekv.planner.conflicts import check_options
 from sparsekv.planner.pricing.mandatory import mandatory_density
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
-from sparsekv.plans.budget import Budget, fraction
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import format_length
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import Budget, TileShape, fraction
+from sparsekv.plans.types import format_length
 
 Phase = Literal["prefill", "decode"]
 Family = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsekv.plans.records import Prediction, Quality
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, Prediction, Quality
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from sparsekv.planner.search.observe import Pass
 from sparsekv.planner.search.partial import Records
 from sparsekv.planner.search.prompts import CalibrationPrompt, PromptSource, digest_of
 from sparsekv.planner.search.space import aims, decode_budgets, decode_selectors
-from sparsekv.plans.records import BackendName
+from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.load import LoadedModel
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]

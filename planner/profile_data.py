@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from sparsekv.planner.options import Family
-from sparsekv.plans.budget import Budget
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.parts import Count, Digest, FieldError, Index, Length, Natural, NonNegative, Part, Positive, Text
-from sparsekv.plans.patterns import Pattern, TileShape
-from sparsekv.plans.records import BackendName, DtypeName
+from sparsekv.plans.patterns import Budget, Pattern, TileShape
+from sparsekv.plans.schema import BackendName, DtypeName
+from sparsekv.plans.types import Count, Digest, FieldError, Index, Length, Natural, NonNegative, Part, Positive, Text
 
 KIND = "sparsekv.profile"
 SCHEMA_VERSION = 1

@@ -16,7 +16,7 @@ from sparsekv.planner.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.signature import canonical_json
+from sparsekv.plans.types import canonical_json
 
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20

@@ -10,9 +10,9 @@ from sparsekv.planner.conflicts import check_profile
 from sparsekv.planner.evaluation.evaluate import PhaseName
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.plans.budget import Budget
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import format_length
+from sparsekv.plans.patterns import Budget
+from sparsekv.plans.types import format_length
 
 _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005

@@ -13,10 +13,9 @@ from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
-from sparsekv.plans.lengths import format_length
-from sparsekv.plans.prefill import PrefillBucket
-from sparsekv.plans.records import Measurement, Quality
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.phases import PrefillBucket
+from sparsekv.plans.schema import Measurement, Plan, Quality
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
 # Verification must not tighten a plan on the very samples that `eval` shows by default.

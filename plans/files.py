@@ -1,13 +1,27 @@
-"""Files on disk: read whole up to a bound, written whole or not at all."""
+"""Files on disk: read whole up to a bound, written whole or not at all; and plan files: migrated, signed, sealed.
+
+Plan files are read strictly: every field known and of its type, signed, each fault named by its line. The signature is
+the sha256 of the canonical JSON of everything else in the file. It shows that a plan was changed by hand after it was
+measured; it does not protect against forgery.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
+from sparsekv.plans.types import canonical_json
+from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
 
@@ -28,10 +42,10 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         raise UsageError(f"{path}: expected a file, found none; check the path") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
-    return decode(data, str(path), limit)
+    return as_text(data, str(path), limit)
 
 
-def decode(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
+def as_text(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
     """`data` as UTF-8 text.
 
     Raises:
@@ -112,3 +126,164 @@ def _sync_folder(folder: Path) -> None:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+Document = dict[str, Any]
+Migration = Callable[[Document], Document]
+
+MIGRATIONS: Mapping[int, Migration] = {}
+
+
+def migrate(document: Document, target: int, source: str, registry: Mapping[int, Migration] = MIGRATIONS) -> Document:
+    """`document` as schema version `target`.
+
+    Raises:
+        PlanError: its version is newer, unknown, or no version at all.
+    """
+    version = document.get("schema_version")
+    if type(version) is not int or version < 1:
+        found = "none" if version is None else repr(version)[:40]
+        raise PlanError(f"{source}: expected `schema_version`, a whole number from 1 to {target}, found {found}")
+    if version > target:
+        raise PlanError(
+            f"{source}: expected schema_version {target} or older, which this sparsekv reads, found {version}; "
+            "install a newer sparsekv, or plan the model again with this one"
+        )
+    for step in range(version, target):
+        if step not in registry:
+            raise PlanError(f"{source}: schema_version {step} can no longer be read; plan the model again")
+        document = registry[step](document) | {"schema_version": step + 1}
+    return document
+
+
+_INTEGRITY = "integrity"
+
+
+def content_digest(data: Mapping[str, Any]) -> str:
+    """The digest of a document's data, whatever its layout, order and comments; its own `integrity` is left out."""
+    rest = {key: value for key, value in data.items() if key != _INTEGRITY}
+    return "sha256:" + hashlib.sha256(canonical_json(rest)).hexdigest()
+
+
+def sign(plan: Plan) -> Plan:
+    """`plan` with the digest of its content."""
+    return plan.model_copy(update={_INTEGRITY: content_digest(to_data(plan))})
+
+
+def check_signature(data: Mapping[str, Any], source: str) -> None:
+    """Passes when the data is what was signed.
+
+    Raises:
+        PlanError: it was changed since, or never signed.
+    """
+    signed = data.get(_INTEGRITY)
+    if signed == content_digest(data):
+        return
+    found = "none" if signed is None else "that of another content: the file was changed after it was written"
+    raise PlanError(
+        f"{source}: expected an integrity digest that fits the content, found {found}. If the change is meant, "
+        f"`sparsekv seal {source}` signs the file again, as unverified; otherwise restore it or plan again."
+    )
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+        PlanError: it is no plan, contradicts itself, or was changed since it was signed.
+    """
+    return parse_plan(read_text(path), os.fspath(path))
+
+
+def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) -> Plan:
+    """The plan in `text`; `source` names it in messages. `signed=False` reads one whose integrity does not fit.
+
+    Raises:
+        PlanError: it is no plan, contradicts itself, or (when `signed`) was changed since it was signed.
+    """
+    tree = read_tree(as_text(text.encode(errors="surrogatepass") if isinstance(text, str) else text, source), source)
+    document = _document(tree)
+    plan = _validated(migrate(document, SCHEMA_VERSION, source), tree)
+    if signed:
+        check_signature(document, source)
+    return plan
+
+
+def _document(tree: Tree) -> dict[str, Any]:
+    if not isinstance(tree.data, dict):
+        found = "a list" if isinstance(tree.data, list) else "a single value"
+        raise PlanError(f"{tree.source}: expected a plan, a mapping with `kind: {KIND}`, found {found}")
+    if tree.data.get("kind") != KIND:
+        raise PlanError(f"{tree.source}: expected `kind: {KIND}`, found {_what(tree.data)}")
+    return tree.data
+
+
+def _what(data: dict[str, Any]) -> str:
+    kind = data.get("kind")
+    if isinstance(kind, str) and kind.startswith("sparsekv."):
+        name = printable(kind.removeprefix("sparsekv.")[:40])
+        return f"a {name} file of sparsekv (kind: sparsekv.{name}); name the plan instead"
+    if kind is not None:
+        return f"kind {kind!r:.60}, which is not a file of sparsekv"
+    if "model_type" in data or "architectures" in data:
+        return "a model's config.json; the plan beside it is called sparsekv.yaml"
+    return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
+
+
+def _validated(document: dict[str, Any], tree: Tree) -> Plan:
+    try:
+        return Plan.model_validate(document)
+    except ValidationError as error:
+        raise plan_error(error, tree) from None
+
+
+def dump_plan(plan: Plan) -> str:
+    """The text of a plan's file, signed.
+
+    Raises:
+        PlanError: it is longer than a reader accepts.
+    """
+    text = f"# yaml-language-server: $schema={SCHEMA_FILE}\n{to_yaml(to_data(sign(plan)))}"
+    size = len(text.encode())
+    if size > MAX_BYTES:
+        raise PlanError(f"expected a plan of at most {MAX_BYTES:,} bytes, found {size:,}; plan fewer lengths")
+    return text
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan, signed, in one step: on any failure the file there before stays as it was.
+
+    Raises:
+        PlanError: the plan is too large for a file.
+        UsageError: the file cannot be written.
+    """
+    write_text(path, dump_plan(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The plan as it is now in the file, and what became of it, a line each."""
+
+    plan: Plan
+    changed: bool
+    notes: tuple[str, ...]
+
+
+def seal(path: str | os.PathLike[str]) -> Sealed:
+    """Signs the plan at `path`; one whose signature fits is left as it is.
+
+    Raises:
+        PlanError: it is no plan, or contradicts itself.
+        UsageError: there is no such file, or it cannot be read or written.
+    """
+    plan = parse_plan(read_text(path), os.fspath(path), signed=False)
+    if plan == sign(plan):
+        return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
+    sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
+    write_plan(sealed, path)
+    dropped = [name for name in ("quality", "cost") if getattr(plan, name) is not None]
+    notes = ["signed as unverified"]
+    if dropped:
+        notes.append(f"dropped {' and '.join(dropped)}: measured on other content; `sparsekv verify` measures again")
+    return Sealed(sealed, True, tuple(notes))

@@ -1,14 +1,34 @@
-"""The model a plan was made for: what each layer is, and the two digests by which it is recognised."""
+"""The model a plan was made for: what each layer is, how it is recognised, and whether a plan fits it.
+
+The architecture fingerprint must agree for a plan to mean anything. The weights fingerprint only says whether the
+plan's quality was measured on these weights: plans carry over to fine-tunes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from sparsekv.plans.layers import LayerSet, format_ids
-from sparsekv.plans.parts import Count, Digest, FieldError, JsonObject, Length, Part, Text
+from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Reuse, Segment
+from sparsekv.plans.types import (
+    Count,
+    Digest,
+    FieldError,
+    JsonObject,
+    LayerSet,
+    Length,
+    Part,
+    Text,
+    Where,
+    canonical_json,
+    format_ids,
+    ids_of,
+)
 
 
 class AttentionGroup(Part):
@@ -75,3 +95,153 @@ class ModelInfo(Part):
             if layer in group.layers:
                 return group
         raise IndexError(f"layer {layer} of a model of {self.layers} layers")
+
+
+_SHAPE = ("kind", "heads", "kv_heads", "head_dim", "window")
+
+
+def architecture_fingerprint(facts: Mapping[str, Any]) -> str:
+    """The digest of what a model is; `facts` is JSON data, in any order.
+
+    Raises:
+        ValueError: the facts hold NaN or an infinity.
+    """
+    return "sha256:" + hashlib.sha256(canonical_json(dict(facts))).hexdigest()
+
+
+def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
+    """The digest of named samples of weights, in any order.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
+    by_name: dict[str, bytes] = {}
+    for name, data in samples:
+        if name in by_name:
+            raise ValueError(f"expected each weight sampled once, found {name!r} again")
+        by_name[name] = data
+    state = hashlib.sha256()
+    for part in chain.from_iterable((name.encode(), by_name[name]) for name in sorted(by_name)):
+        state.update(len(part).to_bytes(8, "little"))  # so that no two lists of samples run into the same bytes
+        state.update(part)
+    return "sha256:" + state.hexdigest()
+
+
+def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
+    """What differs between the model of a plan and another one, a line each; empty when the architecture fits."""
+    if expected.fingerprint.architecture == found.fingerprint.architecture and _same_shapes(expected, found):
+        return ()
+    lines = [
+        f"{name.replace('_', ' ')}: plan {getattr(expected, name)}, model {getattr(found, name)}"
+        for name in ("model_type", "layers", "context_length", "rope")
+        if getattr(expected, name) != getattr(found, name)
+    ]
+    lines += _shapes(expected, found)
+    return tuple(lines) or ("architecture fingerprint: another one, in something that the plan does not name",)
+
+
+def _same_shapes(expected: ModelInfo, found: ModelInfo) -> bool:
+    # Asked even where the digests agree: a sealed plan may have been given other shapes by hand.
+    return (expected.model_type, expected.layers) == (found.model_type, found.layers) and not _shapes(expected, found)
+
+
+def _shapes(expected: ModelInfo, found: ModelInfo) -> list[str]:
+    ours, theirs = _by_layer(expected), _by_layer(found)
+    where: dict[str, list[int]] = {}
+    for layer in sorted(ours.keys() & theirs.keys()):
+        for name in _SHAPE:
+            mine, other = getattr(ours[layer], name), getattr(theirs[layer], name)
+            if mine != other:
+                line = f"{name.replace('_', ' ')}: plan {mine or 'none'}, model {other or 'none'}"
+                where.setdefault(line, []).append(layer)
+    shared = len(ours.keys() & theirs.keys())
+    return [line if len(at) == shared else f"{line} (layers {format_ids(at)})" for line, at in where.items()]
+
+
+def _by_layer(model: ModelInfo) -> dict[int, AttentionGroup]:
+    return {layer: group for group in model.attention for layer in group.layers}
+
+
+Shapes = dict[int, AttentionGroup]
+
+
+def check_fit(
+    model: ModelInfo, prefill: PrefillPlan | None, decode: DecodePlan | None, kv_cache: Sequence[Retention]
+) -> None:
+    """Every layer and head that the phases name is one the model has.
+
+    Raises:
+        FieldError: one is not, or two retention rules name a layer.
+    """
+    shapes = {layer: group for group in model.attention for layer in group.layers}
+    for position, bucket in enumerate(prefill.lengths if prefill else ()):
+        _check_prefill(bucket, shapes, ("prefill", "lengths", position))
+    for position, step in enumerate(decode.lengths if decode else ()):
+        for number, segment in enumerate(step.segments):
+            _check_segment(segment, shapes, ("decode", "lengths", position, "segments", number))
+    if decode and decode.offload:
+        _softmax_layers(decode.offload.layers, shapes, ("decode", "offload", "layers"))
+    _check_retention(kv_cache, shapes)
+
+
+def _check_prefill(bucket: PrefillBucket, shapes: Shapes, path: tuple[Where, ...]) -> None:
+    for group in bucket.heads:
+        _softmax_layers((group.layer,), shapes, (*path, "heads", _names(group.layer, group.heads[-1]), "layer"))
+        heads = shapes[group.layer].heads
+        if group.heads[-1] >= heads:
+            message = f"expected heads 0 to {heads - 1} of layer {group.layer}, found {format_ids(group.heads)}"
+            raise FieldError(message, *path, "heads", _names(group.layer, group.heads[-1]), "heads")
+    for number, reuse in enumerate(bucket.reuse):
+        _check_reuse(reuse, shapes, (*path, "reuse", number))
+
+
+def _names(layer: int, head: int) -> Callable[[dict[str, Any]], bool]:
+    # By content: in memory the groups of a layer are merged and sorted, in the file they may stand anywhere.
+    return lambda item: item["layer"] == layer and head in ids_of(item["heads"])
+
+
+def _check_reuse(reuse: Reuse, shapes: Shapes, path: tuple[Where, ...]) -> None:
+    _softmax_layers(reuse.layers, shapes, (*path, "layers"))
+    _softmax_layers((reuse.source,), shapes, (*path, "source"))
+    source = shapes[reuse.source].heads
+    for layer in reuse.layers:
+        own = shapes[layer].heads
+        heads, entries = (range(own), source) if reuse.heads == "same" else (reuse.heads, own)
+        _check_map(heads, entries, source, f"heads of layer {reuse.source}", (*path, "heads"))
+
+
+def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) -> None:
+    _softmax_layers((segment.filter,), shapes, (*path, "filter"))
+    _softmax_layers(segment.layers, shapes, (*path, "layers"))
+    source = shapes[segment.filter].kv_heads
+    for layer in segment.layers:
+        if segment.heads == "max":
+            continue
+        own = shapes[layer].kv_heads
+        heads, entries = (range(own), source) if segment.heads == "per_kv_head" else (segment.heads[layer], own)
+        name = f"key-value heads of layer {segment.filter}"
+        _check_map(heads, entries, source, name, (*path, "heads"))
+
+
+def _check_map(heads: Sequence[int], entries: int, source: int, name: str, path: tuple[Where, ...]) -> None:
+    if len(heads) != entries or max(heads) >= source:
+        message = f"expected {entries} entries, each one of the {source} {name}, found {list(heads)}"
+        raise FieldError(message, *path)
+
+
+def _check_retention(rules: Sequence[Retention], shapes: Shapes) -> None:
+    seen: set[int] = set()
+    for number, rule in enumerate(rules):
+        _softmax_layers(rule.layers, shapes, ("kv_cache", number, "layers"))
+        if seen.intersection(rule.layers):
+            message = f"expected one rule a layer, found a second for {format_ids(seen.intersection(rule.layers))}"
+            raise FieldError(message, "kv_cache", number, "layers")
+        seen.update(rule.layers)
+
+
+def _softmax_layers(layers: Iterable[int], shapes: Shapes, path: tuple[Where, ...]) -> None:
+    for layer in layers:
+        if layer not in shapes:
+            raise FieldError(f"expected layers 0 to {len(shapes) - 1} of the model, found {layer}", *path)
+        if shapes[layer].kind == "linear":
+            raise FieldError(f"expected layers with softmax attention, found {layer}, which is linear", *path)

@@ -1,4 +1,4 @@
-"""Sparsity patterns of one attention head, as data.
+"""Sparsity patterns of one attention head, and the budgets that patterns, segments and cache rules spend.
 
 A pattern only says which key tiles and single columns a query tile computes. The mask of a head is
 (selected tiles, plus single columns) and causal and the layer's own window. Token parameters select tiles, rounded
@@ -7,17 +7,59 @@ outward. Every pattern also computes the diagonal tile, the one before it, and t
 To add a pattern: add its class here and to `Pattern`, its index builder in `kernels/index/`, its row in
 `kernels/index/build.py`, and its candidates in `planner/search/space.py`.
 
+A budget is `{tokens: n}` or `{fraction: x}`, never a bare number. A fraction is of the context length at the time of
+use: past + chunk in prefill, all cached tokens in decode.
+
 Sources: a_shape, vertical_slash, block_sparse: MInference 1.0, section 3; adaptive: XAttention and FlexPrefill.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
-from sparsekv.plans.budget import Budget
-from sparsekv.plans.parts import ExactInt, Part, Share
+from sparsekv.plans.types import ExactInt, Part, Share
+
+Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
+
+
+class Budget(Part):
+    """Either a number of tokens or a fraction of the context; exactly one is set."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
+
+    tokens: Tokens | None = None
+    fraction: Share | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Budget:
+        if (self.tokens is None) == (self.fraction is None):
+            raise ValueError("expected {tokens: n} or {fraction: x}, exactly one of the two")
+        return self
+
+    def resolve(self, length: int) -> int:
+        """Tokens this budget allows in a context of `length` tokens, rounded up, at most `length`."""
+        if self.tokens is not None:
+            return min(self.tokens, length)
+        assert self.fraction is not None
+        # A fraction written as 0.1 must not become one token more than a tenth through binary rounding.
+        return min(length, math.ceil(self.fraction * length - 1e-9))
+
+    def __str__(self) -> str:
+        return f"{self.tokens}" if self.tokens is not None else f"{self.fraction:.4g} of the context"
+
+
+def tokens(count: int) -> Budget:
+    """A budget of `count` tokens."""
+    return Budget(tokens=count)
+
+
+def fraction(share: float) -> Budget:
+    """A budget of a share (0 to 1] of the context."""
+    return Budget(fraction=share)
+
 
 TileSide = Annotated[Literal[64, 128], ExactInt]
 

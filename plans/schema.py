@@ -1,35 +1,137 @@
-"""Plan file, schema version 1: the whole plan, and the names of its parts in one place."""
+"""Plan file, schema version 1: the plan, its records, its JSON Schema, and what this version executes of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
-from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, HeadMap, Offload, Segment
-from sparsekv.plans.fit import check_fit
-from sparsekv.plans.layers import LayerSet, format_ids, parse_ids
-from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
-from sparsekv.plans.parts import Digest, ExactInt, FieldError, JsonObject, Part
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
-from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan, Reuse
-from sparsekv.plans.records import (
-    Cost,
-    Estimate,
-    Measurement,
-    Prediction,
-    Provenance,
-    Quality,
-    Retention,
-    Score,
-    Target,
+from sparsekv.plans.errors import PlanMismatchError
+from sparsekv.plans.model import ModelInfo, check_fit, differences
+from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
+from sparsekv.plans.types import (
+    Count,
+    Digest,
+    ExactInt,
+    FieldError,
+    JsonObject,
+    Length,
+    Natural,
+    NonNegative,
+    Part,
+    Positive,
+    Real,
+    Share,
+    Text,
+    format_ids,
+    in_order,
 )
 
 KIND = "sparsekv.plan"
 SCHEMA_VERSION = 1
+SCHEMA_FILE = "sparsekv-plan-v1.schema.json"
+"""What editors look for beside a plan; `sparsekv schema` prints it."""
 
 Status = Literal["imported", "unverified", "verified"]
+BackendName = Literal["flash", "triton", "cpu", "reference"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+class Target(Part):
+    """A device that cost and crossover were measured on."""
+
+    device: Text
+    count: Count = 1
+    tensor_parallel: Count = 1
+    backend: BackendName
+    dtype: DtypeName
+
+
+class Score(Part):
+    """One task, dense and sparse on the same samples; `interval` is the 95% interval of sparse - dense, paired."""
+
+    dense: NonNegative
+    sparse: NonNegative
+    samples: Positive
+    interval: tuple[Real, Real]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Score:
+        if self.interval[0] > self.interval[1]:
+            raise FieldError(f"expected [low, high], found {list(self.interval)}", "interval")
+        return self
+
+
+class Measurement(Part):
+    """Held-out prompts through the plan. `kl` is the mean divergence of next-token logits from dense, in nats."""
+
+    lengths: Annotated[tuple[Length, ...], Field(min_length=1)]
+    density: Share
+    output_error: NonNegative | None = None
+    kl: NonNegative | None = None
+    tasks: Annotated[dict[Text, Score], AfterValidator(in_order)] = Field(default_factory=dict)
+
+
+class Quality(Part):
+    """What was measured for each phase alone and for both; an absent one was not measured."""
+
+    prefill: Measurement | None = None
+    decode: Measurement | None = None
+    both: Measurement | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Quality:
+        if self.prefill is self.decode is self.both is None:
+            raise FieldError("expected a measurement of prefill, decode or both, found none")
+        return self
+
+
+class Estimate(Part):
+    """Attention of the whole model: dense and sparse, in microseconds, and the share of tiles or tokens computed."""
+
+    dense_us: NonNegative
+    sparse_us: NonNegative
+    density: Share
+
+
+class Prediction(Part):
+    """Predicted cost at one context length: a whole prefill, one decode step."""
+
+    length: Length
+    prefill: Estimate | None = None
+    decode: Estimate | None = None
+
+
+class Cost(Part):
+    """Predicted from the profile and the device-cost file, never timed while the plan is written."""
+
+    device: Text
+    backend: BackendName
+    lengths: tuple[Prediction, ...] = ()
+
+
+class Provenance(Part):
+    """Where a plan comes from. No paths and no times: two compiles of the same inputs give the same bytes.
+
+    `profile`, `device_cost` and `calibration` are digests of those inputs; `source` names what an import was made of.
+    """
+
+    versions: Annotated[dict[Text, Text], AfterValidator(in_order)] = Field(default_factory=dict)
+    command: Text | None = None
+    preset: Text | None = None
+    seed: Natural | None = None
+    calibration: Digest | None = None
+    profile: Digest | None = None
+    device_cost: Digest | None = None
+    source: Text | None = None
+    settings: JsonObject = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _no_paths(self) -> Provenance:
+        if self.source is not None and self.source.startswith(("/", "~", "\\", "file:")):
+            raise FieldError(f"expected a name that means the same elsewhere, found the path {self.source!r}", "source")
+        return self
 
 
 class Plan(Part):
@@ -65,44 +167,89 @@ def to_data(part: BaseModel) -> dict[str, Any]:
     return part.model_dump(mode="json")
 
 
-__all__ = [
-    "KIND",
-    "SCHEMA_VERSION",
-    "AShape",
-    "Adaptive",
-    "AttentionGroup",
-    "BlockSparse",
-    "Budget",
-    "Cost",
-    "DecodeBucket",
-    "DecodePlan",
-    "Dense",
-    "Estimate",
-    "Fingerprint",
-    "HeadGroup",
-    "HeadMap",
-    "LayerSet",
-    "Measurement",
-    "ModelInfo",
-    "Offload",
-    "Pattern",
-    "Plan",
-    "Prediction",
-    "PrefillBucket",
-    "PrefillPlan",
-    "Provenance",
-    "Quality",
-    "Retention",
-    "Reuse",
-    "Score",
-    "Segment",
-    "Status",
-    "Target",
-    "TileShape",
-    "VerticalSlash",
-    "format_ids",
-    "fraction",
-    "parse_ids",
-    "to_data",
-    "tokens",
-]
+def unsupported(plan: Plan) -> list[str]:
+    """What a valid plan asks for that this version cannot execute: a line each, naming its field; else empty."""
+    return list(dict.fromkeys(_unsupported(plan)))
+
+
+def _unsupported(plan: Plan) -> Iterator[str]:
+    for number, group in enumerate(plan.model.attention):
+        if group.kind == "linear":
+            yield f"model.attention[{number}]: linear attention (layers {format_ids(group.layers)})"
+    for number, bucket in enumerate(plan.prefill.lengths if plan.prefill else ()):
+        if bucket.reuse:
+            layers = ", ".join(format_ids(reuse.layers) for reuse in bucket.reuse)
+            yield f"prefill.lengths[{number}].reuse: tiles reused by layers {layers}"
+    for number, step in enumerate(plan.decode.lengths if plan.decode else ()):
+        for position, segment in enumerate(step.segments):
+            if segment.scope == "local":
+                name = f"decode.lengths[{number}].segments[{position}].scope"
+                yield f"{name}: local, a choice for each tensor-parallel rank"
+    for number, rule in enumerate(plan.kv_cache or ()):
+        if rule.keep != "all":
+            yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"
+    for number, target in enumerate(plan.targets):
+        if target.tensor_parallel > 1:
+            yield f"targets[{number}].tensor_parallel: {target.tensor_parallel} ranks; only 1 is executed"
+
+
+def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> list[str]:
+    """What a user should be warned of before `plan` runs on `found`; empty when it is the very model.
+
+    Raises:
+        PlanMismatchError: the architecture differs and `allow_mismatch` is off, or the plan names layers or heads
+            that the model does not have.
+    """
+    different = differences(plan.model, found)
+    if different and not allow_mismatch:
+        listed = "\n".join(f"  {line}" for line in different)
+        raise PlanMismatchError(
+            f"expected {plan.model.id}, the model of this plan, found {found.id}, which differs:\n{listed}\n"
+            "Run the plan on its own model, plan this one, or go on anyway with --allow-mismatch."
+        )
+    if different:
+        _check_fits(plan, found)
+        return [f"this plan is for another architecture ({line})" for line in different]
+    return _weight_warnings(plan, found)
+
+
+def _check_fits(plan: Plan, found: ModelInfo) -> None:
+    try:
+        Plan.model_validate(dict(plan) | {"model": found})
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise PlanMismatchError(f"{found.id} cannot run this plan at all: {reason}; plan this model instead") from None
+
+
+def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
+    ours, theirs = plan.model.fingerprint.weights, found.fingerprint.weights
+    if ours == theirs or theirs is None:
+        return []
+    if ours is None:
+        return ["this plan does not say which weights it was made for; its quality was not measured on these"]
+    return [
+        f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
+        "another --dtype?); the plan runs, but its quality was not measured on these weights: `sparsekv verify` does"
+    ]
+
+
+_ALWAYS = ("kind", "schema_version", "integrity")
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema of version 1 (JSON Schema 2020-12). What fields say about each other, only the reader checks."""
+    schema = Plan.model_json_schema(mode="validation")
+    schema["required"] = [*_ALWAYS, *(name for name in schema["required"] if name not in _ALWAYS)]
+    schema["$defs"]["HeadGroup"] = _flat(schema["$defs"]["HeadGroup"], schema["$defs"])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_FILE, **schema}
+
+
+def _flat(group: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A head group as it stands in a file: the pattern's fields beside `layer` and `heads`."""
+    place = {name: group["properties"][name] for name in ("layer", "heads")}
+    members = []
+    for reference in group["properties"]["pattern"]["oneOf"]:
+        pattern = definitions.pop(reference["$ref"].removeprefix("#/$defs/"))
+        required = [*place, "pattern", *pattern.get("required", ())]
+        members.append(pattern | {"properties": place | pattern["properties"], "required": required})
+    return {"description": group["description"], "oneOf": members}

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sparsekv.plans.budget import Budget, tokens
-from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.layers import format_ids
+from sparsekv.plans.patterns import Budget, tokens
+from sparsekv.plans.phases import DecodePlan
+from sparsekv.plans.types import format_ids
 from sparsekv.runtime.hf.describe import attention_groups, decoder_of
 from sparsekv.runtime.stores.device import Layout
 

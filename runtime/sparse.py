@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsekv.kernels.fallback import Fallback
-from sparsekv.plans.decode import DecodePlan
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.runtime.core.decode import attend_decode, filter_windows
 from sparsekv.runtime.core.prefill import attend_prefill
 from sparsekv.runtime.core.stats import Meter

@@ -16,8 +16,7 @@ import torch
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.kernels.tiles import NO_TILE, Chunk
-from sparsekv.plans.budget import Budget
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import Budget, TileShape
 
 
 @dataclass(frozen=True, slots=True)

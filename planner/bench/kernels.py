@@ -25,8 +25,8 @@ from sparsekv.planner.bench.timing import Call, free_memory, in_short, measure
 from sparsekv.planner.place import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.lengths import format_length
 from sparsekv.plans.patterns import MOST_SAMPLED, Adaptive, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.types import format_length
 
 PatternMix = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive", "mixed"]
 MIXES: tuple[PatternMix, ...] = get_args(PatternMix)

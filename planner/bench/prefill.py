@@ -24,9 +24,9 @@ from sparsekv.planner.bench.timing import free_memory, in_short
 from sparsekv.planner.place import device_name, dtype_name
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.lengths import format_length
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.apply import check_plan
 from sparsekv.runtime.hf.describe import attention_groups
 

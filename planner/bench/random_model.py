@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import format_length
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import check_supported, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 

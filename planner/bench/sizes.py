@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from sparsekv.planner.search.space import last_q_for
-from sparsekv.plans.budget import Budget, tokens
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
 
 BenchFamily = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive"]
 FAMILIES: tuple[BenchFamily, ...] = get_args(BenchFamily)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsekv.planner.evaluation.intervals import accuracy_interval, mean_interval
-from sparsekv.plans.records import Score
+from sparsekv.plans.schema import Score
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from sparsekv.planner.cost_data import DeviceCost, PatternName
 from sparsekv.planner.pricing.mandatory import mandatory_a_row
 from sparsekv.planner.pricing.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload
 from sparsekv.plans.patterns import Dense, TileShape
-from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
-from sparsekv.plans.records import Cost, Estimate, Prediction
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 
 def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, decode: DecodePlan | None) -> Cost:

@@ -13,9 +13,8 @@ from sparsekv.planner.pricing.mandatory import ROUNDING
 from sparsekv.planner.pricing.predict import choice_of, prefill_estimate, step_us
 from sparsekv.planner.pricing.tables import DENSE, ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.plans.decode import DecodePlan, Offload
-from sparsekv.plans.lengths import format_length
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import DecodePlan, Offload, PrefillPlan
+from sparsekv.plans.types import format_length
 
 
 def crossover_remarks(

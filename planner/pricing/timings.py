@@ -22,8 +22,7 @@ from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.cost_data import HeadShape, PatternName, Timing
 from sparsekv.planner.search.space import last_q_for
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.runtime.stores.bank import HostStore
 
 SECONDS_A_TIMING = 0.03

@@ -8,8 +8,7 @@ import numpy as np
 
 from sparsekv.planner.profile_data import Candidate, LayerScores, LengthProfile, Reuse, SelectorChoice, Table
 from sparsekv.planner.search.partial import LayerRecord
-from sparsekv.plans.budget import Budget
-from sparsekv.plans.patterns import Pattern
+from sparsekv.plans.patterns import Budget, Pattern
 
 _TABLES = ("error", "tail_error", "mass", "tiles", "columns")
 

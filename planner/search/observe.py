@@ -24,7 +24,7 @@ from sparsekv.planner.search.prompts import CalibrationPrompt
 from sparsekv.planner.search.reuse_scores import DecodeLayer, ReuseScores
 from sparsekv.planner.search.rows import rows_of
 from sparsekv.planner.search.space import VerticalSlashRay, aims, decode_budgets, decode_selectors
-from sparsekv.plans.records import BackendName
+from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.load import LoadedModel

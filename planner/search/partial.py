@@ -16,9 +16,8 @@ from pydantic import ValidationError
 
 from sparsekv.planner.profile_data import Row, Table
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.parts import Index, Length, Natural, NonNegative, Part
 from sparsekv.plans.patterns import Pattern
-from sparsekv.plans.signature import canonical_json
+from sparsekv.plans.types import Index, Length, Natural, NonNegative, Part, canonical_json
 
 Key = tuple[int, int, int]
 

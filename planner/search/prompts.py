@@ -14,7 +14,7 @@ from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, Task, TaskError, make_sample, prepare
 from sparsekv.planner.tasks.types import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
-from sparsekv.plans.lengths import format_length
+from sparsekv.plans.types import format_length
 
 # Rows before the answer that count as the question.
 QUESTION_ROWS = 64

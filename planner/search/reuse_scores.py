@@ -19,7 +19,7 @@ import torch
 
 from sparsekv.kernels.scores import token_scores
 from sparsekv.planner.profile_data import SelectorChoice
-from sparsekv.plans.budget import Budget
+from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.core.select import selector_weights
 
 

@@ -18,8 +18,17 @@ from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.options import Family, PlanOptions
 from sparsekv.planner.profile_data import Candidate, SelectorChoice
-from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import (
+    Adaptive,
+    AShape,
+    BlockSparse,
+    Budget,
+    Pattern,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    tokens,
+)
 
 PUBLISHED_LAST_Q = 64
 PUBLISHED_STEP = 50

@@ -13,7 +13,7 @@ import torch
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.prefill.dense import attend_newest
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.core.select import choose_tokens, tokens_for_layer, window_queries, within_window
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.engine import LayerCall

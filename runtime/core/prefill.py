@@ -15,7 +15,7 @@ from sparsekv.kernels.fallback import Fallback
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.plans.patterns import Dense, TileShape
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.core.stats import Meter
 from sparsekv.runtime.engine import LayerCall
 

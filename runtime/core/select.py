@@ -13,7 +13,7 @@ import torch
 from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.scores import HeadReduction, token_scores, top_tokens
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.decode import Segment
+from sparsekv.plans.phases import Segment
 
 
 def window_queries(segment: Segment) -> int:

@@ -10,11 +10,9 @@ from types import TracebackType
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.dispatch import BackendChoice, choose_backend
-from sparsekv.plans.capability import unsupported
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
-from sparsekv.plans.fingerprint import check_model
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, check_model, unsupported
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache

@@ -13,9 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.fingerprint import architecture_fingerprint, weights_fingerprint
-from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
-from sparsekv.plans.records import DtypeName
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, weights_fingerprint
+from sparsekv.plans.schema import DtypeName
 
 # Which Hugging Face architectures this version runs, and where their attention modules are.
 #

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.plans.budget import Budget
+from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.device import Gathered, Layout, check_layout, check_rows, grown
 from sparsekv.runtime.stores.pinned import Block, HostMemory, Lane, Ticket
 

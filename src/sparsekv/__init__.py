@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsekv.planner.compile import plan_model as plan_model
-    from sparsekv.plans.reader import load_plan as load_plan
+    from sparsekv.plans.files import load_plan as load_plan
     from sparsekv.runtime.hf.apply import apply as apply
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __all__ = ["__version__", "apply", "load_plan", "plan_model"]
 
 _HOMES = {
     "apply": "sparsekv.runtime.hf.apply",
-    "load_plan": "sparsekv.plans.reader",
+    "load_plan": "sparsekv.plans.files",
     "plan_model": "sparsekv.planner.compile",
 }
 

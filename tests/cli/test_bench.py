@@ -4,7 +4,7 @@ import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import write_plan
 
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 KERNELS = ("bench", "kernels", "--lengths", 512, "--heads", 2, "--kv-heads", 1, "--head-dim", 32, "--tile", 64)

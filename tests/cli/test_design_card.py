@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.reader import load_plan
+from sparsekv.plans.files import load_plan
 
 # As typed in the README, on a short length and few samples so that it takes seconds.
 SHORT = ("--lengths", "2k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)

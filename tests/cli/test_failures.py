@@ -15,7 +15,7 @@ from sparsekv.cli.failures import report
 from sparsekv.cli.main import app
 from sparsekv.cli.output import emit_json, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import write_plan
 
 
 class OutOfMemoryError(RuntimeError):

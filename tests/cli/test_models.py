@@ -5,7 +5,7 @@ import json
 import pytest
 from plans_samples import small_plan
 
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import write_plan
 
 
 @pytest.fixture(params=["plan", "run", "eval"])

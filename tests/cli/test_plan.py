@@ -11,7 +11,7 @@ from model_folders import save_model
 from tiny_models import tiny_model
 
 from sparsekv.planner.progress import NoProgress
-from sparsekv.plans.reader import load_plan
+from sparsekv.plans.files import load_plan
 
 TASK = ("--tasks", "kv_retrieval")
 FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from plans_samples import full_plan, small_plan
 
-from sparsekv.plans.reader import load_plan
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import load_plan, write_plan
 
 
 @pytest.fixture

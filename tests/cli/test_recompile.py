@@ -8,9 +8,8 @@ from tiny_models import tiny_model
 
 from sparsekv.planner.cost_data import Line
 from sparsekv.planner.profile_file import read_cost, write_cost
-from sparsekv.plans.reader import load_plan
-from sparsekv.plans.records import Target
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import load_plan, write_plan
+from sparsekv.plans.schema import Target
 
 SMALL = ("--lengths", "1k", "--tasks", "kv_retrieval", "--samples", 1, "--only", "prefill", "--target-density", "0.7")
 AGAIN = ("--lengths", "1k", "--only", "prefill", "--target-density", "0.7", "--no-verify")

@@ -11,8 +11,8 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
+from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import Dense
-from sparsekv.plans.writer import write_plan
 
 KEYS = {
     "text",

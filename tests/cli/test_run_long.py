@@ -6,7 +6,7 @@ import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import write_plan
 
 PROMPT = "What is the number? " * 80
 SAID = ("--prompt", PROMPT, "--max-new-tokens", 6)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plans_samples import large_plan, small_plan
 
-from sparsekv.plans.writer import write_plan
+from sparsekv.plans.files import write_plan
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub")
 PROGRAM = f"""

@@ -6,8 +6,7 @@ import torch
 from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 TILE = TileShape()
 

@@ -10,9 +10,8 @@ from tiny_plans import every_head, plan_for
 from sparsekv.kernels import dispatch, fallback
 from sparsekv.kernels.dispatch import backends_after
 from sparsekv.kernels.fallback import BackendWarning, Fallback
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError, ShapeError
-from sparsekv.plans.patterns import AShape
+from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
 
 Q = torch.zeros(1, 1, 4, 64)

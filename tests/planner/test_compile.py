@@ -14,8 +14,8 @@ from sparsekv.planner.profile import profile
 from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import read_cost, read_profile
 from sparsekv.plans.errors import GateError, PlanMismatchError, UsageError
+from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.writer import dump_plan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel
 

@@ -11,11 +11,9 @@ from sparsekv.planner.cost import fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
 from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.pricing.predict import causal_tiles, predict
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape
-from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=32)
 

@@ -9,9 +9,9 @@ from sparsekv.planner.cost_data import Line
 from sparsekv.planner.filter_layers import choose_filter_layers, similar_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.decode import DecodePlan
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.phases import DecodePlan
 
 ALWAYS = PlanOptions(crossover=False)
 

@@ -16,7 +16,7 @@ from sparsekv.planner.profile_data import Profile
 from sparsekv.planner.profile_file import read_cost, read_profile
 from sparsekv.planner.recompile import compile_files
 from sparsekv.plans.errors import PlanMismatchError, UsageError
-from sparsekv.plans.writer import dump_plan
+from sparsekv.plans.files import dump_plan
 from sparsekv.runtime.hf import load
 from sparsekv.runtime.hf.load import LoadedModel
 

@@ -12,10 +12,9 @@ from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, Task
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.tighten import for_profile, tightened
 from sparsekv.planner.verify import misses_of, planned_phases, verify
-from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse
-from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
+from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
+from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.runtime.hf.load import LoadedModel
 
 GATE = Gate(max_accuracy_drop=1.0)

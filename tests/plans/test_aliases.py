@@ -9,7 +9,7 @@ import pytest
 from sparsekv.plans import aliases
 from sparsekv.plans.aliases import ALIASES, SHIPPED, resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.lengths import parse_length
+from sparsekv.plans.types import parse_length
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.patterns import fraction, tokens
 
 
 @given(st.integers(1, 1 << 21), st.floats(1e-6, 1.0))

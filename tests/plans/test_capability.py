@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from plans_samples import full_plan, small_plan
 
-from sparsekv.plans.capability import unsupported
-from sparsekv.plans.schema import Plan, Retention, to_data
+from sparsekv.plans.phases import Retention
+from sparsekv.plans.schema import Plan, to_data, unsupported
 
 
 def test_a_plan_that_runs_names_nothing() -> None:

@@ -8,9 +8,8 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
-from sparsekv.plans.describe import describe
-from sparsekv.plans.overview import summary
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.show import describe, summary
 
 
 def shown(plan: Plan, full: bool = False) -> list[str]:

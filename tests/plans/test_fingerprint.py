@@ -6,8 +6,8 @@ import pytest
 from plans_samples import digest_of, full_plan, model_info, small_plan
 
 from sparsekv.plans.errors import PlanMismatchError
-from sparsekv.plans.fingerprint import architecture_fingerprint, check_model, differences, weights_fingerprint
-from sparsekv.plans.model import AttentionGroup, Fingerprint
+from sparsekv.plans.model import AttentionGroup, Fingerprint, architecture_fingerprint, differences, weights_fingerprint
+from sparsekv.plans.schema import check_model
 
 OTHER = Fingerprint(architecture=digest_of("f"), weights=digest_of("b"))
 OTHER_WEIGHTS = Fingerprint(architecture=digest_of("a"), weights=digest_of("e"))

@@ -17,16 +17,12 @@ from plans_samples import full_plan, large_plan
 from plans_strategies import damaged_data, damaged_texts, json_objects, plans, texts
 
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.describe import describe
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.layers import parse_ids
-from sparsekv.plans.overview import summary
-from sparsekv.plans.reader import parse_plan
+from sparsekv.plans.files import dump_plan, parse_plan, sign
 from sparsekv.plans.schema import Plan, to_data
-from sparsekv.plans.signature import sign
-from sparsekv.plans.writer import dump_plan
-from sparsekv.plans.yaml_text import to_yaml
-from sparsekv.plans.yaml_tree import read_tree
+from sparsekv.plans.show import describe, summary
+from sparsekv.plans.types import parse_ids
+from sparsekv.plans.yaml_io import read_tree, to_yaml
 
 TEXT = dump_plan(full_plan())
 DATA = to_data(sign(full_plan()))

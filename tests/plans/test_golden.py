@@ -11,10 +11,8 @@ import yaml
 from plans_samples import full_plan
 from pydantic import BaseModel
 
-from sparsekv.plans.reader import load_plan
+from sparsekv.plans.files import dump_plan, load_plan, sign
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.signature import sign
-from sparsekv.plans.writer import dump_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.yaml"
 
@@ -35,7 +33,7 @@ def test_other_yaml_readers_see_the_same_data() -> None:
     def is_alike(ours: Any, theirs: Any) -> bool:
         return type(ours) is type(theirs) and ours == theirs
 
-    from sparsekv.plans.yaml_tree import read_tree
+    from sparsekv.plans.yaml_io import read_tree
 
     text = GOLDEN.read_text()
     assert is_alike(read_tree(text, "golden").data, yaml.safe_load(text))
@@ -75,7 +73,7 @@ def test_the_golden_file_uses_every_field() -> None:
 @pytest.mark.parametrize("line", range(1, len(GOLDEN.read_text().splitlines())))
 def test_no_value_of_the_golden_file_is_free_of_the_signature(line: int) -> None:
     from sparsekv.plans.errors import PlanError
-    from sparsekv.plans.reader import parse_plan
+    from sparsekv.plans.files import parse_plan
 
     lines = GOLDEN.read_text().splitlines()
     del lines[line]

@@ -14,9 +14,8 @@ from plans_jsonschema import faults
 from plans_samples import small_plan
 from plans_strategies import plans
 
-from sparsekv.plans.json_schema import json_schema
-from sparsekv.plans.schema import Plan
-from sparsekv.plans.writer import SCHEMA_FILE, dump_plan
+from sparsekv.plans.files import dump_plan
+from sparsekv.plans.schema import SCHEMA_FILE, Plan, json_schema
 
 SCHEMA = json_schema()
 GOLDEN = yaml.safe_load((Path(__file__).parent / "golden" / "v1.yaml").read_text())

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.layers import format_ids, parse_ids
-from sparsekv.plans.lengths import MAX_LENGTH, format_length, parse_length, parse_lengths
+from sparsekv.plans.types import MAX_LENGTH, format_ids, format_length, parse_ids, parse_length, parse_lengths
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparsekv.plans.errors import PlanError
-from sparsekv.plans.migrations import MIGRATIONS, migrate
+from sparsekv.plans.files import MIGRATIONS, migrate
 
 
 def rename(document: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,9 @@ import pytest
 import yaml
 from plans_samples import digest_of, full_plan, large_plan, small_plan
 
-from sparsekv.plans import yaml_tree
+from sparsekv.plans import yaml_io
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import MAX_BYTES
-from sparsekv.plans.reader import load_plan, parse_plan
-from sparsekv.plans.signature import sign
-from sparsekv.plans.writer import dump_plan
+from sparsekv.plans.files import MAX_BYTES, dump_plan, load_plan, parse_plan, sign
 
 TEXT = dump_plan(full_plan())
 
@@ -131,7 +128,7 @@ def test_deep_blocks_are_refused() -> None:
 
 
 def test_a_flood_of_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml_tree, "MAX_VALUES", 1000)
+    monkeypatch.setattr(yaml_io, "MAX_VALUES", 1000)
     assert "expected at most 1000 values" in refusal("x: [" + "1," * 2000 + "]")
 
 

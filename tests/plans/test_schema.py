@@ -9,22 +9,9 @@ import pytest
 from plans_samples import full_plan, model_info, small_plan
 from pydantic import ValidationError
 
-from sparsekv.plans.schema import (
-    AShape,
-    BlockSparse,
-    Budget,
-    DecodeBucket,
-    DecodePlan,
-    Dense,
-    HeadGroup,
-    Plan,
-    PrefillBucket,
-    PrefillPlan,
-    Segment,
-    TileShape,
-    to_data,
-    tokens,
-)
+from sparsekv.plans.patterns import AShape, BlockSparse, Budget, Dense, TileShape, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.schema import Plan, to_data
 
 FULL = to_data(full_plan())
 REMOVED = object()

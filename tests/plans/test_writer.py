@@ -14,12 +14,12 @@ import pytest
 import yaml
 from plans_samples import full_plan, large_plan, small_plan
 
-from sparsekv.plans import files, writer
+from sparsekv.plans import files
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.reader import load_plan, parse_plan
-from sparsekv.plans.schema import HeadGroup, Plan, PrefillBucket, PrefillPlan, VerticalSlash, fraction, tokens
-from sparsekv.plans.signature import sign
-from sparsekv.plans.writer import dump_plan, write_plan
+from sparsekv.plans.files import dump_plan, load_plan, parse_plan, sign, write_plan
+from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Plan
 
 OLD = "the file that was there\n"
 
@@ -53,10 +53,9 @@ def test_bytes_do_not_depend_on_libyaml(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bytes_do_not_depend_on_the_hash_seed() -> None:
-    code = "from plans_samples import *; from sparsekv.plans.writer import *; print(dump_plan(full_plan()), end='')"
-    support = str(Path(__file__).parents[1] / "support")
+    code = "from plans_samples import *; import sparsekv.plans.files as f; print(f.dump_plan(full_plan()), end='')"
     for seed in ("1", "2"):
-        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": support}
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert found.stdout == dump_plan(full_plan())
 
@@ -95,7 +94,7 @@ def test_one_line_a_head_group() -> None:
 
 
 def test_a_plan_too_large_to_read_is_not_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "MAX_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_BYTES", 1000)
     with pytest.raises(PlanError, match="at most 1,000 bytes"):
         write_plan(small_plan(), path)
     assert path.read_text() == OLD
@@ -149,13 +148,12 @@ class TestFailures:
 
     def test_a_full_disk_for_real(self, path: Path) -> None:
         code = (
-            "import resource, signal, sys; from plans_samples import *; from sparsekv.plans.writer import write_plan\n"
+            "import resource, signal, sys; from plans_samples import *; from sparsekv.plans.files import write_plan\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
             f"write_plan(small_plan(), {str(path)!r})"
         )
-        support = str(Path(__file__).parents[1] / "support")
-        env = os.environ | {"PYTHONPATH": support, "PYTHONDONTWRITEBYTECODE": "1"}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
         found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
         assert "cannot be written: File too large; the file there before is unchanged" in found.stderr
         assert path.read_text() == OLD

@@ -10,9 +10,8 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import LlamaForCausalLM
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.patterns import AShape
+from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
 
 SPARSE = AShape(sink=tokens(1), window=tokens(1))

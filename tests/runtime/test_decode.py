@@ -7,7 +7,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
-from sparsekv.plans.decode import Segment
+from sparsekv.plans.phases import Segment
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 

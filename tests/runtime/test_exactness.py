@@ -6,10 +6,8 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.decode import DecodeBucket, DecodePlan
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash
-from sparsekv.plans.prefill import PrefillBucket, PrefillPlan
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan
 from sparsekv.runtime.hf.apply import apply
 
 NEW = 6

@@ -13,8 +13,8 @@ from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.placement import layouts_of

@@ -9,8 +9,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.runtime import sparse
 from sparsekv.runtime.hf import long_inputs
 from sparsekv.runtime.hf.apply import apply

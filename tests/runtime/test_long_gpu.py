@@ -9,8 +9,7 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, Dense
+from sparsekv.plans.patterns import AShape, Dense, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.stores.bank import HostStore

@@ -10,9 +10,8 @@ from tiny_plans import every_head, plan_for
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanWarning
-from sparsekv.plans.patterns import AShape, Dense
+from sparsekv.plans.patterns import AShape, Dense, tokens
 from sparsekv.runtime.hf import long_inputs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking

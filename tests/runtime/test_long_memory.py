@@ -7,8 +7,7 @@ from tiny_plans import every_head, plan_for
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape
+from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 

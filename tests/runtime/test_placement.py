@@ -5,8 +5,8 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.placement import Placement, place_layers
 

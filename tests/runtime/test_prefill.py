@@ -10,8 +10,7 @@ from tiny_plans import every_head, plan_for
 from sparsekv.kernels import dispatch
 from sparsekv.kernels.fallback import BackendWarning
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, tokens
 from sparsekv.runtime.core import prefill
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention

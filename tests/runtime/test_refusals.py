@@ -8,9 +8,9 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import BertConfig, BertModel, GenerationConfig
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
-from sparsekv.plans.records import Retention
+from sparsekv.plans.patterns import tokens
+from sparsekv.plans.phases import Retention
 from sparsekv.runtime.hf.apply import apply
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.decode import Segment
+from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.phases import Segment
 from sparsekv.runtime.core.select import (
     choose_tokens,
     selector_weights,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from sparsekv.kernels.decode.rows import DecodeRows
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.budget import Budget, fraction, tokens
 from sparsekv.plans.errors import ShapeError
+from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, grown
 

@@ -7,11 +7,9 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanWarning
-from sparsekv.plans.patterns import AShape
-from sparsekv.plans.records import Target
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.schema import Plan, Target
 from sparsekv.runtime.hf.apply import apply, check_target
 from sparsekv.runtime.hf.describe import device_name, dtype_name
 

@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 from masks import AmbiguousScoresError, Row, brute_heads
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import (
+    Adaptive,
+    AShape,
+    BlockSparse,
+    Budget,
+    Dense,
+    Pattern,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    tokens,
+)
 
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 

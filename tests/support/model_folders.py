@@ -8,8 +8,7 @@ from tiny_models import tiny_tokenizer
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, Dense
+from sparsekv.plans.patterns import AShape, Dense, tokens
 from sparsekv.plans.schema import Plan
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sparsekv.planner.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse, SelectorChoice
-from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
-from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, fraction, tokens
 
 DIGEST = "sha256:" + "0" * 64
 RAYS = (("a_shape", "a"), ("vertical_slash", "v1"), ("vertical_slash", "v2"), ("block_sparse", "b"))

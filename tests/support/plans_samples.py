@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsekv.plans.schema import (
-    Adaptive,
-    AShape,
-    AttentionGroup,
-    BlockSparse,
-    Cost,
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import (
     DecodeBucket,
     DecodePlan,
-    Dense,
-    Estimate,
-    Fingerprint,
     HeadGroup,
-    Measurement,
-    ModelInfo,
     Offload,
-    Plan,
-    Prediction,
     PrefillBucket,
     PrefillPlan,
-    Provenance,
-    Quality,
     Retention,
     Reuse,
-    Score,
     Segment,
-    Target,
-    TileShape,
-    VerticalSlash,
-    fraction,
-    tokens,
 )
+from sparsekv.plans.schema import Cost, Estimate, Measurement, Plan, Prediction, Provenance, Quality, Score, Target
 
 
 def digest_of(letter: str) -> str:

@@ -8,31 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 from plans_samples import digest_of
 
-from sparsekv.plans.schema import (
-    Adaptive,
-    AShape,
-    AttentionGroup,
-    BlockSparse,
-    Budget,
-    DecodeBucket,
-    DecodePlan,
-    Dense,
-    Fingerprint,
-    HeadGroup,
-    Measurement,
-    ModelInfo,
-    Offload,
-    Pattern,
-    Plan,
-    PrefillBucket,
-    PrefillPlan,
-    Provenance,
-    Quality,
-    Score,
-    Segment,
-    TileShape,
-    VerticalSlash,
-)
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Dense, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, Offload, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.schema import Measurement, Plan, Provenance, Quality, Score
 
 LAYERS, HEADS, KV_HEADS = 6, 4, 2
 

@@ -17,7 +17,7 @@ from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.decode import DecodeBucket, DecodePlan, Offload, Segment
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Pattern, TileShape
-from sparsekv.plans.prefill import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.patterns import Budget, Pattern, TileShape, fraction, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, Offload, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.describe import describe_model
 

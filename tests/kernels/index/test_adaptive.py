@@ -13,8 +13,17 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.cpu import prefill as cpu_prefill
 from sparsekv.kernels.reference import mask_of, reference_attention
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
-from sparsekv.plans.budget import Budget, fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import (
+    Adaptive,
+    AShape,
+    BlockSparse,
+    Budget,
+    Dense,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    tokens,
+)
 
 often = settings(
     max_examples=60,

@@ -10,9 +10,8 @@ from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex
-from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.errors import ShapeError, UnsupportedError
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 often = settings(
     max_examples=120,

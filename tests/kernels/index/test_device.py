@@ -8,8 +8,7 @@ from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}
 KINDS = {

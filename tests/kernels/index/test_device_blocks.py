@@ -11,8 +11,7 @@ from masks import brute_mask
 from sparsekv.kernels.index.device import block_sparse
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

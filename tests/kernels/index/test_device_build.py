@@ -14,9 +14,8 @@ from sparsekv.kernels.index import build
 from sparsekv.kernels.index.device import vertical_slash
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import fraction, tokens
 from sparsekv.plans.errors import BackendError
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

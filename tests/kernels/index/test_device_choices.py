@@ -17,8 +17,7 @@ from sparsekv.kernels.index.device.plan import plan_heads
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.index.lines import UNSEEN, score_lines
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import VerticalSlash
+from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

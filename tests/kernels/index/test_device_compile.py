@@ -13,7 +13,7 @@ from sparsekv.kernels.index.assemble import room_for
 from sparsekv.kernels.index.call import IndexCall
 from sparsekv.kernels.index.device import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import tokens
+from sparsekv.plans.patterns import tokens
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
 
 def build(past, length, vertical, heads, last_q=64):

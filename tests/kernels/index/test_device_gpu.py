@@ -7,8 +7,7 @@ from index_cases import make_layer
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.heads import by_kind
 from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.budget import fraction, tokens
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

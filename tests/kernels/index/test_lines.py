@@ -7,8 +7,7 @@ from index_cases import TILES, make_layer
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.line_scores import LineScores
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, VerticalSlash, tokens
 
 
 def slash(count: int, last_q: int = 64) -> VerticalSlash:

@@ -8,8 +8,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.call import IndexCall
 from sparsekv.kernels.index.lines import score_lines
 from sparsekv.kernels.tiles import NO_TILE, Chunk
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 S = 1024
 COLUMNS = (5, 300, 301, 770)

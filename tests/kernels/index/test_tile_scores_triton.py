@@ -12,9 +12,8 @@ from sparsekv.kernels.index.device import tile_scores as tile_scores_module
 from sparsekv.kernels.index.device.tile_scores import tile_scores_by_triton
 from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError
-from sparsekv.plans.patterns import Adaptive, Dense, TileShape
+from sparsekv.plans.patterns import Adaptive, Dense, TileShape, tokens
 
 LAUNCH = tile_scores_module._launch
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")

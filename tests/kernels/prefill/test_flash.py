@@ -15,9 +15,8 @@ from sparsekv.kernels.prefill.flash import backend, call, emulator
 from sparsekv.kernels.prefill.flash.limits import check_layout, shape_obstacle
 from sparsekv.kernels.prefill.flash.mask import mask_mod
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import BackendError
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 

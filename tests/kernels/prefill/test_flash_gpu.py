@@ -144,8 +144,8 @@ def test_tensors_of_more_than_2_31_elements_are_addressed_right(heads: tuple[int
     q_BHSD, k_BGKD, v_BGKD = (torch.randn((1, n, tokens, D), device="cuda", dtype=torch.bfloat16) for n in (H, G, G))
     from sparsekv.kernels.index.build import build_index
     from sparsekv.kernels.tiles import Chunk
-    from sparsekv.plans.budget import tokens as keep
     from sparsekv.plans.patterns import AShape
+    from sparsekv.plans.patterns import tokens as keep
 
     chunk = Chunk((0,), (tokens,))
     pattern = AShape(sink=keep(128), window=keep(1024))

@@ -17,9 +17,8 @@ from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.random_model import random_model as make
 from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
 from sparsekv.plans.aliases import ALIASES
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
-from sparsekv.plans.patterns import AShape, TileShape
+from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.runtime.hf.describe import SUPPORTED, attention_modules
 
 CPU, TILE = torch.device("cpu"), TileShape(query=64, key=64)

@@ -11,8 +11,7 @@ from sparsekv.kernels.reference import mask_of, reference_attention
 from sparsekv.planner.bench.kernels import families_of
 from sparsekv.planner.bench.planted import plant
 from sparsekv.planner.bench.recall import check_rows, find_planted, sample_rows
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, Dense, TileShape
+from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
 
 S, TILE = 1024, TileShape(query=64, key=64)
 

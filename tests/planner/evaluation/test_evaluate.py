@@ -12,9 +12,8 @@ from sparsekv.planner.evaluation.forced import Batch, answered, batches, diverge
 from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.search.prompts import held_out
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse
+from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 

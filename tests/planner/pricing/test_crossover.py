@@ -19,10 +19,9 @@ from sparsekv.planner.pricing.crossover import LEAST_GAIN, longest_losing, pays
 from sparsekv.planner.pricing.predict import LayerTimes, choice_of, layer_times, predict, shares_at, step_us
 from sparsekv.planner.pricing.tables import ScoreTables
 from sparsekv.planner.profile_data import LengthProfile, Profile
-from sparsekv.plans.budget import tokens
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
-from sparsekv.plans.prefill import PrefillPlan
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
+from sparsekv.plans.phases import PrefillPlan
 
 FAMILIES = ("a_shape", "vertical_slash", "block_sparse", "adaptive")
 HEAD_US = 128 * 129 / 2  # a dense head at 8192 tokens: its causal tiles, a microsecond each

@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.planner.profile_data import SelectorChoice
 from sparsekv.planner.search.reuse_scores import DecodeLayer, ReuseScores
-from sparsekv.plans.budget import fraction, tokens
+from sparsekv.plans.patterns import fraction, tokens
 
 LENGTH, PROMPT, HEADS, GROUPS, SIZE, WIDTH = 40, 34, 4, 2, 8, 16
 ROWS = (33, 35, 39)

@@ -8,8 +8,7 @@ from sparsekv.kernels.dispatch import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.search.rows import AllRows, TileSample, rows_of
-from sparsekv.plans.budget import tokens
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
 PATTERNS = (
     Dense(),

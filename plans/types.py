@@ -1,13 +1,18 @@
-"""What every record of a plan is made of: the base class, number and text types, errors that know their field.
+"""What every record of a plan is made of: the base class, number and text types, layer sets, lengths.
 
 Records are frozen, refuse unknown fields, and take no value for another type: "1" is not 1, true is not 1.
-Floats are rounded to six significant digits when they enter, so that what is in memory is what the file will say.
+Floats are rounded to six significant digits when they enter, so that memory and file hold the same value.
+Lengths as people write them: `32k` is 32,768 tokens, `1m` is 1,048,576. Layer sets are written as `0-1,5`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -16,14 +21,125 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     SerializerFunctionWrapHandler,
     StringConstraints,
     model_serializer,
 )
 
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.layers import MAX_ID
-from sparsekv.plans.lengths import parse_length
+
+MAX_LENGTH = 1 << 40
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_LENGTH = re.compile(r"([0-9]{1,13})([kKmM]?)", re.ASCII)
+
+
+def parse_length(text: str) -> int:
+    """The number of tokens that `text` means.
+
+    Raises:
+        UsageError: it is not a positive whole number with at most one of the suffixes `k` and `m`.
+    """
+    match = _LENGTH.fullmatch(text.strip())
+    length = int(match[1]) * _UNITS[match[2].lower()] if match else 0
+    if not 0 < length <= MAX_LENGTH:
+        raise UsageError(f"expected a length such as 8192, 32k (32,768 tokens) or 1m (1,048,576), found {text!r:.40}")
+    return length
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Lengths separated by commas, ascending, each once.
+
+    Raises:
+        UsageError: one of them is not a length.
+    """
+    return tuple(sorted({parse_length(part) for part in text.split(",")}))
+
+
+def format_length(length: int) -> str:
+    """The shortest form that `parse_length` reads back as `length`."""
+    for unit in ("m", "k"):
+        if length > 0 and length % _UNITS[unit] == 0:
+            return f"{length // _UNITS[unit]}{unit}"
+    return str(length)
+
+
+MAX_ID = 1023  # more than any model; small enough that no file makes a reader hold much
+_RANGES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", re.ASCII)
+
+
+@lru_cache(maxsize=4096)
+def parse_ids(text: str) -> tuple[int, ...]:
+    """The ids that `text` names, ascending: "0-1,5" gives (0, 1, 5).
+
+    Raises:
+        ValueError: it is no such list, a range runs backwards, or an id is named twice.
+    """
+    compact = text.replace(" ", "")
+    if not _RANGES.fullmatch(compact):
+        raise ValueError(f"expected ids such as 4, 0-31 or 0-1,5, found {text!r:.60}")
+    ids: list[int] = []
+    for part in compact.split(","):
+        first, _, last = part.partition("-")
+        span = range(int(first), int(last or first) + 1)
+        if not span or span[-1] > MAX_ID:
+            raise ValueError(f"expected ascending ranges of ids up to {MAX_ID}, found {part!r}")
+        if len(ids) + len(span) > MAX_ID + 1:
+            raise ValueError(f"expected each id once, found {text!r:.60}")
+        ids.extend(span)
+    return _ascending(ids)
+
+
+def format_ids(ids: Iterable[int]) -> str:
+    """The canonical text of a set of ids: (5, 0, 1) gives "0-1,5"."""
+    spans: list[list[int]] = []
+    for number in sorted(ids):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _ascending(ids: Iterable[int]) -> tuple[int, ...]:
+    ordered = sorted(ids)
+    twice = next((a for a, b in pairwise(ordered) if a == b), None)
+    if twice is not None:
+        raise ValueError(f"expected each id once, found {twice} twice")
+    return tuple(ordered)
+
+
+def ids_of(value: Any) -> tuple[int, ...]:
+    """The ids in any form that a plan may hold them in: text, one number, several numbers.
+
+    Raises:
+        ValueError: it is none of these, is empty, or names an id twice.
+    """
+    if isinstance(value, str):
+        return parse_ids(value)
+    if type(value) is int:
+        value = (value,)
+    # Numpy integers and the like are the caller's mistake: plans hold plain numbers only.
+    if not isinstance(value, tuple | list | range | frozenset | set) or not all(type(n) is int for n in value):
+        raise ValueError(f"expected ids such as 4, 0-31 or 0-1,5, found {value!r:.60}")
+    if not value:
+        raise ValueError("expected at least one id, found none")
+    if min(value) < 0 or max(value) > MAX_ID:
+        raise ValueError(f"expected ids from 0 to {MAX_ID}, found {min(value)} to {max(value)}")
+    return _ascending(value)
+
+
+LayerSet = Annotated[
+    tuple[int, ...],
+    BeforeValidator(
+        ids_of,
+        json_schema_input_type=Annotated[str, Field(pattern=r"^[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*$")]
+        | Annotated[int, Field(ge=0)]
+        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)],
+    ),
+    PlainSerializer(format_ids, return_type=str),
+]
+
 
 MAX_JSON_DEPTH = 12
 SHA256 = r"^sha256:[0-9a-f]{64}$"
@@ -92,6 +208,15 @@ def _json(value: object, name: str, depth: int) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_json(item, name, depth + 1) for item in value]
     raise FieldError(f"expected JSON data (finite numbers, string keys), found {value!r:.80}", name)
+
+
+def canonical_json(data: Any) -> bytes:
+    """Sorted keys, no spaces, UTF-8.
+
+    Raises:
+        ValueError: it holds NaN or an infinity.
+    """
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def utf8(value: str) -> str:

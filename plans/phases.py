@@ -1,0 +1,330 @@
+"""The two phases of a plan, by context length: prefill patterns of query heads, decode segments of layers, cache rules.
+
+A phase is a list of length buckets, ascending; the last is open-ended. In decode a layer in no segment attends to
+everything; the layers of a segment attend to the tokens that its filter layer chose plus every token generated since
+the prompt (OmniKV).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from sparsekv.plans.patterns import Budget, Dense, Pattern, TileShape
+from sparsekv.plans.types import (
+    Count,
+    FieldError,
+    Flag,
+    Index,
+    LayerSet,
+    Length,
+    Natural,
+    Part,
+    Positive,
+    format_ids,
+    in_order,
+)
+
+
+class Bucket(Protocol):
+    """Anything with an upper bound of the context length; None is no bound."""
+
+    @property
+    def up_to(self) -> int | None:
+        """The longest context, past + chunk, that this bucket is for."""
+
+
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
+
+
+def check_ascending(buckets: Sequence[Bucket]) -> None:
+    """Every context length falls in exactly one bucket.
+
+    Raises:
+        FieldError: the bounds do not ascend, or the last bucket is not open-ended, or another one is.
+    """
+    if not buckets or buckets[-1].up_to is not None:
+        raise FieldError("expected a last bucket with `up_to: null`, for every longer context", "lengths")
+    bounds = [bucket.up_to for bucket in buckets[:-1]]
+    for position, bound in enumerate(bounds):
+        if bound is None:
+            raise FieldError("expected `up_to: null` in the last bucket only", "lengths", position, "up_to")
+    for position, (shorter, longer) in enumerate(pairwise(bound for bound in bounds if bound is not None), start=1):
+        if shorter >= longer:
+            message = f"expected ascending lengths, found {shorter} before {longer}"
+            raise FieldError(message, "lengths", position, "up_to")
+
+
+def bucket_of(buckets: Sequence[AnyBucket], length: int) -> AnyBucket:
+    """The first bucket that reaches `length` (past + chunk tokens)."""
+    return next(bucket for bucket in buckets if bucket.up_to is None or length <= bucket.up_to)
+
+
+_PLACE = ("layer", "heads")
+
+
+class HeadGroup(Part):
+    """Query heads of one layer that share a pattern. In a file the pattern's fields stand beside `layer`."""
+
+    layer: Index
+    heads: LayerSet
+    pattern: Pattern
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_flat(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or isinstance(data.get("pattern"), Part):
+            return data
+        pattern = {key: value for key, value in data.items() if key not in _PLACE}
+        return {"pattern": pattern} | {key: data[key] for key in _PLACE if key in data}
+
+    @model_serializer(mode="wrap")
+    def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data = handler(self)
+        pattern: dict[str, Any] = data["pattern"]
+        return {"layer": data["layer"], "heads": data["heads"]} | pattern
+
+
+class Reuse(Part):
+    """Layers that take the tiles computed for an earlier layer, `source`.
+
+    `heads[h]` is the head of the source whose tiles head h takes; `same` means head h takes those of head h.
+    """
+
+    layers: LayerSet
+    source: Index
+    heads: Literal["same"] | tuple[Index, ...] = "same"
+
+    @model_validator(mode="after")
+    def _source_comes_first(self) -> Reuse:
+        if self.source >= self.layers[0]:
+            raise FieldError(
+                f"expected a source before the layers that reuse it, found {self.source} for {format_ids(self.layers)}"
+            )
+        return self
+
+
+class PrefillBucket(Part):
+    """One range of context lengths: all dense, or patterns for some heads (the others dense), or as another bucket.
+
+    Groups are held in one order, by layer and first head, equal patterns of a layer together.
+    """
+
+    up_to: Length | None
+    dense: Flag = False
+    extrapolated: Flag = False
+    same_as: Length | None = None
+    heads: tuple[HeadGroup, ...] = ()
+    reuse: tuple[Reuse, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrefillBucket:
+        if [self.dense, bool(self.heads), self.same_as is not None].count(True) != 1:
+            raise FieldError("expected exactly one of `dense: true`, `heads` and `same_as` in a prefill bucket")
+        if self.reuse and not self.heads:
+            raise FieldError("expected `reuse` only beside `heads`", "reuse")
+        _check_overlap(self.heads)
+        _check_reuse(self)
+        object.__setattr__(self, "heads", _merged(self.heads))
+        return self
+
+    def patterns(self, layer: int, heads: int) -> tuple[Pattern, ...]:
+        """The pattern of each of the `heads` query heads of a layer; heads that no group names are dense."""
+        chosen: list[Pattern] = [Dense()] * heads
+        for group in self.heads:
+            if group.layer == layer:
+                for head in group.heads:
+                    chosen[head] = group.pattern
+        return tuple(chosen)
+
+
+class PrefillPlan(Part):
+    """What prefill computes. Contexts are counted as past + chunk."""
+
+    tile: TileShape
+    lengths: tuple[PrefillBucket, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrefillPlan:
+        check_ascending(self.lengths)
+        for position, bucket in enumerate(self.lengths):
+            if bucket.same_as is not None and self._named(bucket.same_as) is None:
+                names = ", ".join(str(b.up_to) for b in self.lengths if b.up_to and b.same_as is None) or "none"
+                message = f"expected the `up_to` of a bucket of its own ({names}), found {bucket.same_as}"
+                raise FieldError(message, "lengths", position, "same_as")
+        return self
+
+    def _named(self, up_to: int) -> PrefillBucket | None:
+        return next((b for b in self.lengths if b.up_to == up_to and b.same_as is None), None)
+
+    def bucket(self, length: int) -> PrefillBucket:
+        """What holds at a context of `length` tokens (past + chunk); `same_as` is followed."""
+        found = bucket_of(self.lengths, length)
+        named = None if found.same_as is None else self._named(found.same_as)
+        return found if named is None else named
+
+
+def _check_overlap(groups: Iterable[HeadGroup]) -> None:
+    seen: dict[int, set[int]] = {}
+    for position, group in enumerate(groups):
+        named = seen.setdefault(group.layer, set())
+        if not named.isdisjoint(group.heads):
+            twice = format_ids(named.intersection(group.heads))
+            message = f"expected each head once, found heads {twice} of layer {group.layer} again"
+            raise FieldError(message, "heads", position)
+        named.update(group.heads)
+
+
+def _check_reuse(bucket: PrefillBucket) -> None:
+    computed = {group.layer for group in bucket.heads}
+    taken: set[int] = set()
+    for position, reuse in enumerate(bucket.reuse):
+        both = computed.union(taken).intersection(reuse.layers)
+        if both:
+            message = f"expected layers with no other pattern or reuse, found {format_ids(both)}"
+            raise FieldError(message, "reuse", position, "layers")
+        if reuse.source not in computed:
+            message = f"expected a source layer with patterns of its own, found {reuse.source}"
+            raise FieldError(message, "reuse", position, "source")
+        taken.update(reuse.layers)
+
+
+def _merged(groups: Iterable[HeadGroup]) -> tuple[HeadGroup, ...]:
+    together: dict[tuple[int, Pattern], list[HeadGroup]] = {}
+    for group in groups:
+        together.setdefault((group.layer, group.pattern), []).append(group)
+    merged = [same[0] if len(same) == 1 else _joined(same) for same in together.values()]
+    return tuple(sorted(merged, key=lambda group: (group.layer, group.heads[0])))
+
+
+def _joined(groups: list[HeadGroup]) -> HeadGroup:
+    heads = tuple(sorted(head for group in groups for head in group.heads))
+    return HeadGroup(layer=groups[0].layer, heads=heads, pattern=groups[0].pattern)
+
+
+def _layer_key(key: Any) -> Any:
+    """A layer as YAML or JSON may write it. One spelling each: two of one layer would pass for different keys."""
+    is_layer = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 5 and str(int(key)) == key
+    return int(key) if is_layer else key
+
+
+HeadMap = Annotated[dict[Annotated[Index, BeforeValidator(_layer_key)], tuple[Index, ...]], AfterValidator(in_order)]
+"""For each layer of a segment, and each of its key-value heads: the filter layer's key-value head that chooses."""
+
+
+class Segment(Part):
+    """Layers that attend to what the layer `filter` chose.
+
+    `selector` weighs the last `window` queries: `last` takes the last one only, `uniform` all alike, `exponential`
+    halves from one to the next older. `heads: max` makes one choice for all heads, `per_kv_head` one a key-value
+    head. `scope: local` lets each tensor-parallel rank choose by its own heads.
+    """
+
+    filter: Index
+    layers: LayerSet
+    budget: Budget
+    selector: Literal["last", "uniform", "exponential"] = "last"
+    window: Count = 1
+    scope: Literal["global", "local"] = "global"
+    heads: Literal["max", "per_kv_head"] | HeadMap = "max"
+
+    def __str__(self) -> str:
+        return f"{self.filter} -> {format_ids(self.layers)}"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Segment:
+        if self.filter >= self.layers[0]:
+            raise FieldError(
+                f"expected a filter layer before its segment, found {self.filter} for {format_ids(self.layers)}"
+            )
+        if isinstance(self.heads, dict) and set(self.heads) != set(self.layers):
+            raise FieldError(
+                f"expected a head map for each layer of {format_ids(self.layers)}, found {format_ids(self.heads)}",
+                "heads",
+            )
+        return self
+
+
+class DecodeBucket(Part):
+    """One range of context lengths: all dense, or segments in ascending order."""
+
+    up_to: Length | None
+    dense: Flag = False
+    segments: tuple[Segment, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DecodeBucket:
+        if self.dense == bool(self.segments):
+            raise FieldError("expected exactly one of `dense: true` and `segments` in a decode bucket")
+        for position, (before, after) in enumerate(pairwise(self.segments), start=1):
+            if before.filter >= after.filter or before.layers[-1] >= after.layers[0]:
+                found = f"{before} before {after}"
+                message = f"expected segments in ascending order that share no layer, found {found}"
+                raise FieldError(message, "segments", position)
+        both = self.sparse_layers.intersection(segment.filter for segment in self.segments)
+        if both:
+            message = f"expected filter layers outside every segment, found {format_ids(both)} in one"
+            raise FieldError(message, "segments")
+        return self
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Layers that attend to chosen tokens only."""
+        return frozenset(layer for segment in self.segments for layer in segment.layers)
+
+
+class Offload(Part):
+    """Layers whose keys and values live in host memory, with a `hot` set of rows kept on the device."""
+
+    layers: LayerSet
+    hot: Budget
+
+
+class DecodePlan(Part):
+    """What decode attends to. Contexts are counted as all cached tokens."""
+
+    lengths: tuple[DecodeBucket, ...]
+    offload: Offload | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DecodePlan:
+        check_ascending(self.lengths)
+        sparse = frozenset[int]().union(*(bucket.sparse_layers for bucket in self.lengths))
+        dense = set(self.offload.layers if self.offload else ()) - sparse
+        if dense:
+            message = f"expected offloaded layers to be in a segment, found {format_ids(dense)} always dense"
+            raise FieldError(message, "offload", "layers")
+        return self
+
+    def bucket(self, length: int) -> DecodeBucket:
+        """What holds at a context of `length` cached tokens."""
+        return bucket_of(self.lengths, length)
+
+
+class Retention(Part):
+    """Which rows of the cache some layers keep: all, or the `keep` best by `score`, which is lossy.
+
+    The first `sink` and the last `recent` tokens always stay; the score is summed over the last `observe` queries.
+    """
+
+    layers: LayerSet
+    keep: Literal["all"] | Budget
+    sink: Natural | None = None
+    recent: Natural | None = None
+    score: Literal["attention_sum"] | None = None
+    observe: Positive | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Retention:
+        rule = (self.sink, self.recent, self.score, self.observe)
+        if self.keep == "all":
+            if any(value is not None for value in rule):
+                raise FieldError("expected no sink, recent, score or observe beside `keep: all`")
+        elif any(value is None for value in rule):
+            raise FieldError("expected sink, recent, score and observe beside a budget in `keep`")
+        elif self.keep.tokens is not None and (self.sink or 0) + (self.recent or 0) > self.keep.tokens:
+            raise FieldError(f"expected `keep` to hold sink and recent tokens, found {self.keep.tokens} tokens")
+        return self
