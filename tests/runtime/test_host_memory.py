@@ -17,7 +17,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import reserve
-from sparsekv.runtime.placement import layouts_of
+from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores import bank as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
