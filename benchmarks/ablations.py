@@ -8,13 +8,12 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import choose_backend, prefill_attention
+from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import TileIndex
-from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.options import Family
-from sparsekv.planner.profile_data import LayerScores, LengthProfile, Profile
+from sparsekv.kernels.tiles import TileIndex, computed_tiles
+from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.families import Family
+from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.load import LoadedModel
@@ -49,12 +48,12 @@ class FrozenIndices:
 
     @property
     def stepwise(self) -> bool:
-        """See `planner.evaluation.evaluate.Mode`: prefill alone."""
+        """See `planner.evaluation.Mode`: prefill alone."""
         return False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.evaluate.Mode`: every prefill runs on the frozen indices."""
+        """See `planner.evaluation.Mode`: every prefill runs on the frozen indices."""
         self._computed, self._causal = torch.zeros((), device=model.device), 0.0
         with capture_attention(model, self._attend):
             yield lambda: Spent(float(self._computed), self._causal)

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from ablations import FrozenIndices, only
 
-from sparsekv.kernels.dispatch import BACKENDS
+from sparsekv.kernels.backends import BACKENDS
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.compile import compile_plan
-from sparsekv.planner.cost_data import DeviceCost
-from sparsekv.planner.evaluation.batching import prompts_at_once
-from sparsekv.planner.evaluation.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
-from sparsekv.planner.evaluation.results import EvalResult
-from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, PlanOptions
-from sparsekv.planner.profile_data import Profile
-from sparsekv.planner.profile_file import read_cost, read_profile
+from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.eval_results import EvalResult
+from sparsekv.planner.evaluation import Mode, PhaseName, PlanMode, evaluate_modes, prompts_at_once
+from sparsekv.planner.families import FAMILIES
+from sparsekv.planner.options import RETRIEVAL_TASKS, TASKS, PlanOptions
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.files import load_plan, write_plan

@@ -15,9 +15,9 @@ import torch
 from flash_timing import ROUNDS, flash, flash_obstacle, over_lists, part_of, row_index
 from kernel_timing import TILE, Shape
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.prefill.flash import emulator
-from sparsekv.kernels.prefill.flash.spans import Part
+from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.bench.timing import measure
 

@@ -15,12 +15,12 @@ import torch
 from attention_cases import Seen
 from kernel_timing import TILE, Shape, Timing, median_ms, runs
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.prefill.flash import backend as flash_backend
 from sparsekv.kernels.prefill.flash import call, emulator
+from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import lower
-from sparsekv.kernels.prefill.flash.spans import Part
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.planner.bench.timing import measure
 from sparsekv.plans.patterns import TileShape
@@ -118,7 +118,7 @@ def _reordered(index: TileIndex, *, shuffled: bool, rows_T: torch.Tensor) -> Til
 
 def time_columns(shape: Shape, device: str, columns: int = 1024) -> list[Timing]:
     """The pass over single columns at every launch that fits; it needs no flash-attn-4."""
-    from sparsekv.kernels.prefill.triton_columns import ColumnLaunch, add_columns
+    from sparsekv.kernels.prefill.columns import ColumnLaunch, add_columns
 
     q, k, v = shape.tensors(device)
     chunk, part = Chunk((0,), (shape.tokens,)), part_of(q, k, v, shape.dim**-0.5)

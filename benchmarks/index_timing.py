@@ -29,14 +29,12 @@ import torch
 if "cpu" in sys.argv or "--device=cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-from sparsekv.kernels.density import density
-from sparsekv.kernels.dispatch import choose_backend, prefill_attention
+from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.device import vertical_slash
-from sparsekv.kernels.index.device.sizes import Pass, Sizes, sizes_for
-from sparsekv.kernels.tiles import TileIndex
-from sparsekv.planner.bench.planted import Planted, plant
-from sparsekv.planner.bench.recall import find_planted
+from sparsekv.kernels.index.triton import vertical_slash
+from sparsekv.kernels.index.triton.sizes import Pass, Sizes, sizes_for
+from sparsekv.kernels.tiles import TileIndex, density
+from sparsekv.planner.bench.planted import Planted, find_planted, plant
 from sparsekv.planner.bench.timing import measure
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import parse_lengths

@@ -17,9 +17,9 @@ from decode_cases import DecodeCase
 from flash_timing import flash, flash_obstacle
 from kernel_timing import SMALL_TILE, TILE
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.prefill.columns import add_columns
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.triton_columns import add_columns
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import Adaptive, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 

@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.index.assemble import room_for
-from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import block_sparse, sizes, vertical_slash
-from sparsekv.kernels.prefill import launch
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.index.build import room_for
+from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
+from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash, tokens
 
@@ -78,7 +78,7 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
         return compiled
 
     def rows_of(device: torch.device) -> object:
-        return launch.table_of(capability // 10)
+        return triton_prefill.table_of(capability // 10)
 
     def sizes_for(device: torch.device) -> sizes.Sizes:
         return sizes.table_of(capability // 10)
@@ -86,7 +86,7 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
     driver.set_active(_Target(capability))
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(launch, "_rows_of", rows_of),
+        mock.patch.object(triton_prefill, "_rows_of", rows_of),
         mock.patch.object(vertical_slash, "sizes_for", sizes_for),
         mock.patch.object(block_sparse, "sizes_for", sizes_for),
     ):
@@ -111,8 +111,6 @@ class _Target:
 
 def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every variant of sparse prefill that users meet."""
-    from sparsekv.kernels.prefill import triton_backend
-
     for dim, columns, window, tile in (
         (64, 100, None, TILE), (128, 0, None, TILE), (128, 100, None, TILE), (128, 100, 200, TILE),
         (128, 100, None, SMALL_TILE), (256, 100, None, TILE),
@@ -121,8 +119,8 @@ def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         p = attention_cases.draw(replace(case, window=window), "cpu")
 
         def call(p: attention_cases.Problem = p) -> object:
-            with mock.patch.object(triton_backend, "check_device"):
-                return triton_backend.prefill(
+            with mock.patch.object(triton_prefill, "check_device"):
+                return triton_prefill.prefill(
                     p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
                 )
 
@@ -132,7 +130,7 @@ def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """The pass that adds single columns behind the flash backend."""
-    from sparsekv.kernels.prefill import triton_columns
+    from sparsekv.kernels.prefill import columns
 
     for dim in (64, 128, 256):
         case = Case("", lengths=(600,), heads=4, tile=TILE, dim=dim, dtype=torch.bfloat16, columns=100)
@@ -140,8 +138,8 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         found = AttentionOutput(torch.zeros_like(p.q_BHSD), torch.zeros(p.q_BHSD.shape[:3]))
 
         def call(p: attention_cases.Problem = p, found: AttentionOutput = found) -> object:
-            with mock.patch.object(triton_columns, "check_device"):
-                return triton_columns.add_columns(
+            with mock.patch.object(columns, "check_device"):
+                return columns.add_columns(
                     found, p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
                 )
 
@@ -150,17 +148,24 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over chosen tokens."""
-    from sparsekv.kernels.decode import triton_backend
+    from sparsekv.kernels.decode import triton as backend
+    from sparsekv.kernels.keys import KeyView, resident
 
     for dim in (64, 128):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
-        rows = DecodeRows(torch.arange(0, 500, 2, dtype=torch.int32)[None, None], 590, 600)
+        chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
+        page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
+        table = torch.zeros((1, 10), dtype=torch.int32)
+        pages = KeyView(page, page, torch.tensor([100], dtype=torch.int32), table)
+        keys = resident(k, v)
+        selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
+        for name, view, chosen_tokens in (("selected", keys, selection), ("dense", keys, None), ("pages", pages, None)):
 
-        def call(q=q, k=k, v=v, rows=rows) -> object:  # type: ignore[no-untyped-def]
-            with mock.patch.object(triton_backend, "check_device"):
-                return triton_backend.decode(q, k, v, rows, scale=0.1)
+            def call(q=q, view=view, chosen_tokens=chosen_tokens) -> object:  # type: ignore[no-untyped-def]
+                with mock.patch.object(backend, "check_device"):
+                    return backend.decode(q, view, chosen_tokens, scale=0.1)
 
-        yield f"head size {dim}", call
+            yield f"head size {dim}, {name}", call
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:

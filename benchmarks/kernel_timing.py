@@ -15,10 +15,11 @@ from attention_cases import Seen
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.dispatch import decode_attention, prefill_attention
+from sparsekv.kernels.backends import decode_attention, prefill_attention
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.keys import KeyView, resident
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.launch import Launch
+from sparsekv.kernels.prefill.triton import Launch
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
 
@@ -153,7 +154,7 @@ def _tile_flops(shape: Shape, tile: TileShape) -> float:
 
 def time_launches(shape: Shape, device: str) -> list[Timing]:
     """Other block sizes than the table's, at 10% of the tiles and 1000 columns; those that do not fit are left out."""
-    from sparsekv.kernels.prefill.triton_backend import prefill
+    from sparsekv.kernels.prefill.triton import prefill
 
     q, k, v = shape.tensors(device)
     chunk = Chunk((0,), (shape.tokens,))
@@ -186,14 +187,15 @@ def time_decode(shape: Shape, device: str, listed: list[int], tail: int = 64) ->
     found = [Timing("dense decode: torch", shape.tokens, ms, 1.0, None, shape.tokens * bytes_a_token / ms / 1e6)]
     for count in listed:
         chosen = torch.randperm(shape.tokens - tail, device=device)[:count].sort().values.int()
-        rows = DecodeRows(chosen[None, None], shape.tokens - tail, shape.tokens)
+        keys = resident(k, v)
+        selection = Selection(chosen[None, None], torch.full_like(keys.lengths_B, count), 0, tail)
 
-        def call(rows: DecodeRows = rows) -> object:
-            return decode_attention(q, k, v, rows, scale=shape.dim**-0.5, backend="triton")
+        def call(keys: KeyView = keys, selection: Selection = selection) -> object:
+            return decode_attention(q, keys, selection, scale=shape.dim**-0.5, backend="triton")
 
         ms = median_ms(call, device)
         used = count + tail
-        name = f"triton decode, {count} listed, {tail} tail"
+        name = f"triton decode, {count} chosen, {tail} recent"
         rate = used * bytes_a_token / ms / 1e6
         found.append(Timing(name, shape.tokens, ms, used / shape.tokens, None, rate))
     return found

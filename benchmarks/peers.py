@@ -31,15 +31,12 @@ from pathlib import Path
 import torch
 from peer_adapters import PEERS, Peer, Ready
 
-from sparsekv.kernels.density import density
-from sparsekv.kernels.dispatch import BACKENDS, choose_backend, prefill_attention
+from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.planner.bench.dense_peers import dense_calls, time_dense
-from sparsekv.planner.bench.kernels import MIXES, families_of
-from sparsekv.planner.bench.planted import Planted, plant
-from sparsekv.planner.bench.recall import sample_rows
-from sparsekv.planner.bench.rows import DensePeers
-from sparsekv.planner.bench.timing import free_memory, in_short, measure
+from sparsekv.kernels.tiles import density
+from sparsekv.planner.bench.kernel_bench import MIXES, families_of
+from sparsekv.planner.bench.planted import Planted, plant, sample_rows
+from sparsekv.planner.bench.timing import DensePeers, dense_calls, free_memory, in_short, measure, time_dense
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length, parse_lengths

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
+from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
 from sparsekv.planner.bench.random_model import BenchModel, random_model
-from sparsekv.planner.compile import compile_plan
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import TileShape

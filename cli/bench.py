@@ -17,8 +17,9 @@ from sparsekv.plans.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from sparsekv.planner.bench.kernel_bench import KernelRow
+    from sparsekv.planner.bench.prefill_bench import PrefillRow
     from sparsekv.planner.bench.random_model import BenchModel
-    from sparsekv.planner.bench.rows import KernelRow, PrefillRow
     from sparsekv.plans.schema import Plan
 
 app = typer.Typer(help="Time kernels or a model's prefill against the fastest dense kernel.", no_args_is_help=True)
@@ -65,7 +66,7 @@ def kernels(
     as_json: Json = False,
 ) -> None:
     """Index building and sparse attention of one layer on planted structure."""
-    from sparsekv.planner.bench.kernels import PLANTED_NOTE, KernelBench, bench_kernels
+    from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
     place, precision = _place(device, dtype)
@@ -133,7 +134,7 @@ def prefill(
 ) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
     from sparsekv.cli.subject import backend_named
-    from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
+    from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
     from sparsekv.planner.progress import BarProgress
 
     place, precision = _place(device, dtype)
@@ -218,7 +219,7 @@ def _subject(
     seed: int,
 ) -> BenchModel:
     from sparsekv.planner.bench.random_model import BenchModel, random_model
-    from sparsekv.planner.place import dtype_name
+    from sparsekv.runtime.hf.describe import dtype_name
     from sparsekv.runtime.hf.load import load_model
 
     if random_weights:
@@ -231,8 +232,8 @@ def _subject(
 def _made_by_hand(
     subject: BenchModel, lengths: Sequence[int], density: str | None, patterns: str | None, tile: str | None
 ) -> tuple[Plan, str]:
-    from sparsekv.planner.bench.hand_plan import hand_plan, in_words
-    from sparsekv.planner.bench.sizes import FAMILIES
+    from sparsekv.planner.bench.random_model import hand_plan, in_words
+    from sparsekv.planner.bench.structure import FAMILIES
     from sparsekv.planner.options import density_for
 
     families = names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")

@@ -9,7 +9,9 @@ from sparsekv.cli.output import columns, size
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
-    from sparsekv.planner.bench.rows import DensePeers, KernelRow, PrefillRow
+    from sparsekv.planner.bench.kernel_bench import KernelRow
+    from sparsekv.planner.bench.prefill_bench import PrefillRow
+    from sparsekv.planner.bench.timing import DensePeers
 
 _KERNEL_COLUMNS = (
     *("pattern", "length", "backend", "density", "dense ms", "index", "attention", "whole", "speedup", "TFLOP/s"),

@@ -69,7 +69,7 @@ def _device(place: torch.device) -> dict[str, Any]:
 def _backend(place: torch.device, dtype: str, requested: str) -> dict[str, Any]:
     import torch
 
-    from sparsekv.kernels.dispatch import choose_backend
+    from sparsekv.kernels.backends import choose_backend
 
     default = "bfloat16" if place.type == "cuda" else "float32"
     name = default if dtype == "auto" else dtype

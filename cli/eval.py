@@ -27,7 +27,7 @@ from sparsekv.cli.values import lengths_from, names_from
 from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.evaluation.results import EvalResult, TaskResult
+    from sparsekv.planner.eval_results import EvalResult, TaskResult
 
 
 def evaluate(
@@ -64,8 +64,8 @@ def evaluate(
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
     most = _one_length(length)
-    from sparsekv.planner.evaluation.batching import prompts_at_once
-    from sparsekv.planner.evaluation.evaluate import evaluate as measure
+    from sparsekv.planner.evaluation import evaluate as measure
+    from sparsekv.planner.evaluation import prompts_at_once
     from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
 

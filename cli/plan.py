@@ -27,7 +27,7 @@ from sparsekv.cli.scores import quality_table
 from sparsekv.cli.values import budget_from, layers_from, lengths_from, names_from, shares_from, tile_from
 
 if TYPE_CHECKING:
-    from sparsekv.planner.plan_result import PlanResult
+    from sparsekv.planner.plan import PlanResult
 
 
 def plan(
@@ -105,7 +105,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.conflicts import check_used
+    from sparsekv.planner.options import check_used
 
     check_used(given(context))
     from sparsekv.plans.aliases import resolve_model
@@ -116,7 +116,7 @@ def plan(
     from sparsekv.cli.calibration import own_prompts
     from sparsekv.cli.subject import Subject, backend_named, load
     from sparsekv.planner.options import Gate, PlanOptions
-    from sparsekv.planner.tighten import for_profile
+    from sparsekv.planner.profile.profile_data import for_profile
 
     asked: dict[str, Any] = {
         "lengths": _read(lengths_from, lengths, "--lengths"),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.cost_data import DeviceCost
+    from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.options import PlanOptions
-    from sparsekv.planner.plan_result import PlanResult
-    from sparsekv.planner.profile_data import Profile
+    from sparsekv.planner.plan import PlanResult
+    from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.runtime.hf.load import LoadedModel
 
 
@@ -62,7 +62,7 @@ class PlanFiles:
             UsageError: there is no such file.
             PlanError: it is not what it should be.
         """
-        from sparsekv.planner.profile_file import read_cost, read_profile
+        from sparsekv.planner.data_files import read_cost, read_profile
 
         return Measured(
             read_profile(self.profile) if self.profile else None, read_cost(self.cost) if self.cost else None
@@ -116,7 +116,7 @@ def compile_to_file(loaded: LoadedModel, options: PlanOptions, files: PlanFiles,
         GateError: no plan met its gate; none was written.
         SparseKVError: of the other kinds, for what cannot be planned.
     """
-    from sparsekv.planner.compile import compile_plan
+    from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.files import write_plan
 
@@ -142,7 +142,7 @@ def recompile_to_file(
     Raises:
         SparseKVError: see `planner.recompile.compile_files`.
     """
-    from sparsekv.planner.recompile import compile_files
+    from sparsekv.planner.plan import compile_files
     from sparsekv.plans.files import write_plan
 
     result = compile_files(model, options, profile, cost, profile_out=files.profile_out, cost_out=files.cost_out)

@@ -76,6 +76,12 @@ class KeyView:
         return k, v
 
 
+def resident(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
+    """Contiguous keys whose every row is full."""
+    lengths_B = torch.full((k_BGSD.shape[0],), k_BGSD.shape[2], dtype=torch.int32, device=k_BGSD.device)
+    return KeyView(k_BGSD, v_BGSD, lengths_B)
+
+
 def check_keys(q_BHQD: torch.Tensor, keys: KeyView) -> None:
     """Queries and keys fit together. No check asks the device.
 

@@ -6,12 +6,13 @@ M key tiles, D head size.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.index.bits import unpack_bits
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
 from sparsekv.plans.errors import ShapeError
 
 
@@ -109,3 +110,24 @@ def _live(index: TileIndex, keys: int) -> torch.Tensor:
     slot_BHTC = torch.where(live_BHTC, index.columns_BHC[:, :, None].long(), keys).clamp(max=keys)
     chosen_BHTK = index.dense_H.new_zeros((*index.counts_BHT.shape, keys + 1)).scatter_(-1, slot_BHTC, True)
     return chosen_BHTK[..., :keys]
+
+
+# The oracle behind the interface of a backend: dense, float32, with an explicit mask. Never used for work.
+
+
+@torch.no_grad()
+def prefill(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    index: TileIndex,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+) -> AttentionOutput:
+    """Attention under the mask that the index stands for; arguments as in `dispatch`."""
+    mask_BHSK = mask_of(index, chunk, q_BHSD.shape[2], window)
+    found = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale)
+    return found if want_lse else replace(found, lse_BHS=None)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.kernels.topk import blocks, top_ascending
 from sparsekv.plans.errors import ShapeError
@@ -65,10 +65,7 @@ def token_scores(
     batch, groups, keys, _ = k_BGSD.shape
     window, per_group = q_BHWD.shape[2], q_BHWD.shape[1] // groups
     q_BGND = torch.unflatten(q_BHWD, 1, (groups, per_group)).flatten(2, 3)
-    if isinstance(positions, torch.Tensor):
-        positions_BW = positions
-    else:
-        positions_BW = on_device([list(positions)], q_BHWD.device)
+    positions_BW = positions if isinstance(positions, torch.Tensor) else on_device([list(positions)], q_BHWD.device)
     counts_BW = positions_BW >= 0
     hidden_BWS = (torch.arange(keys, device=q_BHWD.device) > positions_BW[..., None]) & counts_BW[..., None]
     hidden_B11WS = hidden_BWS[:, None, None]

@@ -12,6 +12,7 @@ The mask a kernel executes is, for row i of query tile t and key j:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -91,3 +92,132 @@ class AttentionOutput:
 
     out_BHSD: torch.Tensor  # dtype of q; padding rows are 0
     lse_BHS: torch.Tensor | None  # float32 natural log-sum-exp of the scaled scores; padding rows are -inf
+
+
+# How much of the attention matrix an index computes, counted on the device.
+#
+# Density is computed tiles over causal tiles; a column computed singly counts 1 / tile.key of a tile. Dense heads count
+# every causal tile. A sliding window of the layer shrinks the lists of an index but not what density divides by, so a
+# sparse head of a windowed layer is never reported denser than it is; tiles partly outside the window count whole.
+#
+# Shapes: B batch, H query heads, T query tiles, N words of 32 columns.
+
+
+def computed_tiles(index: TileIndex) -> torch.Tensor:
+    """Tiles that a kernel computes, single columns included: float64 [B, H]."""
+    columns_BH = count_bits(index.live_BHTN).sum((2, 3))
+    return index.counts_BHT.sum(2).double() + columns_BH.double() / index.tile.key
+
+
+def density(index: TileIndex, chunk: Chunk) -> torch.Tensor:
+    """Computed tiles over causal tiles of all heads and batch rows: a float64 scalar; 0 for a chunk without rows."""
+    causal = index.counts_BHT.shape[1] * chunk.causal_tiles(index.tile)
+    return computed_tiles(index).sum() / max(1, causal)
+
+
+# Live bits of single columns: 32 columns to an int32 word, bit b of word n being column 32 n + b.
+
+WORD = 32
+
+
+def pack_bits(bits_XC: torch.Tensor) -> torch.Tensor:
+    """bool [X, C] to int32 words [X, ceil(C / 32)]; missing bits are 0."""
+    columns = bits_XC.shape[-1]
+    padded_XC = torch.nn.functional.pad(bits_XC, (0, -columns % WORD))
+    # Bit 31 is the sign: the sum over all bits lies within int32 and never wraps.
+    weight_32 = torch.ones((), dtype=torch.int32, device=bits_XC.device) << _places(bits_XC.device)
+    return (torch.unflatten(padded_XC, -1, (-1, WORD)) * weight_32).sum(-1, dtype=torch.int32)
+
+
+def unpack_bits(words_XN: torch.Tensor, columns: int) -> torch.Tensor:
+    """int32 words to bool [X, columns]."""
+    return ((words_XN.unsqueeze(-1) >> _places(words_XN.device)) & 1).flatten(-2)[..., :columns].bool()
+
+
+def count_bits(words_XN: torch.Tensor) -> torch.Tensor:
+    """Bits set in each int32 word, by halving: pairs, nibbles, bytes, then their sum."""
+    pairs = words_XN - ((words_XN >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    octets = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+    halves = octets + (octets >> 8)
+    return (halves + (halves >> 16)) & 0x3F
+
+
+def _places(device: torch.device) -> torch.Tensor:
+    return torch.arange(WORD, dtype=torch.int32, device=device)
+
+
+# What every prefill backend may rely on, checked once before a kernel starts. No check asks the device.
+
+
+def check_qkv(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float) -> None:
+    """Query, key and value tensors fit together, and their head dimension is contiguous.
+
+    Raises:
+        ShapeError: they do not; the message says which and how to fix it.
+    """
+    named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}
+    for name, tensor in named.items():
+        if tensor.dim() != 4:
+            raise ShapeError(f"{name} must be [batch, heads, tokens, head size], found shape {tuple(tensor.shape)}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} must have stride 1 in its last dimension, found strides {tensor.stride()}: "
+                "call .contiguous() before attention"
+            )
+    if k_BGKD.shape != v_BGKD.shape:
+        raise ShapeError(f"k and v must have one shape, found {tuple(k_BGKD.shape)} and {tuple(v_BGKD.shape)}")
+    B, H, _, D = q_BHSD.shape
+    if k_BGKD.shape[0] != B or k_BGKD.shape[3] != D:
+        raise ShapeError(
+            f"q and k must share batch and head size, found {tuple(q_BHSD.shape)} and {tuple(k_BGKD.shape)}"
+        )
+    if H % k_BGKD.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of KV heads, found {H} and {k_BGKD.shape[1]}")
+    if len({(t.dtype, t.device) for t in named.values()}) != 1:
+        found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
+        raise ShapeError(f"q, k and v must have one dtype and one device, found {found}")
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ShapeError(f"scale must be positive and finite, usually 1 / sqrt(head size), found {scale}")
+
+
+def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window: int | None) -> None:
+    """The chunk's rows are rows of q, and its keys lie in k.
+
+    Raises:
+        ShapeError: they do not, or the window is not positive.
+    """
+    if len(chunk.past) != q_BHSD.shape[0]:
+        raise ShapeError(f"the chunk describes {len(chunk.past)} batch rows, q has {q_BHSD.shape[0]}")
+    rows = max(n - p for p, n in zip(chunk.past, chunk.lengths, strict=True))
+    if rows > q_BHSD.shape[2]:
+        raise ShapeError(f"the chunk describes {rows} query rows, q has {q_BHSD.shape[2]}")
+    if chunk.longest > k_BGKD.shape[2]:
+        raise ShapeError(f"the chunk's longest row has {chunk.longest} keys, k holds {k_BGKD.shape[2]}")
+    if window is not None and window < 1:
+        raise ShapeError(f"a sliding window is at least 1 token, found {window}")
+
+
+def check_index(q_BHSD: torch.Tensor, index: TileIndex, chunk: Chunk) -> None:
+    """The index was built for these heads and these rows.
+
+    Raises:
+        ShapeError: it was not.
+    """
+    B, H, S, _ = q_BHSD.shape
+    T = chunk.query_tiles(index.tile, S)
+    C = index.columns_BHC.shape[-1]
+    expected = {
+        "tiles": (index.tiles_BHTW, (B, H, T, index.tiles_BHTW.shape[-1])),
+        "counts": (index.counts_BHT, (B, H, T)),
+        "columns": (index.columns_BHC, (B, H, C)),
+        "live": (index.live_BHTN, (B, H, T, -(-C // 32))),
+        "dense": (index.dense_H, (H,)),
+    }
+    for name, (tensor, shape) in expected.items():
+        dtype = torch.bool if name == "dense" else torch.int32
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != q_BHSD.device:
+            raise ShapeError(
+                f"the index's {name} must be {dtype} {shape} on {q_BHSD.device}, "
+                f"found {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: build it for this chunk"
+            )

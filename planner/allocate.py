@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsekv.planner.cost_data import DeviceCost
+from sparsekv.planner.cost.crossover import Fallback, Mask, longest_losing, pays
+from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
+from sparsekv.planner.families import ROUNDING, mandatory_density, too_low
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.pricing.crossover import longest_losing, pays
-from sparsekv.planner.pricing.fallback import Fallback, Mask
-from sparsekv.planner.pricing.mandatory import ROUNDING, mandatory_density, too_low
-from sparsekv.planner.pricing.predict import layer_times, prefill_estimate
-from sparsekv.planner.pricing.tables import ABSENT, DENSE, Choice, Floats, ScoreTables
-from sparsekv.planner.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -50,7 +48,7 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
     entries = [entry for entry in profile.lengths if entry.layers]
     if not entries:
         raise UsageError("expected a profile with prefill candidates, found none; profile with the prefill phase")
-    targets = options.target_density or tuple(ladder(entry)[-1] for entry in entries)
+    targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
     work = [_Length(profile, entry, cost, options) for entry in entries]
     if options.target_speedup is not None:
         choices = [length.at_speedup(options.target_speedup) for length in work]
@@ -62,11 +60,6 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
         buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
     return PrefillPlan(tile=profile.tile, lengths=(*_joined(buckets), last))
-
-
-def ladder(entry: LengthProfile) -> tuple[float, ...]:
-    """The densities that were profiled at a length, ascending."""
-    return tuple(sorted({candidate.density for candidate in entry.candidates}))
 
 
 def _joined(buckets: list[PrefillBucket]) -> list[PrefillBucket]:
@@ -107,7 +100,7 @@ class _Length:
     def at_speedup(self, target: float) -> Choice:
         """The least sparse choice that is predicted to be `target` times as fast as dense."""
         choice, speedup = np.where(self._tables.present_LH, DENSE, ABSENT), 1.0
-        for density in reversed(ladder(self._entry)):
+        for density in reversed(self._entry.densities):
             try:
                 choice = self.at_density(density)
             except UsageError:  # no room for mandatory tiles here, nor at lower densities
@@ -151,7 +144,7 @@ class _Length:
                     allowed[candidate.ray] = place
         if not allowed:
             raise UsageError(
-                f"expected a target density of at least {ladder(self._entry)[0]:g} at {self._entry.length} tokens, "
+                f"expected a target density of at least {self._entry.densities[0]:g} at {self._entry.length} tokens, "
                 f"the least that was profiled, found {target:g}; raise it, or profile again with it"
             )
         usable_LCH = np.zeros(self._error_LCH.shape, bool)

@@ -1,28 +1,27 @@
-"""What `plan` is asked to do. Every field has a default; `settled` fills the ones that depend on model and device."""
+"""What `plan` is asked to do. Every field has a default; `settled` fills the ones that depend on model and device.
+
+An option that nothing would read, because other options leave out every part of the run that reads it, is refused
+together with them (`check_used`). Names are those of the flags; most fields of `PlanOptions` are called the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, Literal
 
-from sparsekv.planner.conflicts import check_options
-from sparsekv.planner.pricing.mandatory import mandatory_density
+from sparsekv.planner.families import FAMILIES, KNOWN_FAMILIES, Family, mandatory_density
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
 from sparsekv.plans.types import format_length
 
 Phase = Literal["prefill", "decode"]
-Family = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
 FilterRule = Literal["dp", "omnikv", "fixed"]
 Preset = Literal["minference"]
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
-# "adaptive" is searched on request.
-KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "adaptive")
 RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
 TASKS = (*RETRIEVAL_TASKS, "perplexity")
 
@@ -30,6 +29,67 @@ TASKS = (*RETRIEVAL_TASKS, "perplexity")
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+
+
+# What reads an option: as long as one of them takes place, the option counts. Options that always count are not here.
+READ_BY: Mapping[str, tuple[str, ...]] = {
+    "target_density": ("density target",),
+    "target_speedup": ("speedup target",),
+    "levels": ("density target",),
+    "preset": ("search",),
+    "tile": ("search",),
+    "row_stride": ("search",),
+    "families": ("prefill",),
+    "prompts": ("calibration",),
+    "samples": ("calibration",),
+    "tasks": ("task calibration", "verification"),
+    "seed": ("task calibration", "verification"),
+    "filter_rule": ("decode",),
+    "filter_layers": ("given layers",),
+    "decode_budget": ("decode",),
+    "decode_loss": ("loss bound",),
+    "offload": ("decode",),
+    "max_accuracy_drop": ("verification",),
+    "max_kl": ("verification",),
+    "verify_samples": ("verification",),
+    "verify_lengths": ("verification",),
+    "batch": ("verification",),
+    "prefill_chunk": ("verification",),
+    "backend": ("calibration", "device cost", "verification"),
+    "device": ("calibration", "device cost", "verification"),
+    "dtype": ("calibration", "device cost", "verification"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """An option that leaves parts out: with any value, or with one of `values`."""
+
+    name: str
+    leaves_out: tuple[str, ...]
+    because: str
+    values: tuple[str, ...] = ()
+
+    def is_on(self, given: Mapping[str, object]) -> bool:
+        """Whether the options given say so."""
+        return self.name in given and (not self.values or given[self.name] in self.values)
+
+
+SWITCHES = (
+    Switch("profile", ("search", "calibration", "task calibration"), "a profile brings what it was made with"),
+    Switch("prompts", ("task calibration",), "own prompts take the place of tasks"),
+    Switch("cost", ("device cost",), "the device was measured already"),
+    Switch("preset", ("density target", "speedup target"), "the preset has a target of its own", ("minference",)),
+    Switch("target_speedup", ("density target",), "each is a target"),
+    Switch("only", ("decode", "loss bound", "given layers"), "only prefill is planned", ("prefill",)),
+    Switch("only", ("prefill", "search", "density target", "speedup target"), "only decode is planned", ("decode",)),
+    Switch("filter_rule", ("given layers",), "this rule finds the layers itself", ("dp", "omnikv")),
+    Switch("filter_rule", ("loss bound",), "this rule has no bound on what is lost", ("omnikv", "fixed")),
+    Switch("filter_layers", ("loss bound",), "layers that are given have no bound on what is lost"),
+    Switch("no_verify", ("verification",), "nothing is verified"),
+)
+
+_NO_FLAG = ("levels", "row_stride", "verify_lengths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +178,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check(self)
-        check_options(self)
+        # A phase or a verification that is left out contradicts nothing here: programs build their options in parts.
+        check_used(asked(self))
 
     @property
     def tile_shape(self) -> TileShape:
@@ -233,3 +294,51 @@ def _told(found: object) -> str:
 
 def _shares(values: Sequence[float]) -> bool:
     return all(0.0 < value <= 1.0 for value in values)
+
+
+def check_used(given: Mapping[str, object]) -> None:
+    """Refuses an option that nothing would read.
+
+    Args:
+        given: the options that were asked for, by name, and their values; not those left at their defaults.
+
+    Raises:
+        UsageError: naming the option, and those that leave out whatever would read it.
+    """
+    on = [switch for switch in SWITCHES if switch.is_on(given)]
+    for name in given:
+        against = [_against(name, part, on) for part in READ_BY.get(name, ())]
+        if against and None not in against:
+            raise UsageError(_refusal(name, list(dict.fromkeys(switch for switch in against if switch)), given))
+
+
+def asked(options: PlanOptions) -> dict[str, object]:
+    """The fields that differ from their defaults, as far as that tells what was asked for."""
+    if options.is_settled:
+        return {}
+    values = {field.name: (getattr(options, field.name), _default(field)) for field in fields(options)}
+    unread = ("phases", "gate", *(["verify_samples"] if options.verify_samples == 0 else []))
+    return {name: value for name, (value, default) in values.items() if value != default and name not in unread}
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _against(name: str, part: str, on: list[Switch]) -> Switch | None:
+    return next((switch for switch in on if switch.name != name and part in switch.leaves_out), None)
+
+
+def _refusal(name: str, against: list[Switch], given: Mapping[str, object]) -> str:
+    others = [flag_of(switch.name, given[switch.name] if switch.values else None) for switch in against]
+    reasons = "; ".join(dict.fromkeys(switch.because for switch in against))
+    if len(others) == 1:
+        return f"expected {flag_of(name)} or {others[0]}, found both: {reasons}; leave one out"
+    listed = f"{', '.join(others[:-1])} and {others[-1]}"
+    return f"expected no {flag_of(name)} beside {listed}, found it: nothing would read it ({reasons}); leave one out"
+
+
+def flag_of(name: str, value: object = None) -> str:
+    """The flag of an option, as messages show it."""
+    flag = name if name in _NO_FLAG else f"--{name.replace('_', '-')}"
+    return flag if value is None else f"{flag} {value}"

@@ -1,18 +1,22 @@
-"""Whether a plan keeps what its gate asks for, measured on held-out prompts: prefill alone, decode alone, and both."""
+"""Whether a plan meets its gate, measured on held-out prompts: prefill alone, decode alone, and both.
+
+`tightened` gives the options of the next attempt when it does not.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
-from sparsekv.planner.evaluation.batching import prompts_at_once
-from sparsekv.planner.evaluation.evaluate import Mode, PhaseName, PlanMode, evaluate_modes
-from sparsekv.planner.evaluation.results import EvalResult, TaskResult, merged
+from sparsekv.planner.eval_results import EvalResult, TaskResult, merged
+from sparsekv.planner.evaluation import Mode, PhaseName, PlanMode, evaluate_modes, prompts_at_once
 from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import PrefillBucket
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.plans.types import format_length
@@ -25,6 +29,8 @@ FEWEST_ANSWERS = 10
 _VACUOUS = "dense solves no task {share:.0%} of the time, so that accuracy says nothing about this plan"
 _TOO_FEW = "{found} answers to tasks that dense solves are too few to call a plan verified, at least {least} are needed"
 _UNTOUCHED = "{phase} up to {up_to} is sparse and was not run at any verified length"
+_LOSS_STEP = 0.5
+_LEAST_LOSS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +216,108 @@ def _measurement(result: EvalResult, phase: PhaseName) -> Measurement:
         kl=result.kl,
         tasks={name: task.score for name, task in result.tasks.items()},
     )
+
+
+def after_a_missed_gate(options: PlanOptions, missed: Set[PhaseName]) -> str:
+    """A sentence that names options which can be used together with those that were.
+
+    Args:
+        options: of the last plan.
+        missed: the phases that missed the gate; where only both together missed it, either may be given more.
+    """
+    wanted = {phase for phase in options.phases if phase in missed} or set(options.phases)
+    first, *rest = (*_more(options, wanted), *_looser(options))
+    return f"{first[0].upper()}{first[1:]}, {', '.join(rest)}, or verify on more samples (--verify-samples)"
+
+
+def _more(options: PlanOptions, phases: Set[str]) -> Iterator[str]:
+    if "prefill" in phases:
+        if options.preset is not None:
+            yield f"search without the {options.preset} preset, which has one density a length"
+        elif options.target_speedup is not None:
+            yield "ask for less than this --target-speedup"
+        else:
+            yield "raise --target-density"
+    if "decode" in phases:
+        yield "choose other --filter-layers" if options.filter_rule == "fixed" else "raise --decode-budget"
+
+
+def _looser(options: PlanOptions) -> Iterator[str]:
+    yield "loosen --max-accuracy-drop" if options.gate.max_kl is None else "loosen --max-accuracy-drop or --max-kl"
+
+
+def tightened(
+    options: PlanOptions, profile: Profile, missed: Mapping[PhaseName, Collection[int]]
+) -> PlanOptions | None:
+    """Options of which a plan loses less in the phases that missed the gate; None when there are none.
+
+    Args:
+        options: settled, of the plan that missed.
+        profile: what it was compiled from.
+        missed: the phases that missed, with the lengths that did worst. Where only both together missed, both are
+            tightened.
+    """
+    alone = set(missed) - {"both"} or {"prefill", "decode"}
+    lengths = {length for some in missed.values() for length in some}
+    stricter = options
+    if "prefill" in alone:
+        stricter = _denser(stricter, profile, lengths)
+    if "decode" in alone:
+        stricter = _more_careful(stricter, profile)
+    return None if stricter == options else stricter
+
+
+def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) -> PlanOptions:
+    """The next density of the ladder at the lengths that missed."""
+    if not options.target_density or options.target_speedup is not None:  # denser would miss the speedup
+        return options
+    entries = [entry for entry in profile.lengths if entry.layers]
+    return replace(
+        options,
+        target_density=tuple(
+            _next_density(entry, target) if entry.length in lengths else target
+            for entry, target in zip(entries, options.target_density, strict=True)
+        ),
+    )
+
+
+def _next_density(entry: LengthProfile, target: float) -> float:
+    return next((density for density in entry.densities if density > target * 1.001), target)
+
+
+def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
+    """Half the loss (fewer layers attend to chosen tokens); at the least loss, the next larger budget."""
+    if options.filter_rule == "dp" and options.decode_loss > _LEAST_LOSS:
+        return replace(options, decode_loss=options.decode_loss * _LOSS_STEP)
+    longest = profile.lengths[-1]
+    budgets: tuple[Budget, ...] = longest.reuse.budgets if longest.reuse else ()
+    spent = options.decode_budget.resolve(longest.length)
+    larger = sorted((b.resolve(longest.length), place) for place, b in enumerate(budgets))
+    return next(
+        (replace(options, decode_budget=budgets[place]) for size, place in larger if size > spent),
+        options,
+    )
+
+
+def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -> tuple[str, ...]:
+    """What a plan that met its gate at a later attempt gave up of what was asked for.
+
+    Args:
+        asked: settled, before the first attempt.
+        used: those of the plan.
+        profile: what both were compiled from.
+    """
+    entries = [entry for entry in profile.lengths if entry.layers]
+    targets = zip(entries, asked.target_density, used.target_density, strict=False)
+    lines = [
+        f"prefill at {format_length(entry.length)} is planned for a density of {after:g}: with the {before:g} that was "
+        "asked for, the plan missed its gate"
+        for entry, before, after in targets
+        if before != after
+    ]
+    if (asked.decode_loss, asked.decode_budget) != (used.decode_loss, used.decode_budget):
+        lines.append(
+            f"decode is planned for a loss of {used.decode_loss:g} and a budget of {used.decode_budget}: with "
+            f"{asked.decode_loss:g} and {asked.decode_budget}, the plan missed its gate"
+        )
+    return tuple(lines)

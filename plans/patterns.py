@@ -5,7 +5,7 @@ A pattern only says which key tiles and single columns a query tile computes. Th
 outward. Every pattern also computes the diagonal tile, the one before it, and the first key tile, within its budgets.
 
 To add a pattern: add its class here and to `Pattern`, its index builder in `kernels/index/`, its row in
-`kernels/index/build.py`, and its candidates in `planner/search/space.py`.
+`kernels/index/build.py`, and its candidates in `planner/profile/search_space.py`.
 
 A budget is `{tokens: n}` or `{fraction: x}`, never a bare number. A fraction is of the context length at the time of
 use: past + chunk in prefill, all cached tokens in decode.

@@ -14,7 +14,7 @@ source_tree.make_importable()
 
 from reference_model.corpus import split_files, standard_library  # noqa: E402
 
-from sparsekv.planner.tasks.types import Split  # noqa: E402
+from sparsekv.planner.tasks.text import Split  # noqa: E402
 
 _DATA = Path(__file__).resolve().parent.parent / "planner" / "tasks" / "data"
 

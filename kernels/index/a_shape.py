@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sparsekv.kernels.index.call import (
+from sparsekv.kernels.device_cache import kept_on_device, on_device
+from sparsekv.kernels.index.layout import (
     HeadIndex,
     IndexCall,
     Layout,
@@ -20,7 +21,6 @@ from sparsekv.kernels.index.call import (
     spread,
     without_columns,
 )
-from sparsekv.kernels.kept import kept_on_device, on_device
 from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import AShape

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparsekv.kernels.index.call import HeadIndex, IndexCall, RowTiles, empty_tiles, without_columns
+from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.index.layout import HeadIndex, IndexCall, RowTiles, empty_tiles, without_columns
 from sparsekv.kernels.index.tile_scores import ScoreKind, TileScores, tile_scores
-from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import ascending, mark_best
 from sparsekv.plans.patterns import Adaptive
@@ -43,7 +43,7 @@ def index_adaptive(patterns: Sequence[Adaptive], heads: Sequence[int], call: Ind
 
 def _scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[TileScores]:
     if call.by_triton and kind == "antidiagonal":
-        from sparsekv.kernels.index.device.tile_scores import takes, tile_scores_by_triton
+        from sparsekv.kernels.index.triton.adaptive import takes, tile_scores_by_triton
 
         if takes(call):
             return tile_scores_by_triton(heads, call)

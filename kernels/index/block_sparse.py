@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
-from sparsekv.kernels.index.call import (
+from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.index.layout import (
     HeadIndex,
     IndexCall,
     RowTiles,
+    ceil_div,
     empty_tiles,
     take_heads,
     without_columns,
 )
-from sparsekv.kernels.index.pool import mean_pool
-from sparsekv.kernels.kept import on_device
 from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import ascending, blocks, top_mask
 from sparsekv.plans.patterns import BlockSparse
@@ -67,3 +67,40 @@ def _mark_limits(scores_BhRM: torch.Tensor, keep_Bh1: torch.Tensor, rows: RowTil
     visible_BRM = (tile_M >= seen_BR1) & (tile_M <= end_BR1)
     scores_BhRM.masked_fill_(mandatory_BRM[:, None], torch.inf).masked_fill_(~visible_BRM[:, None], -torch.inf)
     return torch.minimum(keep_Bh1, visible_BRM.sum(-1)[:, None])
+
+
+# Mean of the rows of each tile, in float32, padding left out.
+#
+# Shapes: B batch, H heads, S rows, T tiles, D head size.
+
+
+def mean_pool(x_BHSD: torch.Tensor, size: int, valid: Sequence[int]) -> torch.Tensor:
+    """Means over `size` rows at a time: float32 [B, H, ceil(S / size), D].
+
+    Only the first valid[b] rows of batch row b count, whatever memory holds after them; a tile without any is 0.
+    """
+    batch, heads, rows, width = x_BHSD.shape
+    pooled_BHTD = x_BHSD.new_zeros((batch, heads, ceil_div(rows, size), width), dtype=torch.float32)
+    whole = min(min(valid), rows) // size
+    if whole:
+        tiles_BHTXD = torch.unflatten(x_BHSD[:, :, : whole * size], 2, (whole, size))
+        pooled_BHTD[:, :, :whole] = tiles_BHTXD.mean(3, dtype=torch.float32)
+    valid_B1 = on_device(list(valid), x_BHSD.device)[:, None]
+    for part in blocks(ceil_div(max(valid), size) - whole, batch * heads * size * width):
+        tiles = slice(whole + part.start, whole + part.stop)
+        pooled_BHTD[:, :, tiles] = _pool_ragged(x_BHSD, size, tiles, valid_B1)
+    return pooled_BHTD
+
+
+def _pool_ragged(x_BHSD: torch.Tensor, size: int, tiles: slice, valid_B1: torch.Tensor) -> torch.Tensor:
+    start, stop = tiles.start * size, tiles.stop * size
+    held_BHXD = x_BHSD[:, :, start:stop]
+    real_BX = torch.arange(start, stop, device=x_BHSD.device) < valid_B1
+    clean_BHXD = held_BHXD.float().masked_fill_(~real_BX[:, None, : held_BHXD.shape[2], None], 0.0)
+    sums_BHTD = torch.unflatten(_pad_rows(clean_BHXD, stop - start), 2, (-1, size)).sum(3)
+    counts_BT = torch.unflatten(real_BX, 1, (-1, size)).sum(2)
+    return sums_BHTD / counts_BT.clamp(min=1)[:, None, :, None]
+
+
+def _pad_rows(x_BHXD: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x_BHXD, (0, 0, 0, rows - x_BHXD.shape[2]))

@@ -8,7 +8,9 @@ Shapes: B batch, H query heads, G KV heads, S query rows of the chunk, K keys (p
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,34 +18,32 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
+from sparsekv.kernels.device_cache import kept_on_device, on_device
 from sparsekv.kernels.index.a_shape import index_a_shape
 from sparsekv.kernels.index.adaptive import index_adaptive
-from sparsekv.kernels.index.assemble import index_of, place, room_for, widths_of
 from sparsekv.kernels.index.block_sparse import index_block_sparse
-from sparsekv.kernels.index.call import HeadIndex, IndexCall, IndexWidths, RowTiles
-from sparsekv.kernels.index.dense import index_dense
-from sparsekv.kernels.index.heads import HeadGroup, by_kind
-from sparsekv.kernels.index.line_scores import LineScores
-from sparsekv.kernels.index.lines import score_lines
+from sparsekv.kernels.index.layout import (
+    HeadIndex,
+    IndexCall,
+    IndexWidths,
+    Layout,
+    LineScores,
+    RowTiles,
+    ceil_div,
+    empty_tiles,
+    spread,
+    without_columns,
+)
+from sparsekv.kernels.index.line_scores import score_lines
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
-Builder = Callable[[Sequence[Any], Sequence[int], IndexCall, RowTiles], HeadIndex]
-
-BUILDERS: Mapping[type[Pattern], Builder] = {
-    Dense: index_dense,
-    AShape: index_a_shape,
-    VerticalSlash: index_vertical_slash,
-    BlockSparse: index_block_sparse,
-    Adaptive: index_adaptive,
-}
-
 BuilderName = Literal["auto", "torch", "triton"]
 _TRITON_BUILDERS: Mapping[type[Pattern], str] = {
-    VerticalSlash: "sparsekv.kernels.index.device.vertical_slash",
-    BlockSparse: "sparsekv.kernels.index.device.block_sparse",
+    VerticalSlash: "sparsekv.kernels.index.triton.vertical_slash",
+    BlockSparse: "sparsekv.kernels.index.triton.block_sparse",
 }
 
 
@@ -219,3 +219,153 @@ def _check_shapes(patterns: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chu
             f"the chunk needs {needed} query rows and {chunk.longest} keys, "
             f"found {rows} and {k_BGKD.shape[2]}; pass all keys from the first token on"
         )
+
+
+# Heads that compute every causal tile: only the counts are filled; kernels need no list for them.
+
+
+def index_dense(patterns: Sequence[Dense], heads: Sequence[int], call: IndexCall, rows: RowTiles) -> HeadIndex:
+    """Counts of every causal tile."""
+    return spread(_build(call.device, call.layout), [0] * len(heads))
+
+
+@kept_on_device(most=4)
+def _build(device: torch.device, layout: Layout) -> HeadIndex:
+    tiles_B1TW, _ = empty_tiles(layout, 1, 1)  # never read; kernels need not handle a width of 0
+    return without_columns(layout, tiles_B1TW, (layout.locate().end_BT + 1).to(torch.int32)[:, None])
+
+
+Builder = Callable[[Sequence[Any], Sequence[int], IndexCall, RowTiles], HeadIndex]
+
+BUILDERS: Mapping[type[Pattern], Builder] = {
+    Dense: index_dense,
+    AShape: index_a_shape,
+    VerticalSlash: index_vertical_slash,
+    BlockSparse: index_block_sparse,
+    Adaptive: index_adaptive,
+}
+
+
+# Putting the heads of several patterns together into one index.
+#
+# Shapes as in call.py.
+
+
+def widths_of(index: HeadIndex) -> IndexWidths:
+    """How wide it is."""
+    return IndexWidths(index.tiles_BhTW.shape[3], index.columns_BhC.shape[2])
+
+
+def index_of(only: HeadIndex, call: IndexCall, dense: tuple[int, ...]) -> TileIndex:
+    """Heads of a single kind: nothing to move."""
+    return TileIndex(
+        tile=call.tile,
+        tiles_BHTW=only.tiles_BhTW.contiguous(),
+        counts_BHT=only.counts_BhT.contiguous(),
+        columns_BHC=only.columns_BhC.contiguous(),
+        live_BHTN=only.live_BhTN.contiguous(),
+        dense_H=_mark_dense(call.device, dense, call.heads),
+        dense_heads=dense,
+    )
+
+
+def room_for(widths: Sequence[IndexWidths], call: IndexCall, dense: tuple[int, ...]) -> TileIndex:
+    """An index of the whole layer, as wide as the widest part; blank where parts may be narrower than their rows."""
+    blank = len(widths) > 1
+    columns = max(one.columns for one in widths)
+    rows = (call.batch, call.q_BHSD.shape[1], call.row_tiles)
+
+    def room(padding: int, *shape: int) -> torch.Tensor:
+        if blank:
+            return torch.full(shape, padding, dtype=torch.int32, device=call.device)
+        return torch.empty(shape, dtype=torch.int32, device=call.device)
+
+    return TileIndex(
+        tile=call.tile,
+        tiles_BHTW=room(NO_TILE, *rows, max(one.tiles for one in widths)),
+        counts_BHT=room(0, *rows),
+        columns_BHC=room(NO_COLUMN, *rows[:2], columns),
+        live_BHTN=room(0, *rows, ceil_div(columns, WORD)),
+        dense_H=_mark_dense(call.device, dense, call.heads),
+        dense_heads=dense,
+    )
+
+
+@kept_on_device(most=64)
+def _mark_dense(device: torch.device, dense: tuple[int, ...], heads: int) -> torch.Tensor:
+    return on_device([head in dense for head in range(heads)], device, torch.bool)
+
+
+def place(part: HeadIndex, heads: tuple[int, ...], into: TileIndex) -> None:
+    """Puts the heads of a part in their places; evenly spaced ones without a list of them, which copies faster."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    even = heads == tuple(range(heads[0], heads[-1] + 1, step))
+    own = slice(heads[0], heads[-1] + 1, step) if even else on_device(heads, into.tiles_BHTW.device)
+    into.counts_BHT[:, own] = part.counts_BhT
+    for whole, piece in (
+        (into.tiles_BHTW, part.tiles_BhTW),
+        (into.columns_BHC, part.columns_BhC),
+        (into.live_BHTN, part.live_BhTN),
+    ):
+        if piece.shape[-1]:
+            whole[:, own, ..., : piece.shape[-1]] = piece
+
+
+# The heads of a layer by the kind of their pattern, known again at the next call.
+#
+# What the host works out for a layer follows from its patterns, and every layer and every prompt brings the same few
+# again. Patterns are compared by identity, which takes a tenth of the time of comparing what is in them.
+
+_DENSE = Dense()
+
+
+class Same:
+    """Objects in order, equal to nothing but the same objects; for keys of what is kept."""
+
+    __slots__ = ("objects",)
+
+    def __init__(self, objects: tuple[Any, ...]) -> None:
+        self.objects = objects
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self.objects)))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Same)
+            and len(self.objects) == len(other.objects)
+            and all(map(operator.is_, self.objects, other.objects))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """The heads of one kind."""
+
+    kind: type[Pattern]
+    heads: tuple[int, ...]
+    patterns: tuple[Pattern, ...]
+
+
+def by_kind(patterns: Sequence[Pattern]) -> tuple[HeadGroup, ...]:
+    """The heads of each kind, in the order of their first heads.
+
+    Equal layers are given the very same patterns, whoever made those that they brought.
+    """
+    # Plans make the patterns of dense heads anew for every call.
+    return _of_same(Same(tuple([_DENSE if type(pattern) is Dense else pattern for pattern in patterns])))
+
+
+@lru_cache(maxsize=512)
+def _of_same(patterns: Same) -> tuple[HeadGroup, ...]:
+    return _of_equal(patterns.objects)
+
+
+@lru_cache(maxsize=512)
+def _of_equal(patterns: tuple[Pattern, ...]) -> tuple[HeadGroup, ...]:
+    kinds: dict[type[Pattern], list[int]] = {}
+    for head, pattern in enumerate(patterns):
+        kinds.setdefault(type(pattern), []).append(head)
+    return tuple(
+        HeadGroup(kind, tuple(heads), tuple(patterns[head] for head in heads)) for kind, heads in kinds.items()
+    )

@@ -1,18 +1,176 @@
-"""Scores of the columns and diagonals of a layer's heads, so that one estimate can serve many patterns.
+"""How much attention each column and each diagonal gets (MInference 1.0, section 3.2, algorithm 2).
 
-Shapes: B batch, h heads, S keys.
+Estimated from the last queries of each batch row: softmax in float32 over all keys they may see.
+
+Shapes: B batch, H query heads, h the heads asked for, G KV heads, N heads of one KV head, L sampled queries, S keys,
+P = S + L - 1 (keys behind L - 1 empty ones), D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.cpu_threads import for_each
+from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.index.layout import IndexCall, LineScores, take_heads
+from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks
+
+# Sampled rows, and elements of their scores, that are worked on at once; where it is not a GPU's whole memory that
+# limits them, but the reach of a core's cache.
+_AT_ONCE = {"cpu": (64, 1 << 20)}
+UNSEEN = -1.0  # score of a line that no query of the batch row can reach; a real one has 0 or more
+
 
 @dataclass(frozen=True, slots=True)
-class LineScores:
-    """How much attention each line received, float32, summing over a head to its sampled queries."""
+class _Sample:
+    """The sampled queries: row l of batch row b is token last[b] - (L - 1 - l)."""
 
-    vertical_BhS: torch.Tensor  # index j: the column of key j
-    slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
+    q_BHLD: torch.Tensor
+    positions_BL: torch.Tensor
+    used_BhL: torch.Tensor | None  # False for rows beyond a head's own sample or before the chunk; None if all count
+
+    @property
+    def rows(self) -> int:
+        """L."""
+        return self.positions_BL.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The asked heads as a table of KV head x slot, so that all KV heads can be scored at once."""
+
+    kv_heads: tuple[int, ...]
+    order: tuple[tuple[int, ...], ...]  # position in `heads` of each slot; short rows repeat their first one
+
+    def part(self, groups: slice, slots: slice) -> _Slots:
+        return _Slots(self.kv_heads[groups], tuple(row[slots] for row in self.order[groups]))
+
+    @property
+    def flat(self) -> list[int]:
+        return [position for row in self.order for position in row]
+
+
+def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) -> LineScores:
+    """Scores of the columns and diagonals of these heads.
+
+    Args:
+        heads: query heads to score.
+        last_q: how many of the last queries each of them samples; short chunks sample what they have.
+        call: the layer's queries and keys.
+    """
+    sample, slots = _take_sample(last_q, call), _arrange(heads, call.group_size)
+    shape = (call.batch, len(heads), call.chunk.longest)
+    vertical_BhS = torch.empty(shape, dtype=torch.float32, device=call.device)
+    shifted_BhS = torch.empty_like(vertical_BhS)
+    rows, elements = _AT_ONCE.get(call.device.type, (sample.rows, BLOCK_ELEMENTS))
+    rows = min(rows, sample.rows)
+    parts = list(_parts(slots, call.batch * rows * (call.chunk.longest + sample.rows - 1), elements))
+
+    def fill(part: _Slots) -> None:
+        into = on_device(part.flat, call.device)
+        vertical_BhS[:, into], shifted_BhS[:, into] = _sum_lines(part, heads, sample, call, rows)
+
+    if call.device.type == "cpu":
+        for_each(fill, parts)
+    else:
+        for part in parts:
+            fill(part)
+    return _by_offset(vertical_BhS, shifted_BhS, call)
+
+
+def _take_sample(last_q: Sequence[int], call: IndexCall) -> _Sample:
+    device, past, lengths = call.device, call.chunk.past, call.chunk.lengths
+    most = max(1, min(max(last_q), max(call.rows)))
+    back_L = torch.arange(most - 1, -1, -1, device=device)
+    past_B1, length_B1 = on_device([past, lengths], device).unsqueeze(-1)
+    positions_BL = length_B1 - 1 - back_L
+    rows_BL = (positions_BL - past_B1).clamp(min=0)
+    q_BHLD = call.q_BHSD.gather(2, rows_BL[:, None, :, None].expand(-1, call.q_BHSD.shape[1], -1, call.q_BHSD.shape[3]))
+    limits = [[min(own, rows) for own in last_q] for rows in call.rows]
+    every = all(limit == most for row in limits for limit in row)
+    used_BhL = None if every else back_L < on_device(limits, device).unsqueeze(-1)
+    return _Sample(q_BHLD, positions_BL, used_BhL)
+
+
+def _arrange(heads: Sequence[int], group_size: int) -> _Slots:
+    members: dict[int, list[int]] = {}
+    for position, head in enumerate(heads):
+        members.setdefault(head // group_size, []).append(position)
+    kv_heads = tuple(sorted(members))
+    most = max(len(row) for row in members.values())
+    order = (tuple(members[g] + members[g][:1] * (most - len(members[g]))) for g in kv_heads)
+    return _Slots(kv_heads, tuple(order))
+
+
+def _parts(slots: _Slots, elements_each: int, budget: int) -> Iterator[_Slots]:
+    """Whole KV heads as far as memory allows, else some slots of one."""
+    most = len(slots.order[0])
+    per_part = min(most, max(1, budget // max(1, elements_each)))
+    for groups in blocks(len(slots.kv_heads), elements_each * most, budget):
+        for columns in blocks(most, 1, per_part):
+            yield slots.part(groups, columns)
+
+
+def _sum_lines(
+    part: _Slots, heads: Sequence[int], sample: _Sample, call: IndexCall, most_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns and shifted diagonals of the part's heads, summed over the sample: [B, heads of the part, S] each."""
+    q_BhLD = take_heads(sample.q_BHLD, [heads[position] for position in part.flat])
+    k_BGSD = take_heads(call.k_BGKD, part.kv_heads)[:, :, : call.chunk.longest]
+    k_BGPD = torch.nn.functional.pad(k_BGSD, (0, 0, sample.rows - 1, 0))
+    used_BhL = None
+    if sample.used_BhL is not None:
+        used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.device))
+    vertical, shifted = [], []
+    for rows in blocks(sample.rows, 1, most_rows):
+        weights_BhRP = _weights(q_BhLD[:, :, rows], k_BGPD, rows, sample, call)
+        if used_BhL is not None:
+            weights_BhRP.masked_fill_(~used_BhL[:, :, rows].unsqueeze(-1), 0.0)
+        vertical.append(weights_BhRP[..., sample.rows - 1 :].sum(-2))
+        shifted.append(_sum_diagonals(weights_BhRP, rows.start, call.chunk.longest))
+    return _total(vertical), _total(shifted)
+
+
+def _weights(q_BhRD: torch.Tensor, k_BGPD: torch.Tensor, rows: slice, sample: _Sample, call: IndexCall) -> torch.Tensor:
+    """Softmax of some sampled queries, with L - 1 empty keys in front: [B, heads of the part, R, P]."""
+    groups, count = k_BGPD.shape[1], q_BhRD.shape[2]
+    scores_BGXP = scaled_scores(torch.unflatten(q_BhRD, 1, (groups, -1)).flatten(2, 3), k_BGPD, call.scale)
+    scores_BhRP = torch.unflatten(scores_BGXP, 2, (-1, count)).flatten(1, 2)
+    empty = sample.rows - 1
+    scores_BhRP[..., :empty] = -torch.inf
+    # Keys that every sampled row sees need no mask.
+    first = 0 if call.window is not None else max(0, min(call.chunk.lengths) - sample.rows)
+    key_X = torch.arange(first, call.chunk.longest, device=call.device)
+    position_BR1 = sample.positions_BL[:, rows].unsqueeze(-1)
+    hidden_BRX = key_X > position_BR1
+    if call.window is not None:
+        hidden_BRX |= position_BR1 - key_X >= call.window
+    scores_BhRP[..., empty + first :].masked_fill_(hidden_BRX[:, None], -torch.inf)
+    return scores_BhRP.softmax(-1)
+
+
+def _sum_diagonals(weights_BhRP: torch.Tensor, first_row: int, keys: int) -> torch.Tensor:
+    """Entry c of [B, h, S] sums row l at key c - (L - 1 - l): reading each row one further aligns the diagonals."""
+    batch, heads, rows, padded = weights_BhRP.shape
+    strides = (heads * rows * padded, rows * padded, padded + 1, 1)
+    return weights_BhRP.contiguous().as_strided((batch, heads, rows, keys), strides, first_row).sum(-2)
+
+
+def _total(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, call: IndexCall) -> LineScores:
+    """Entry c of the shifted sums is offset last - c; keys and offsets beyond a batch row become UNSEEN."""
+    key_S = torch.arange(call.chunk.longest, device=call.device)
+    length_B1 = on_device(list(call.chunk.lengths), call.device)[:, None]
+    source_BhS = (length_B1 - 1 - key_S).clamp(min=0)[:, None].expand(shifted_BhS.shape)
+    beyond_B1S = (key_S >= length_B1)[:, None]
+    return LineScores(
+        vertical_BhS.masked_fill_(beyond_B1S, UNSEEN),
+        shifted_BhS.gather(-1, source_BhS).masked_fill_(beyond_B1S, UNSEEN),
+    )

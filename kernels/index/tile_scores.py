@@ -38,10 +38,9 @@ from typing import Literal
 
 import torch
 
-from sparsekv.kernels.index.block_sparse import pooled_queries
-from sparsekv.kernels.index.call import IndexCall, RowTiles, ceil_div, floor_div, take_heads
-from sparsekv.kernels.index.pool import mean_pool
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.index.block_sparse import mean_pool, pooled_queries
+from sparsekv.kernels.index.layout import IndexCall, RowTiles, ceil_div, floor_div, take_heads
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks
 

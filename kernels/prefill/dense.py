@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.prefill.shapes import check_chunk, check_qkv
-from sparsekv.kernels.tiles import AttentionOutput, Chunk
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, check_chunk, check_qkv
 
 # Elements and rows of a block's mask.
 MASK_ELEMENTS = 1 << 24

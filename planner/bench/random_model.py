@@ -1,20 +1,89 @@
-"""The model that a prefill is timed on: loaded, or of a known shape with random weights made on the device itself."""
+"""The model that a prefill is timed on, loaded or of a known shape with random weights made on the device itself, and a
+plan at stated densities for a model that has none.
+
+Public shapes are facts from the models' own cards and configs, for where not even their config can be had. Rope bases
+are among them, though no time depends on them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
+from sparsekv.planner.bench.structure import BenchFamily, diffuse_pattern
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import AttentionGroup, ModelInfo
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import check_supported, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config
+
+
+@dataclass(frozen=True, slots=True)
+class PublicShape:
+    """What a config says that time and memory depend on."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    rope_theta: float
+    context: int
+    head_dim: int = 128
+
+    def config(self) -> dict[str, Any]:
+        """As transformers names it."""
+        return {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.context,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+
+
+def _llama(context: int, rope_theta: float) -> PublicShape:
+    return PublicShape("llama", 32, 4096, 14336, 32, 8, 128256, rope_theta, context)
+
+
+def _qwen2(context: int, rope_theta: float) -> PublicShape:
+    return PublicShape("qwen2", 28, 3584, 18944, 28, 4, 152064, rope_theta, context)
+
+
+# By alias, see plans/aliases.py.
+PUBLIC_SHAPES: dict[str, PublicShape] = {
+    "llama3-8b": _llama(8192, 5e5),
+    "llama3-8b-262k": _llama(262144, 283461213.0),
+    "llama3-8b-1m": _llama(1048576, 3580165449.0),
+    "llama3.1-8b": _llama(131072, 5e5),
+    "llama3.1-70b": PublicShape("llama", 80, 8192, 28672, 64, 8, 128256, 5e5, 131072),
+    "yi-9b-200k": PublicShape("llama", 48, 4096, 11008, 32, 4, 64000, 1e7, 262144),
+    "mistral-7b": PublicShape("mistral", 32, 4096, 14336, 32, 8, 32768, 1e6, 32768),
+    "qwen2-7b": _qwen2(32768, 1e6),
+    "qwen2.5-7b": _qwen2(32768, 1e6),
+    "qwen2.5-7b-1m": _qwen2(1010000, 1e7),
+    "qwen2.5-14b-1m": PublicShape("qwen2", 48, 5120, 13824, 40, 8, 152064, 1e7, 1010000),
+    "qwen3-8b": PublicShape("qwen3", 36, 4096, 12288, 32, 8, 151936, 1e6, 40960),
+    "qwen3-14b": PublicShape("qwen3", 40, 5120, 17408, 40, 8, 151936, 1e6, 40960),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +162,59 @@ def _cut(config: Any, layers: int) -> None:
 def _short(name: str) -> str:
     """A name without the folders before it."""
     return name.rstrip("/").rpartition("/")[2] if name.startswith((".", "/", "~")) else name
+
+
+def hand_plan(
+    info: ModelInfo,
+    lengths: Sequence[int],
+    densities: Sequence[float],
+    tile: TileShape,
+    families: Sequence[BenchFamily] = ("vertical_slash", "a_shape"),
+) -> Plan:
+    """A bucket for each length, families dealt out to the heads of every full-attention layer in turn.
+
+    Budgets are such that they come to the density where attention is diffuse, as it is with random weights: the
+    diagonals of vertical_slash heads are then scattered, and `max_tiles` is what binds.
+
+    Args:
+        lengths: ascending.
+        densities: one for all lengths, or one for each.
+
+    Raises:
+        UsageError: lengths and densities do not pair up, or a family has no fixed density.
+    """
+    if len(densities) not in (1, len(lengths)):
+        raise UsageError(f"expected one density, or one for each of the {len(lengths)} lengths, found {len(densities)}")
+    shares = tuple(densities) * len(lengths) if len(densities) == 1 else densities
+    last = len(lengths) - 1
+    buckets = tuple(
+        PrefillBucket(
+            up_to=None if place == last else length,
+            heads=tuple(
+                group
+                for layers in info.attention
+                if layers.kind == "full"
+                for group in _groups(layers, length, share, tile, families)
+            ),
+        )
+        for place, (length, share) in enumerate(zip(lengths, shares, strict=True))
+    )
+    return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets))
+
+
+def in_words(families: Sequence[BenchFamily], densities: Sequence[float], tile: TileShape) -> str:
+    """What the plan is, for those who read the numbers."""
+    shares = ", ".join(f"{share:g}" for share in densities)
+    return f"made by hand: {' and '.join(families)} in turn, sized for a density of {shares}, {tile.key} tiles"
+
+
+def _groups(
+    layers: AttentionGroup, length: int, density: float, tile: TileShape, families: Sequence[BenchFamily]
+) -> list[HeadGroup]:
+    patterns = [diffuse_pattern(family, length, density, tile) for family in families]
+    return [
+        HeadGroup(layer=layer, heads=tuple(range(number, layers.heads, len(patterns))), pattern=pattern)
+        for layer in layers.layers
+        for number, pattern in enumerate(patterns)
+        if number < layers.heads
+    ]

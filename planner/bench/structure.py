@@ -1,20 +1,248 @@
-"""What is planted for the heads that share a KV head: drawn on the host, small, the same whatever the device.
+"""What is planted in a layer: how much of each structure comes to a stated density, and the directions that show it.
 
-Shapes: C columns, M key tiles, T row tiles, Z clusters a row tile looks at, F frequencies, X dimensions of a tile code.
+Structure is drawn on the host: it is small, and the same whatever the device.
+
+A head of N key tiles computes (N + 1) / 2 tiles a row on average when it is dense. Every pattern computes the first
+tile, the diagonal one and the one before it, so that short prompts cannot be sparse: the bench prints what they come
+to.
+
+Each structure has dimensions of its own, so that the query heads of a group, which share their keys, can each look
+elsewhere: a head that leaves a dimension at 0 does not see what the keys hold there.
+
+    sink      1 dimension: the first tokens.
+    columns   one a query head of the group (as far as there is room): the keys of its columns.
+    place     2: the token's number in lifetimes of the local band, split so that bfloat16 holds it exactly enough. A
+              query of 1 there weighs keys by exp(-distance / lifetime).
+    slashes   pairs (cos, sin) of w_f * j: a query with the codes of i - o sees sum_f cos(w_f (i - j - o)), a lobe
+              around diagonal o: positions as rotary embeddings write them.
+    tiles     a code for each cluster of key tiles.
+    base      random.
+
+Symbols: N key tiles of the prompt, K tiles of a full row, B average tiles of a row.
+Shapes: G KV heads, F frequencies, J token positions, C columns, M clusters or key tiles, T row tiles, Z clusters a row
+tile looks at, X dimensions of a tile code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
 
 import torch
 
-from sparsekv.planner.bench.codes import Layout, slash_waves, tile_codes
-from sparsekv.planner.bench.sizes import SINK, BenchFamily, HeadSizes, planted_diagonals
-from sparsekv.planner.search.space import last_q_for
-from sparsekv.plans.patterns import TileShape
+from sparsekv.planner.profile.search_space import last_q_for
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
+
+BenchFamily = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive"]
+FAMILIES: tuple[BenchFamily, ...] = get_args(BenchFamily)
+
+SINK = 4  # tokens that every head looks at
+_MANDATORY = 3  # tiles of a row
+_COLUMN_SHARE = 0.2  # of the computed tiles of a vertical-slash head
+# Diagonals of the middles of runs, as shares of the prompt; heads move them a little.
+_TWO_RUNS = (0.15, 0.45)
+_ONE_RUN = (0.1, 0.7)  # at least and at most: the farther back, the fewer rows see it
+_ADAPTIVE_MASS = 0.97
+_ROOM = 1.15  # of `max_tiles` over the fullest row that is planted
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """One head of a family at a density. What a family does not have is 0 or empty."""
+
+    family: BenchFamily
+    window: int = 0  # tokens of the local band of an a_shape
+    run: int = 0  # diagonals in a run
+    runs: tuple[float, ...] = ()  # the diagonal in the middle of each, as a share of the prompt
+    columns: int = 0
+    clusters: int = 0  # one key tile in so many is hot for a row tile
+
+
+def sizes_for(family: BenchFamily, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
+    """What to plant in a head so that the pattern of `pattern_for` computes about `density` of the tiles.
+
+    Args:
+        family: a pattern by name.
+        length: tokens of the prompt.
+        density: computed tiles over causal tiles.
+        tile: the plan's tile shape.
+        narrowest: diagonals of the narrowest run that can be planted.
+    """
+    if family == "vertical_slash":
+        return _vertical_slash(length, density, tile, narrowest)
+    if family == "a_shape":
+        return HeadSizes("a_shape", window=(_row_tiles(length, density, tile) - 2) * tile.key)
+    if family == "block_sparse":
+        hot = _kept_tiles(length, density, tile) - _MANDATORY
+        return HeadSizes("block_sparse", clusters=max(2, math.ceil(_tiles(length, tile) / hot)))
+    share = density - 2 * _MANDATORY / _tiles(length, tile)
+    return HeadSizes("adaptive", clusters=max(2, min(_tiles(length, tile), round(1 / max(share, 1e-9)))))
+
+
+def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape) -> Pattern:
+    """The pattern with budgets for what was planted."""
+    if sizes.family == "a_shape":
+        return AShape(sink=tokens(SINK), window=tokens(sizes.window + 1))
+    if sizes.family == "block_sparse":
+        return BlockSparse(keep=tokens(_kept_tiles(length, density, tile) * tile.key))
+    if sizes.family == "adaptive":
+        most = _tiles(length, tile) / sizes.clusters + _MANDATORY + 1
+        return Adaptive(mass=_ADAPTIVE_MASS, max_tiles=_whole_tiles(_ROOM * most, tile))
+    last_q = last_q_for(length)
+    # The sinks are columns too, and each sampled query sees them on a far diagonal of its own.
+    most = len(sizes.runs) * _run_tiles(sizes.run, tile) + _MANDATORY
+    return VerticalSlash(
+        vertical=tokens(sizes.columns + SINK),
+        slash=tokens(planted_diagonals(sizes) + last_q + SINK),
+        last_q=last_q,
+        max_tiles=_whole_tiles(_ROOM * most, tile),
+    )
+
+
+def diffuse_pattern(family: BenchFamily, length: int, density: float, tile: TileShape) -> Pattern:
+    """A pattern of that density where attention is diffuse: diagonals are then scattered, and `max_tiles` binds.
+
+    Raises:
+        UsageError: a family whose density the attention decides.
+    """
+    if family == "vertical_slash":
+        # A row sees the lines that begin before it: beside the tiles that all rows have, late rows compute more.
+        seen_last = max(2.0, density * _tiles(length, tile) - 2 * _MANDATORY)
+        columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some lie in tiles
+        bound = _whole_tiles((1 - _COLUMN_SHARE) * seen_last + _MANDATORY, tile)
+        return VerticalSlash(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
+    if family == "adaptive":
+        raise UsageError("expected patterns whose budgets fix their density, found 'adaptive'; leave it out")
+    return pattern_for(sizes_for(family, length, density, tile), length, density, tile)
+
+
+def planted_diagonals(sizes: HeadSizes) -> int:
+    """Diagonals of all runs."""
+    return sizes.run * len(sizes.runs)
+
+
+def _vertical_slash(length: int, density: float, tile: TileShape, narrowest: int) -> HeadSizes:
+    """Solves B = 3 + columns + (tiles of a run) * (rows that see it): for the width of two runs, or one run's place."""
+    average = density * (_tiles(length, tile) + 1) / 2
+    left = (1 - _COLUMN_SHARE) * average - _MANDATORY
+    columns = max(4, min(round(2 * _COLUMN_SHARE * average * tile.key), length // 16))
+    width = round((left / sum(1 - place for place in _TWO_RUNS) - 2) * tile.key)
+    if width >= narrowest:
+        return HeadSizes("vertical_slash", run=width, runs=_TWO_RUNS, columns=columns)
+    place = 1 - left / _run_tiles(narrowest, tile)
+    least, most = _ONE_RUN
+    if place < least:
+        return HeadSizes(
+            "vertical_slash", run=round((left / (1 - least) - 2) * tile.key), runs=(least,), columns=columns
+        )
+    return HeadSizes("vertical_slash", run=narrowest, runs=(min(place, most),), columns=columns)
+
+
+def _run_tiles(width: int, tile: TileShape) -> float:
+    """Tiles of a row that a run of diagonals crosses."""
+    return width / tile.key + 2
+
+
+def _tiles(length: int, tile: TileShape) -> int:
+    return -(-length // tile.key)
+
+
+def _row_tiles(length: int, density: float, tile: TileShape) -> int:
+    """K such that rows of at most K tiles come to the density: early rows have fewer tiles to compute."""
+    tiles = _tiles(length, tile)
+    return min(tiles, max(_MANDATORY, round(tiles * (1 - math.sqrt(1 - density)))))
+
+
+def _kept_tiles(length: int, density: float, tile: TileShape) -> int:
+    """Tiles a row of a block_sparse head: room for one hot tile at least."""
+    return max(_MANDATORY + 1, _row_tiles(length, density, tile))
+
+
+def _whole_tiles(count: float, tile: TileShape) -> Budget:
+    return tokens(math.ceil(count) * tile.key)
+
+
+SMALLEST_HEAD = 32
+_WIDTH = 0.45  # lobes narrower than so many shortest waves do not die out beside their middle
+_PLACE_UNIT = 16  # whole numbers up to 256 are exact in bfloat16: of such units, and of what is left
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which dimensions serve what. Slices of structures that no head has are empty."""
+
+    parts: Mapping[str, slice]
+    column_codes: int  # how many heads of a group can have columns of their own
+    tile_code: int  # X
+    frequencies: int  # F
+
+    def __getitem__(self, structure: str) -> slice:
+        return self.parts[structure]
+
+
+def layout_for(families: Collection[BenchFamily], head_dim: int, group: int) -> Layout:
+    """Gives slashes, which need the most, what the others leave. `head_dim` is at least SMALLEST_HEAD."""
+    slashes, tiles = "vertical_slash" in families, bool({"block_sparse", "adaptive"} & set(families))
+    columns = min(group, head_dim // 8) if slashes else 0
+    place = 2 if "a_shape" in families else 0
+    left = head_dim - 1 - columns - place - head_dim // 8  # the last for the base
+    code = 0 if not tiles else left // 5 if slashes else left // 2
+    pairs = (left - code) // 2 if slashes else 0
+    cuts = [0, *accumulate((1, columns, place, code, 2 * pairs)), head_dim]
+    names = ("sink", "columns", "place", "tiles", "slashes", "base")
+    parts = {name: slice(start, stop) for name, (start, stop) in zip(names, pairwise(cuts), strict=True)}
+    return Layout(parts, columns, code, pairs)
+
+
+def slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frequencies and their weights, which make one lobe of height 1 in a prompt and next to nothing elsewhere.
+
+    Whole waves on the prompt, as in a Fourier series, with the weights of a normal curve: the lobe is one too. Of
+    logits that are `peak` high in its middle, it has lost 1 at half of `width` tokens from there.
+
+    Args:
+        count: F; the width is at least `narrowest_run`.
+    """
+    wave_F = torch.arange(count, dtype=torch.float64)
+    spread = length * math.sqrt(-2 * math.log1p(-1 / peak)) / (math.pi * width)
+    weight_F = torch.exp(-0.5 * (wave_F / spread).square())
+    weight_F[0] /= 2
+    return 2 * math.pi / length * wave_F, weight_F / weight_F.sum()
+
+
+def narrowest_run(frequencies: int, length: int) -> int:
+    """The fewest tokens that a lobe of so many waves can be wide, for logits of 7 or so in its middle."""
+    return math.ceil(_WIDTH * length / max(1, frequencies))
+
+
+def slash_code(position_J: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
+    """Cosines, then sines: float32 [J, 2 F]. Angles are float64, as float32 loses them beyond a million tokens."""
+    angle_JF = position_J.double()[:, None] * frequencies_F.to(position_J.device)
+    return torch.cat([angle_JF.cos(), angle_JF.sin()], dim=1).float()
+
+
+def place_code(position_J: torch.Tensor, lifetime: float) -> torch.Tensor:
+    """The position in lifetimes, in units of 16 and what is left: float32 [J, 2]."""
+    place_J = position_J.double() / lifetime
+    units_J = (place_J / _PLACE_UNIT).round()
+    return torch.stack([units_J, place_J - _PLACE_UNIT * units_J], dim=1).float()
+
+
+def place_query() -> tuple[float, float]:
+    """What a query holds there, times 1 / scale, to weigh keys by one factor e a lifetime."""
+    return float(_PLACE_UNIT), 1.0
+
+
+def tile_codes(clusters: int, width: int, random: torch.Generator) -> torch.Tensor:
+    """One unit vector a cluster: exact where there is room, else random: float32 [M, X]."""
+    if clusters <= width:
+        return torch.eye(clusters, width)
+    return torch.nn.functional.normalize(torch.randn(clusters, width, generator=random), dim=1)
+
 
 _MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
 _RUN_JITTER = 0.04  # of the prompt, by which heads differ

@@ -1,8 +1,11 @@
-"""Timing calls against one another in one process, and what to do when one does not fit in memory.
+"""Timing calls against one another in one process, and the dense kernels that every ratio is against.
 
 On a GPU a sample is the median of `triton.testing.do_bench`, which clears the cache between runs, or of one run where a
 run is long; on a CPU it is one run. Samples are taken in rounds, every other round backwards, so that what disturbs
-the machine meets all calls alike; the result is the median over the rounds.
+the machine meets all calls alike; the result is the median over the rounds. Of very long prompts, where dense takes
+minutes, dense kernels are compared on a part, and the fastest alone runs on all.
+
+Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size.
 """
 
 from __future__ import annotations
@@ -10,8 +13,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import Chunk
 
 Call = Callable[[], object]
 
@@ -84,3 +96,190 @@ def free_memory(device: torch.device) -> None:
     """Gives back what the allocator holds on to, so that the next case meets the whole device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+Found = TypeVar("Found")
+
+RANKED_FROM = 256 << 10  # tokens
+_PARTS = 4
+
+
+def part_of(length: int) -> int:
+    """Tokens of the part that ways are compared on."""
+    return length // _PARTS
+
+
+def fastest_that_runs(
+    part_ms: Mapping[str, float], length: int, run: Callable[[str], Found]
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """Runs the way that took least on the part, or the next where it does not run on the whole.
+
+    Args:
+        part_ms: milliseconds of every way that ran on the part.
+        length: tokens of the whole prompt.
+        run: one way on the whole; raises what its library raises.
+
+    Returns:
+        What the one that ran gave, by its name, if any did; and why each of the others is not there.
+    """
+    order = sorted(part_ms, key=lambda name: part_ms[name])
+    refused = {
+        name: f"{part_ms[name] / part_ms[order[0]]:.2f} times the time of {order[0]} at {part_of(length)} tokens"
+        for name in order
+    }
+    for name in order:
+        try:
+            found = run(name)
+        except Exception as error:
+            refused[name] = in_short(error)
+        else:
+            del refused[name]
+            return {name: found}, refused
+    return {}, refused
+
+
+FLASH_ATTN = "flash-attn-4"
+_KERNELS = {
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+    "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# A peer this much slower than the fastest in one run cannot turn out to be the fastest.
+_OUT_OF_REACH = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class DensePeers:
+    """The dense kernels tried at one length: milliseconds of each that ran, and why the others did not."""
+
+    length: int
+    timed_ms: Mapping[str, float]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fastest(self) -> str | None:
+        """The peer that every ratio is against; None where none ran."""
+        return min(self.timed_ms, key=lambda name: self.timed_ms[name]) if self.timed_ms else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """What every bench says of a case. A number that could not be measured is None; `note` says why.
+
+    Attributes:
+        dense_ms: the fastest way to run dense, timed in turn with the sparse one.
+        density: computed tiles over causal tiles, as realised.
+    """
+
+    name: str
+    length: int
+    backend: str
+    device: str
+    dtype: str
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+    density: float | None = None
+    tflops: float | None = None
+    dense_peers: DensePeers | None = None
+    note: str = ""
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the fastest way to run dense."""
+        return self.dense_ms / self.sparse_ms if self.dense_ms is not None and self.sparse_ms else None
+
+    def with_keys(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """As JSON data, a bench's own keys among them; the first nine are relied on."""
+        relied_on = ("name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device")
+        peers = self.dense_peers
+        return (
+            {name: getattr(self, name) for name in (*relied_on, "dtype")}
+            | dict(own)
+            | {
+                "dense_kernel": peers.fastest if peers else None,
+                "dense_peers_ms": dict(peers.timed_ms) if peers else {},
+                "dense_refused": dict(peers.refused) if peers else {},
+                "note": self.note,
+            }
+        )
+
+
+def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> dict[str, Call]:
+    """Causal attention of a whole prompt by every dense kernel that there may be for these tensors.
+
+    On a CPU, where torch's kernel does not know grouped heads, K and V may be repeated beforehand, which is then not
+    counted: what is compared with sparse is the kernel alone.
+    """
+    if q_BHSD.is_cuda:
+        calls: dict[str, Call] = {
+            name: partial(_torch_kernel, kernel, q_BHSD, k_BGSD, v_BGSD) for name, kernel in _KERNELS.items()
+        }
+        return calls | {FLASH_ATTN: partial(flash_attn_4, q_BHSD, k_BGSD, v_BGSD)}
+    chunk, scale = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2]), q_BHSD.shape[-1] ** -0.5
+    group = q_BHSD.shape[1] // k_BGSD.shape[1]
+    k_BHSD, v_BHSD = (x_BGSD.repeat_interleave(group, 1) for x_BGSD in (k_BGSD, v_BGSD))
+    return {
+        "torch SDPA": lambda: dense_attention(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale),
+        "torch SDPA, K and V repeated beforehand": lambda: scaled_dot_product_attention(
+            q_BHSD, k_BHSD, v_BHSD, is_causal=True
+        ),
+    }
+
+
+def time_dense(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rounds: int) -> DensePeers:
+    """Milliseconds of every dense kernel that runs on these tensors; of a very long prompt, of the fastest alone."""
+    length, device = q_BHSD.shape[2], q_BHSD.device
+    calls = dense_calls(q_BHSD, k_BGSD, v_BGSD)
+    if length < RANKED_FROM:
+        return time_calls(calls, length, device, rounds)
+    part = part_of(length)
+    on_part = time_calls(dense_calls(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
+    found, refused = fastest_that_runs(
+        on_part.timed_ms, length, lambda name: measure({name: calls[name]}, device, rounds)[name]
+    )
+    return DensePeers(length, found, dict(on_part.refused) | refused)
+
+
+def time_calls(calls: Mapping[str, Call], length: int, device: torch.device, rounds: int) -> DensePeers:
+    """Tries every call once, and times those again, in turn, that may be the fastest."""
+    first_ms: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            call()
+            first_ms[name] = once(call, device)
+        except Exception as error:  # each library has its own
+            refused[name] = in_short(error)
+    near = {name for name, ms in first_ms.items() if ms <= _OUT_OF_REACH * min(first_ms.values())}
+    if rounds > 1 and len(near) > 1:
+        first_ms |= measure({name: calls[name] for name in near}, device, rounds)
+    return DensePeers(length, first_ms, refused)
+
+
+def dense_tflops(heads: int, head_dim: int, length: int, milliseconds: float) -> float:
+    """TFLOP/s of causal attention: two products of the lower half of the matrix."""
+    return 4.0 * heads * head_dim * length * (length + 1) / 2 / milliseconds / 1e9
+
+
+def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """flash-attn-4's dense causal kernel; queries are the last of the keys. [B, H, S, D].
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
+    found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True)
+    out_BSHD = found[0] if isinstance(found, tuple) else found
+    assert isinstance(out_BSHD, torch.Tensor)
+    return out_BSHD.transpose(1, 2)
+
+
+def _torch_kernel(kernel: SDPBackend, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    grouped = q_BHSD.shape[1] != k_BGSD.shape[1]
+    with sdpa_kernel(kernel):
+        try:
+            return scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
+        except RuntimeError as error:
+            if "No available kernel" in str(error):
+                raise RuntimeError("torch has no such kernel for these tensors") from error
+            raise

@@ -1,13 +1,17 @@
 """Random keys and values. Keys are distinct for as long as one `Draws` lives."""
 
-from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
-from sparsekv.planner.tasks.encoding import PieceEncoder
-from sparsekv.planner.tasks.types import TaskError
-from sparsekv.planner.tasks.words import FIRST_WORDS, SECOND_WORDS
+from sparsekv.planner.tasks.text import PieceEncoder, TaskError
 
+_DATA = Path(__file__).parent / "data"
+
+# Common, concrete words, so that most are one token in most vocabularies. The lists mix words that a vocabulary of a
+# few thousand entries holds whole with words that it has to spell out, so that a model trained on these keys also
+# learns to match keys of several tokens.
+FIRST_WORDS, SECOND_WORDS = (tuple((_DATA / f"{name}_words.txt").read_text().split()) for name in ("first", "second"))
 KEYS = len(FIRST_WORDS) * len(SECOND_WORDS)
 
 Pieces = tuple[str, ...]
@@ -62,8 +66,3 @@ def longest_key(encoder: PieceEncoder, joiner: str = "-") -> int:
 def longest_value(digits: int) -> int:
     """Tokens that no value of `Draws.values` exceeds: no tokenizer needs more than one a character."""
     return 1 + digits
-
-
-def text_of(pieces: Iterable[str]) -> str:
-    """The text that pieces spell."""
-    return "".join(pieces)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsekv.planner.tasks.documents import Document, Kit, Query, Request
 from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.encoding import PieceEncoder
-from sparsekv.planner.tasks.types import Document, Kit, Query, Request, TaskError
+from sparsekv.planner.tasks.text import PieceEncoder, TaskError
 
 
 @dataclass(frozen=True, slots=True)

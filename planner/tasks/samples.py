@@ -1,15 +1,20 @@
-"""Prompts for calibration and evaluation."""
+"""Prompts for calibration and evaluation, each from a random generator of its own, and how answers are matched."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from sparsekv.planner.tasks.documents import Kit, Request, Sample, Task
 from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.encoding import PieceEncoder
-from sparsekv.planner.tasks.filler import Filler, load_filler_text
-from sparsekv.planner.tasks.seeding import generator
-from sparsekv.planner.tasks.types import Kit, Request, Sample, Split, Task, TaskError
+from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
+
+
+def generator(split: Split, task: str, length: int, seed: int, index: int) -> np.random.Generator:
+    """A generator of its own for every (split, task, length, seed, index), the same on every machine."""
+    name = f"{split.value}/{task}/{length}/{seed}/{index}".encode()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(hashlib.sha256(name).digest()[:16], "little")))
 
 
 def prepare(tokenizer: Any, split: Split) -> Kit:
@@ -52,3 +57,10 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:
     """The first `count` samples of a set; see `make_sample`."""
     return (make_sample(task, kit, length, seed, index) for index in range(count))
+
+
+def matches(generated: str, answer: str) -> bool:
+    """Whether the generated text begins with the answer and does not go on with more digits of its number."""
+    text, expected = generated.strip(), answer.strip()
+    rest = text[len(expected) :]
+    return text.startswith(expected) and not (expected[-1:].isdigit() and rest[:1].isdigit())

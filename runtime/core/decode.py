@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.runtime.core.program import LayerProgram

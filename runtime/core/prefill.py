@@ -9,13 +9,11 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.density import computed_tiles
-from sparsekv.kernels.dispatch import dense_by_flash, dense_prefill, prefill_attention
-from sparsekv.kernels.fallback import Fallback
+from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.errors import ShapeError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter

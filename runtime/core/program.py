@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape

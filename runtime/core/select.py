@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import token_scores
 from sparsekv.kernels.tiles import NO_TOKEN

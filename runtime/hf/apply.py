@@ -10,8 +10,7 @@ from types import TracebackType
 import torch
 from transformers import Cache, PreTrainedModel
 
-from sparsekv.kernels.dispatch import BackendChoice, choose_backend
-from sparsekv.kernels.fallback import Fallback
+from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported

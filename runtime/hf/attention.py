@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from sparsekv.kernels.kept import on_device
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
@@ -138,14 +138,15 @@ def attention_forward(
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
 
     Raises:
-        UsageError: the model shares its config with one that a plan was applied to.
+        UsageError: the model shares its config with one that a plan was applied to, or a layer was called by itself.
         UnsupportedError: a mask was handed in.
     """
     context: Context | None = kwargs.get(CONTEXT)
     if context is None:
         raise UsageError(
-            "expected a model that sparsekv was applied to, found another one that shares its config object; "
-            "load the two models separately (or give one a copy.deepcopy of the config)"
+            "expected a forward pass of a model that sparsekv was applied to, found a layer called by itself, or a "
+            "model that shares its config object; call the model, and load two models separately (or give one a "
+            "copy.deepcopy of the config)"
         )
     if attention_mask is not None:
         raise UnsupportedError(

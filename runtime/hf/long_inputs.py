@@ -5,10 +5,10 @@ rotary embedding, and tensors of the MLP's width: 100 GB at 1M tokens of an 8B m
 and values chunk by chunk into preallocated tensors, attends once, and adds the output projection and the MLP to its
 input in place, again chunk by chunk. It calls the model's own norms, projections, rotary function and MLP.
 
-The executor takes the place of the decoder's forward where the input is long and every module inside the decoder is
-transformers' own, without hooks; everything else runs the decoder's own forward. Before the first long input, one layer
-of each class is compared with its own forward on a few rows: if they disagree, because transformers or another library
-has changed what such a layer computes, everything runs whole and one warning says so.
+The executor takes the place of the decoder's forward where the input is long and nothing unknown is asked for. A layer
+that is not transformers' own, or has hooks, is called whole, and what it has seen is not overwritten. Before the first
+long input, one layer of each class is compared with its own forward on a few rows: if they disagree, because
+transformers or another library has changed what such a layer computes, these run whole too and one warning says so.
 
 Shapes: B batch, S tokens, E hidden size, H query heads, G KV heads, D head size, R rotated part of a head.
 """
@@ -112,14 +112,16 @@ class LongInputs:
         self.forward = MethodType(forward, decoder)
 
     def _takes(self, decoder: Any, inputs: dict[str, Any]) -> bool:
-        """Whether the pass is long, asks for nothing unknown, and finds every module as transformers made it."""
+        """Whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
         tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
         if tokens is None or not self._is_long(tokens) or decoder.config.output_hidden_states:
             return False
-        unknown = {name: value for name, value in inputs.items() if name not in _INPUTS}
-        if unknown.pop("return_dict", True) is False or any(value not in (None, False) for value in unknown.values()):
+        asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
+        plain = asked.pop("return_dict", None) is not False
+        if not plain or any(value is not None and value is not False for value in asked.values()):
             return False
-        return self._is_known(decoder)
+        globally = torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
+        return self._model_type in _KINDS and self._is_ours(decoder) and not globally
 
     def _is_long(self, tokens: torch.Tensor) -> bool:
         return (
@@ -130,44 +132,50 @@ class LongInputs:
             and not torch.is_autocast_enabled(tokens.device.type)
         )
 
-    def _is_known(self, decoder: Any) -> bool:
-        parts = [part for layer in decoder.layers for part in (layer, *(getattr(layer, name, None) for name in _PARTS))]
+    def _is_ours(self, *parts: object) -> bool:
+        """Whether these modules are of transformers' classes for this model type."""
         home = f"transformers.models.{self._model_type}.modeling_{self._model_type}"
-        return (
-            self._model_type in _KINDS
-            and type(decoder.embed_tokens) is nn.Embedding
-            and type(decoder.norm).__name__.endswith("RMSNorm")
-            and all(type(part).__module__ == home for part in (decoder, decoder.norm, *parts))
-            and not (torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
-            and not any(_is_touched(module) for module in decoder.modules() if module is not decoder)
-        )
+        return all(type(part).__module__ == home for part in parts)
 
     def _run(self, decoder: Any, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
         given_BSE, cache = inputs.get("inputs_embeds"), inputs.get("past_key_values")
+        own = given_BSE is None and type(decoder.embed_tokens) is nn.Embedding and not _is_touched(decoder.embed_tokens)
         hidden_BSE = decoder.embed_tokens(inputs["input_ids"]) if given_BSE is None else given_BSE
         positions_BS = inputs.get("position_ids")
         if positions_BS is None:
             past = 0 if cache is None else cache.get_seq_length()
             positions_BS = torch.arange(past, past + hidden_BSE.shape[1], device=hidden_BSE.device)[None]
-        cos_BSR, sin_BSR = decoder.rotary_emb(hidden_BSE, positions_BS)
-        layers = decoder.layers[: decoder.config.num_hidden_layers]
-        probe = LayerInput(hidden_BSE, cos_BSR, sin_BSR, None).first(_PROBED_ROWS)
-        if not all(self._agrees(layer, probe) for layer in {type(layer): layer for layer in layers}.values()):
-            return type(decoder).forward(decoder, **inputs)  # type: ignore[no-any-return]
+        rotary = decoder.rotary_emb(hidden_BSE, positions_BS)
         pieces = list(self._chunking.pieces(*hidden_BSE.shape[:2]))
-        into_BSE = hidden_BSE if given_BSE is None else torch.empty_like(hidden_BSE)
-        for layer in layers:
-            layer_input = LayerInput(hidden_BSE, cos_BSR, sin_BSR, cache)
-            hidden_BSE = forward_in_pieces(layer, self._model_type, layer_input, self._engine, pieces, into_BSE)
-        for rows in pieces:
-            hidden_BSE[:, rows] = decoder.norm(hidden_BSE[:, rows])
-        return BaseModelOutputWithPast(last_hidden_state=hidden_BSE, past_key_values=cache)
+        for layer in decoder.layers[: decoder.config.num_hidden_layers]:
+            given = LayerInput(hidden_BSE, rotary[0], rotary[1], cache)
+            if self._can_cut(layer, given):
+                into_BSE = hidden_BSE if own else torch.empty_like(hidden_BSE)
+                hidden_BSE = forward_in_pieces(layer, self._model_type, given, self._engine, pieces, into_BSE)
+                own = True
+            else:
+                options = {name: inputs.get(name) for name in ("past_key_values", "use_cache", CONTEXT)}
+                whole = {"attention_mask": None, "position_ids": positions_BS, "position_embeddings": rotary}
+                hidden_BSE, own = layer(hidden_BSE, **whole, **options), False
+        out_BSE = self._norm(decoder.norm, hidden_BSE, pieces, own)
+        return BaseModelOutputWithPast(last_hidden_state=out_BSE, past_key_values=cache)
 
-    def _agrees(self, layer: nn.Module, given: LayerInput) -> bool:
-        """Whether chunks give what the layer's own forward gives. Waits for the device, once a class of layers."""
+    def _norm(self, norm: nn.Module, hidden_BSE: torch.Tensor, pieces: Sequence[slice], own: bool) -> torch.Tensor:
+        if not self._is_ours(norm) or not type(norm).__name__.endswith("RMSNorm") or _is_touched(norm):
+            return norm(hidden_BSE)  # type: ignore[no-any-return]
+        out_BSE = hidden_BSE if own else torch.empty_like(hidden_BSE)
+        for rows in pieces:
+            out_BSE[:, rows] = norm(hidden_BSE[:, rows])
+        return out_BSE
+
+    def _can_cut(self, layer: nn.Module, given: LayerInput) -> bool:
+        """Whether the layer is as transformers made it. Waits for the device, once a class of layers."""
+        parts = (layer, *(getattr(layer, name, None) for name in _PARTS))
+        if not self._is_ours(*parts) or any(map(_is_touched, layer.modules())):
+            return False
         kind = type(layer)
         if kind not in self._agree:
-            self._agree[kind] = _compare(layer, self._model_type, given)
+            self._agree[kind] = _compare(layer, self._model_type, given.first(_PROBED_ROWS))
         return self._agree[kind]
 
 

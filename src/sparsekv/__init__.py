@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekv.planner.compile import plan_model as plan_model
+    from sparsekv.planner.plan import plan_model as plan_model
     from sparsekv.plans.files import load_plan as load_plan
     from sparsekv.runtime.hf.apply import apply as apply
 
@@ -18,7 +18,7 @@ __all__ = ["__version__", "apply", "load_plan", "plan_model"]
 _HOMES = {
     "apply": "sparsekv.runtime.hf.apply",
     "load_plan": "sparsekv.plans.files",
-    "plan_model": "sparsekv.planner.compile",
+    "plan_model": "sparsekv.planner.plan",
 }
 
 

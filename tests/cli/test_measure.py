@@ -123,7 +123,7 @@ def call_on(command: str, model: Path, plan: Path) -> tuple[object, ...]:
 def test_a_plan_of_another_model_exits_with_3_before_anything_is_measured(
     sparsekv, folder, other, monkeypatch, command
 ):
-    monkeypatch.setattr("sparsekv.planner.evaluation.evaluate.forced_logits", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("sparsekv.planner.evaluation.forced_logits", lambda *a, **k: pytest.fail("measured"))
     done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), "--json")
     assert done.code == done.data["error"]["exit_code"] == 3
     assert done.data["error"]["kind"] == "PlanMismatchError"
@@ -193,7 +193,7 @@ def test_ctrl_c_while_measuring_ends_with_130_and_leaves_the_plan(sparsekv, copy
         raise KeyboardInterrupt
 
     before = (copy / "sparsekv.yaml").read_bytes()
-    monkeypatch.setattr("sparsekv.planner.evaluation.evaluate.forced_logits", interrupted)
+    monkeypatch.setattr("sparsekv.planner.evaluation.forced_logits", interrupted)
     done = sparsekv(*call_on(command, copy, copy / "sparsekv.yaml"), *(["--write"] if written else []))
     assert (done.code, done.out) == (130, "")
     assert done.err.splitlines()[-1] == "interrupted; nothing was written"

@@ -138,8 +138,8 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, mo
     ("step", "flags"),
     [
         ("sparsekv.runtime.hf.load.load_model", TASK),
-        ("sparsekv.planner.compile.allocate", ("--no-verify",)),
-        ("sparsekv.planner.compile.choose_filter_layers", ("--no-verify",)),
+        ("sparsekv.planner.plan.allocate", ("--no-verify",)),
+        ("sparsekv.planner.plan.choose_filter_layers", ("--no-verify",)),
         ("sparsekv.plans.files.os.replace", ("--no-verify",)),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("sparsekv.planner.search.partial.os.fsync", full)
+    monkeypatch.setattr("sparsekv.planner.profile.resume.os.fsync", full)
     done = sparsekv("plan", model, "-o", out, *FAST, "--no-verify", "--profile-out", out.with_name("a.profile"))
     assert (done.code, done.out) == (2, "")
     assert "goes on where it stopped" in done.err

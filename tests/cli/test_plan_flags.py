@@ -21,7 +21,7 @@ def out(tmp_path) -> Path:
 @pytest.fixture
 def refused(sparsekv, model, out, monkeypatch):
     """Calls `plan` with options that are wrong, and returns the message."""
-    monkeypatch.setattr("sparsekv.planner.search.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+    monkeypatch.setattr("sparsekv.planner.profile.profiler.Pass.run", lambda *a, **k: pytest.fail("profiled"))
 
     def call(*arguments: object, out: Path = out) -> str:
         before = sorted(out.parent.rglob("*")) if out.parent.is_dir() else []
@@ -179,7 +179,7 @@ def test_densities_pair_with_the_lengths_as_they_were_typed(sparsekv, model, out
         seen.append(options.settled(loaded.info.context_length, "cpu"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsekv.planner.compile.compile_plan", compile_plan)
+    monkeypatch.setattr("sparsekv.planner.plan.compile_plan", compile_plan)
     sparsekv("plan", model, "-o", out, "--lengths", "2k,1k", "--target-density", "0.2,0.4")
     (options,) = seen
     assert (options.lengths, options.target_density) == ((1024, 2048), (0.4, 0.2))

@@ -6,8 +6,8 @@ import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
-from sparsekv.planner.cost_data import Line
-from sparsekv.planner.profile_file import read_cost, write_cost
+from sparsekv.planner.cost.device_cost import Line
+from sparsekv.planner.data_files import read_cost, write_cost
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Target
 
@@ -95,7 +95,7 @@ def test_a_plan_measured_elsewhere_is_told_once_by_run(sparsekv, model, kept, tm
 
 
 def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(sparsekv, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparsekv.planner.search.observe.Pass.run", lambda *a, **k: pytest.fail("profiled"))
+    monkeypatch.setattr("sparsekv.planner.profile.profiler.Pass.run", lambda *a, **k: pytest.fail("profiled"))
     done = sparsekv("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--target-density", "0.2")
     assert (done.code, done.out) == (2, "")
     assert "found 0.2 at 1024 tokens, where they take up to 0.584" in done.err

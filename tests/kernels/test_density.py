@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 TILE = TileShape()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsekv.kernels.dispatch import choose_backend
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.prefill.flash import limits
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import TileShape
@@ -167,7 +167,7 @@ def test_dtype_that_no_backend_takes_is_refused() -> None:
 def test_dispatch_imports_no_triton_and_starts_no_gpu() -> None:
     code = (
         "import sys, torch\n"
-        "from sparsekv.kernels.dispatch import choose_backend\n"
+        "from sparsekv.kernels.backends import choose_backend\n"
         "choose_backend('cpu', torch.float32, 64)\n"
         "assert not {'triton', 'flash_attn', 'cutlass'} & set(sys.modules)\n"
         "assert not torch.cuda.is_initialized()\n"

@@ -7,9 +7,8 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.kernels import dispatch, fallback
-from sparsekv.kernels.dispatch import backends_after
-from sparsekv.kernels.fallback import BackendWarning, Fallback
+from sparsekv.kernels import backends
+from sparsekv.kernels.backends import BackendWarning, Fallback, backends_after
 from sparsekv.plans.errors import BackendError, ShapeError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
@@ -49,7 +48,7 @@ class Calls:
 def chain(monkeypatch: pytest.MonkeyPatch):
     """A device on which flash, triton and nothing else would run."""
     runs = {"flash": None, "triton": None, "cpu": "not on cuda"}
-    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: runs[name])
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: runs[name])
 
 
 @pytest.mark.usefixtures("chain")
@@ -95,7 +94,7 @@ def test_interrupts_go_through() -> None:
 
 @pytest.mark.usefixtures("chain")
 def test_a_broken_device_computes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "_alive", lambda device: False)
+    monkeypatch.setattr(backends, "_alive", lambda device: False)
     calls, keeper = Calls(flash=RuntimeError("CUDA error: an illegal memory access was encountered")), Fallback("flash")
     with pytest.raises(RuntimeError, match="illegal memory access"):
         keeper.run(calls, Q)
@@ -121,8 +120,8 @@ def test_a_run_survives_a_broken_kernel_with_the_same_answer(monkeypatch: pytest
         tried.append(kwargs["scale"])
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None if name != "flash" else "not here")
-    monkeypatch.setattr("sparsekv.kernels.prefill.triton_backend.prefill", broken)
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None if name != "flash" else "not here")
+    monkeypatch.setattr("sparsekv.kernels.prefill.triton.prefill", broken)
     with torch.no_grad(), apply(model, plan, backend="triton") as handle:
         with pytest.warns(BackendWarning) as caught:
             torch.testing.assert_close(model(prompt).logits, expected)
@@ -141,7 +140,7 @@ def test_a_run_survives_a_broken_kernel_with_the_same_answer(monkeypatch: pytest
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_torch_builds_indices_once_the_device_builders_broke(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
-    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    monkeypatch.setattr(backends, "builds_by_triton", lambda device: True)
     calls, first = Calls(auto=fault), Fallback("triton")
     with pytest.warns(BackendWarning, match="torch builds them from here on"):
         assert first.build(calls, Q.device) == "by torch"
@@ -155,7 +154,7 @@ def test_nothing_else_builds_indices_where_torch_broke_or_the_input_is_wrong(mon
     calls = Calls(auto=RuntimeError("out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         Fallback("cpu").build(calls, Q.device)
-    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    monkeypatch.setattr(backends, "builds_by_triton", lambda device: True)
     wrong = Calls(auto=ShapeError("one pattern a head"))
     with pytest.raises(ShapeError):
         Fallback("triton").build(wrong, Q.device)

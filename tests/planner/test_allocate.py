@@ -8,10 +8,10 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile
 
 from sparsekv.planner.allocate import TAIL_WEIGHT, allocate
-from sparsekv.planner.cost_data import Line
+from sparsekv.planner.cost.device_cost import Line
+from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.pricing.predict import predict
-from sparsekv.planner.profile_data import LayerScores, Profile
+from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Dense
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 
-from sparsekv.planner.advice import after_a_missed_gate
-from sparsekv.planner.compile import compile_plan, plan_model
-from sparsekv.planner.conflicts import READ_BY, SWITCHES, check_used
-from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.tighten import for_profile
+from sparsekv.planner.options import READ_BY, SWITCHES, Gate, PlanOptions, check_used
+from sparsekv.planner.plan import compile_plan, plan_model
+from sparsekv.planner.profile.profile_data import for_profile
+from sparsekv.planner.verify import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -160,7 +159,7 @@ def test_what_to_try_after_a_missed_gate_fits_the_options_used(asked, missed, na
 
 
 def test_a_profile_is_checked_before_the_device_is_measured(monkeypatch, loaded) -> None:
-    monkeypatch.setattr("sparsekv.planner.compile.check_model", lambda *a: None)
-    monkeypatch.setattr("sparsekv.planner.compile.measure_cost", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("sparsekv.planner.plan.check_model", lambda *a: None)
+    monkeypatch.setattr("sparsekv.planner.plan.measure_cost", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(UsageError, match="--only prefill"):
         compile_plan(loaded, PlanOptions(), profile_in=PREFILL_ONLY)

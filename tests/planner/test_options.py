@@ -2,8 +2,8 @@
 
 import pytest
 
+from sparsekv.planner.families import check_targets
 from sparsekv.planner.options import Gate, PlanOptions, density_for
-from sparsekv.planner.pricing.mandatory import check_targets
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 

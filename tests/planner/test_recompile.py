@@ -8,13 +8,12 @@ from model_folders import save_model
 from planner_models import made_up_cost, quick_options
 from tiny_models import tiny_model
 
-from sparsekv.planner import recompile
-from sparsekv.planner.compile import compile_plan
-from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
-from sparsekv.planner.profile import profile
-from sparsekv.planner.profile_data import Profile
-from sparsekv.planner.profile_file import read_cost, read_profile
-from sparsekv.planner.recompile import compile_files
+from sparsekv.planner import plan
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
+from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.plan import compile_files, compile_plan
+from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.runtime.hf import load
@@ -74,7 +73,7 @@ def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(
     def unreachable(source: object) -> None:
         raise UsageError("no network")
 
-    monkeypatch.setattr(recompile, "load_config", unreachable)
+    monkeypatch.setattr(plan, "load_config", unreachable)
     result = compile_files("tests/tiny", OPTIONS, measured, cost)
     assert any("cannot be reached and was not checked" in remark for remark in result.remarks)
     with pytest.raises(UsageError, match="no network"):

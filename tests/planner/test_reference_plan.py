@@ -7,12 +7,12 @@ from planner_models import TILE, made_up_cost
 from random_tiles import RandomTiles
 from torch_threads import torch_threads
 
-from sparsekv.planner.compile import compile_once
-from sparsekv.planner.cost_data import HeadShape
-from sparsekv.planner.evaluation.evaluate import PlanMode, evaluate_modes
-from sparsekv.planner.evaluation.results import EvalResult
+from sparsekv.planner.cost.device_cost import HeadShape
+from sparsekv.planner.eval_results import EvalResult
+from sparsekv.planner.evaluation import PlanMode, evaluate_modes
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile import profile
+from sparsekv.planner.plan import compile_once
+from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.verify import misses_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.planner.segments import Assignment, FilterSegment, SegmentProblem, solve
+from sparsekv.planner.filter_layers import Assignment, FilterSegment, SegmentProblem, solve
 
 
 def brute_force(problem: SegmentProblem) -> tuple[int, float]:

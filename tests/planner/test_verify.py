@@ -8,10 +8,10 @@ from planner_models import quick_options
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult
+from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.tighten import for_profile, tightened
-from sparsekv.planner.verify import misses_of, planned_phases, verify
+from sparsekv.planner.profile.profile_data import for_profile
+from sparsekv.planner.verify import misses_of, planned_phases, tightened, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan

@@ -7,8 +7,8 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.kernels import dispatch
-from sparsekv.kernels.fallback import BackendWarning
+from sparsekv.kernels import backends
+from sparsekv.kernels.backends import BackendWarning
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, tokens
 from sparsekv.runtime.core import prefill
@@ -131,7 +131,7 @@ def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypat
 
     model, prompt = tiny_model(layers=2), random_tokens(1, 200)
     expected = logits(model, prompt)
-    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None)  # everything promises to run here
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)  # everything promises to run here
     monkeypatch.setattr(prefill, "dense_by_flash", lambda *tensors, backend: backend == "triton")
     monkeypatch.setattr(prefill, "dense_prefill", dense)
     with apply(model, plan_for(model, every_head(model, Dense())), backend="triton") as handle:
@@ -142,12 +142,12 @@ def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypat
 
 
 def test_what_fails_in_torch_is_not_blamed_on_the_backend(monkeypatch):
-    def broken(*args):
+    def broken(*args, **how):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = tiny_model(layers=2)
-    monkeypatch.setattr(prefill, "attend_dense", broken)
-    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None)
+    monkeypatch.setattr(prefill, "dense_attention", broken)
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)
     with apply(model, plan_for(model, every_head(model, Dense())), backend="triton") as handle:
         with pytest.raises(torch.OutOfMemoryError):
             logits(model, random_tokens(1, 100))

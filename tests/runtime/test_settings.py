@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.kernels.dispatch import BACKENDS
+from sparsekv.kernels.backends import BACKENDS
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.settings import CHOICES, Settings, read_settings
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from attention_cases import Comparison
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.reference import decode_mask
 from sparsekv.kernels.tiles import AttentionOutput

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from index_cases import Layer
 
-from sparsekv.kernels.index.assemble import room_for
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import vertical_slash
-from sparsekv.kernels.index.device.sizes import Pass, Sizes
-from sparsekv.kernels.index.line_scores import LineScores
+from sparsekv.kernels.index.build import build_index, room_for
+from sparsekv.kernels.index.layout import IndexCall, LineScores
+from sparsekv.kernels.index.triton import vertical_slash
+from sparsekv.kernels.index.triton.sizes import Pass, Sizes
 from sparsekv.kernels.tiles import TileIndex
 
 PARTS = ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN", "dense_H")

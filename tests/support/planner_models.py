@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from sparsekv.planner.cost_data import DeviceCost, HeadShape, Line
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.options import PlanOptions
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.describe import describe_model

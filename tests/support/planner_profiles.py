@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsekv.planner.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse, SelectorChoice
+from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse, SelectorChoice
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, fraction, tokens
 

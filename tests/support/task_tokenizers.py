@@ -9,9 +9,8 @@ from tiny_models import tiny_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparsekv.planner.tasks.encoding import PieceEncoder
-from sparsekv.planner.tasks.filler import Filler, load_filler_text
-from sparsekv.planner.tasks.types import Kit, Split
+from sparsekv.planner.tasks.documents import Kit
+from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, load_filler_text
 
 REFERENCE_MODEL = Path(__file__).parents[2] / "plans" / "data" / "tiny-retriever"
 TEXT_CHARACTERS = 60_000

@@ -11,9 +11,9 @@ from reference_model.batches import batches as load_batches
 from reference_model.optimizer import rate_factor
 from reference_model.prepare import prepare, training_kit
 from reference_model.settings import TASK_SHARES, Recipe, Stage, smoke
+from reference_model.training_rows import FIRST_ANSWER, NO_LOSS, TEXT
 
 from sparsekv.planner.tasks import TASKS, Kit
-from sparsekv.planner.tasks.rows import FIRST_ANSWER, NO_LOSS, TEXT
 
 RECIPE = smoke(Recipe())
 

@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from reference_model.prepare import training_kit
 from reference_model.settings import TASK_SHARES, Recipe, Stage
+from reference_model.training_rows import Row, answer_overhead, document_row, join
+from sparsekv.planner.tasks import TASKS
+from sparsekv.planner.tasks.documents import Document, Kit, Request
 from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.registry import TASKS
-from sparsekv.planner.tasks.rows import Row, answer_overhead, document_row, join
-from sparsekv.planner.tasks.seeding import generator
-from sparsekv.planner.tasks.types import Document, Kit, Request, Split
+from sparsekv.planner.tasks.samples import generator
+from sparsekv.planner.tasks.text import Split
 
 TASK_NAMES = tuple(TASK_SHARES)
 _WEIGHTS = np.array([share.weight for share in TASK_SHARES.values()])

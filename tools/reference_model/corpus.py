@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsekv.planner.tasks.types import Split
+from sparsekv.planner.tasks.text import Split
 
 # Third-party code, mapping tables, and what installations add.
 _SKIPPED_FOLDERS = {"site-packages", "__pycache__", "encodings", "ensurepip", "cjkencodings", "encoded_modules"}

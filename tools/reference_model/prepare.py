@@ -7,9 +7,8 @@ import numpy as np
 from reference_model.corpus import split_files
 from reference_model.settings import Recipe
 from reference_model.tokenizer import FILE_NAME, end_of_text_id, load_tokenizer, train_tokenizer
-from sparsekv.planner.tasks.encoding import PieceEncoder
-from sparsekv.planner.tasks.filler import Filler
-from sparsekv.planner.tasks.types import Kit, Split
+from sparsekv.planner.tasks.documents import Kit
+from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split
 
 TOKENS_FILE = "tokens.npy"
 

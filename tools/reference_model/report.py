@@ -9,7 +9,7 @@ from typing import Any
 
 from reference_model.batches import TASK_NAMES
 from reference_model.training import Totals
-from sparsekv.planner.tasks.rows import FIRST_ANSWER, TEXT
+from reference_model.training_rows import FIRST_ANSWER, TEXT
 
 LOG_EVERY = 20
 

@@ -9,7 +9,7 @@ import torch
 
 from reference_model.batches import TASK_NAMES, Batch
 from reference_model.network import Retriever
-from sparsekv.planner.tasks.rows import FIRST_ANSWER, TEXT
+from reference_model.training_rows import FIRST_ANSWER, TEXT
 
 KINDS = FIRST_ANSWER + len(TASK_NAMES)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.prefill.flash import call
+from sparsekv.kernels.prefill.flash.call import Part, Span, dense_runs, spans
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import BlockLists, lower, widest
-from sparsekv.kernels.prefill.flash.spans import Part, Span, dense_runs, spans
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
 
@@ -119,7 +119,7 @@ def run(
     if out_BHSD.numel():
         _tiles(Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
         if index.columns_BHC.shape[2]:
-            from sparsekv.kernels.prefill.triton_columns import add_columns
+            from sparsekv.kernels.prefill.columns import add_columns
 
             found = AttentionOutput(out_BHSD, lse_BHS)
             add_columns(found, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)

@@ -1,8 +1,8 @@
 """flash-attn-4 on the CPU, as far as its results go: executes the very lists that the GPU would be given, in float32.
 
 It has the same eyes: whole tiles are taken without a mask whatever they hold, masked ones through the predicate of
-mask.py, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is only
-looked at in the last tile of each list. Slow; for tests, and for trying benchmarks without a GPU.
+`visible`, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is
+only looked at in the last tile of each list. Slow; for tests, and for trying benchmarks without a GPU.
 
 Shapes: M rows of a query tile, N keys listed for it; else as in spans.py and lists.py.
 """
@@ -15,9 +15,8 @@ from functools import partial
 import torch
 
 from sparsekv.kernels.prefill.flash.backend import Passes, run
+from sparsekv.kernels.prefill.flash.call import Part, visible
 from sparsekv.kernels.prefill.flash.lists import BlockLists
-from sparsekv.kernels.prefill.flash.mask import visible
-from sparsekv.kernels.prefill.flash.spans import Part
 
 
 def attend_lists(part: Part, lists: BlockLists) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, draw
 
+from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.dispatch import decode_attention
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.reference import reference_attention
 from sparsekv.plans.errors import ShapeError

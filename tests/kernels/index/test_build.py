@@ -6,10 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from index_cases import TILES, Layer, brute_rows, layers, make_layer
 from masks import Row, brute_computed_tiles, brute_mask
 
-from sparsekv.kernels.density import computed_tiles, density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of
-from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex
+from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, Chunk, TileIndex, computed_tiles, density
 from sparsekv.plans.errors import ShapeError, UnsupportedError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
@@ -104,7 +103,7 @@ def test_blocks_of_rows_join_without_seams(monkeypatch: pytest.MonkeyPatch) -> N
     layer = make_layer(MIXED, Chunk((7, 64), (700, 500)), TILES[0], kv_heads=2)
     whole = build(layer)
     monkeypatch.setattr("sparsekv.kernels.topk.blocks.__defaults__", (1,))
-    monkeypatch.setattr("sparsekv.kernels.index.lines.BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("sparsekv.kernels.index.line_scores.BLOCK_ELEMENTS", 1)
     pieces = build(layer)
     for name in ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN"):
         assert torch.equal(getattr(whole, name), getattr(pieces, name)), name

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.scores import token_scores, top_tokens
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
 from masks import brute_mask
 
-from sparsekv.kernels.index.device import block_sparse
+from sparsekv.kernels.index.triton import block_sparse
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens

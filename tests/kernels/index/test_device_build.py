@@ -11,7 +11,7 @@ from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
 from masks import brute_mask
 
 from sparsekv.kernels.index import build
-from sparsekv.kernels.index.device import vertical_slash
+from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import BackendError

@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, budgets, make_layer
 
-from sparsekv.kernels.index.device import vertical_slash
-from sparsekv.kernels.index.device.numbers import NO_HEAD, budgets_of, send, units_of
-from sparsekv.kernels.index.device.plan import plan_heads
-from sparsekv.kernels.index.line_scores import LineScores
-from sparsekv.kernels.index.lines import UNSEEN, score_lines
+from sparsekv.kernels.index.line_scores import UNSEEN, LineScores, score_lines
+from sparsekv.kernels.index.triton import vertical_slash
+from sparsekv.kernels.index.triton.line_plan import plan_heads
+from sparsekv.kernels.index.triton.numbers import NO_HEAD, budgets_of, send, units_of
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 

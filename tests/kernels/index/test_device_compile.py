@@ -9,9 +9,9 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROGRAM = """
 import torch
 from kernel_resources import SHARED, compiling_for, _resources
-from sparsekv.kernels.index.assemble import room_for
-from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import block_sparse, vertical_slash
+from sparsekv.kernels.index.build import room_for
+from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.triton import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash
@@ -49,7 +49,7 @@ print(*(name for name, _ in first))
 def test_kernels_compile_for_hopper_without_spilling_and_once_for_all_lengths() -> None:
     # In a process of its own: here, Triton was imported as an interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(BENCHMARKS)
+    environment["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), *sys.path])
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = ("stats", "lines", "select", "crossings", "diagonals", "rows", "pool", "pool", "products", "choose")

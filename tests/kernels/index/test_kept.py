@@ -6,11 +6,10 @@ from device_index import call_of, differences
 from index_cases import TILES, Layer, make_layer
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from sparsekv.kernels import kept
+from sparsekv.kernels import device_cache
+from sparsekv.kernels.device_cache import kept_on_device, on_device
 from sparsekv.kernels.index import a_shape
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.heads import by_kind
-from sparsekv.kernels.kept import kept_on_device, on_device
+from sparsekv.kernels.index.build import build_index, by_kind
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 
@@ -50,7 +49,7 @@ def layer_at(patterns, chunk: Chunk, window: int | None = None, seed: int = 3) -
 @pytest.fixture
 def nothing_kept(monkeypatch: pytest.MonkeyPatch):
     """Calling it makes everything anew from then on, as while a CUDA graph is captured."""
-    return lambda: monkeypatch.setattr(kept, "_stream", lambda device: None)
+    return lambda: monkeypatch.setattr(device_cache, "_stream", lambda device: None)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -84,14 +83,14 @@ def test_whoever_writes_to_lists_of_one_index_harms_no_other(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_builder_writes_to_kept_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-    sending = kept._sent
+    sending = device_cache._sent
 
     def note(*arguments: object) -> torch.Tensor:
         sent.append((tensor := sending(*arguments), tensor.clone()))
         return tensor
 
-    monkeypatch.setattr(kept, "_sent", note)
-    monkeypatch.setattr(kept, "_stream", lambda device: id(sent))  # nothing is kept of this stream yet
+    monkeypatch.setattr(device_cache, "_sent", note)
+    monkeypatch.setattr(device_cache, "_stream", lambda device: id(sent))  # nothing is kept of this stream yet
     for builder in ("triton", "torch"):
         build(layer_at(LAYERS[name], PLACES[1], window=90), builder)
     assert sent
@@ -124,7 +123,7 @@ def test_every_stream_has_its_own_and_a_captured_one_keeps_nothing(monkeypatch: 
     made = kept_on_device(most=4)(lambda device, count: torch.arange(count, device=device))
     found = []
     for stream in (1, 2, 1, None, None):
-        monkeypatch.setattr(kept, "_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(device_cache, "_stream", lambda device, stream=stream: stream)
         found.append(made(CPU, 3))
     assert found[0] is found[2]
     assert len({id(tensor) for tensor in found}) == 4

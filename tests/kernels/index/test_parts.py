@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.index.bits import count_bits, pack_bits, unpack_bits
-from sparsekv.kernels.index.pool import mean_pool
+from sparsekv.kernels.index.block_sparse import mean_pool
+from sparsekv.kernels.tiles import count_bits, pack_bits, unpack_bits
 from sparsekv.kernels.topk import ascending, blocks, top_ascending
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)

@@ -5,8 +5,8 @@ import torch
 from masks import brute_heads
 
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.lines import score_lines
+from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.line_scores import score_lines
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 

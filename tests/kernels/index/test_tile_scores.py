@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
 from tile_masses import antidiagonal_scores, pooled_scores
 
-from sparsekv.kernels.index.call import IndexCall
+from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import Dense, TileShape

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
 
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.call import IndexCall
-from sparsekv.kernels.index.device import tile_scores as tile_scores_module
-from sparsekv.kernels.index.device.tile_scores import tile_scores_by_triton
+from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
+from sparsekv.kernels.index.triton import adaptive as tile_scores_module
+from sparsekv.kernels.index.triton.adaptive import tile_scores_by_triton
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import Adaptive, Dense, TileShape, tokens

@@ -8,12 +8,12 @@ import torch
 from attention_cases import Case, assert_close, compare, draw, pack
 from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
 
-from sparsekv.kernels import dispatch
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels import backends
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.flash import backend, call, emulator
+from sparsekv.kernels.prefill.flash.call import mask_mod
 from sparsekv.kernels.prefill.flash.limits import check_layout, shape_obstacle
-from sparsekv.kernels.prefill.flash.mask import mask_mod
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
@@ -213,14 +213,14 @@ def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: py
     for past, length, name in ((0, 199, "flash"), (0, 200, "flash"), (7, 107, "flash"), (0, 200, "triton")):
         problem = draw(Case("x", past=(past,), lengths=(length,), dense_heads=(0, 1)))
         tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
-        assert_close(dispatch.dense_prefill(*tensors, scale=problem.scale, backend=name), problem)
+        assert_close(backends.dense_prefill(*tensors, scale=problem.scale, backend=name), problem)
     assert took == [200, 100]
     problem = draw(Case("x", lengths=(200,), dim=64, dense_heads=(0, 1), dtype=torch.float16))
     unaligned = torch.randn(1, 2, 200, 68).half()[..., :64]  # rows 136 bytes apart
     assert not backend.takes_dense(problem.q_BHSD, unaligned, problem.v_BGKD, problem.chunk)
     assert backend.takes_dense(problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
     with pytest.raises(BackendError, match="found 'nonsense'"):
-        dispatch.dense_prefill(*tensors, scale=1.0, backend="nonsense")
+        backends.dense_prefill(*tensors, scale=1.0, backend="nonsense")
 
 
 @needs_interpreter

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn.cute.interface import _flash_attn_fwd
 from sparsekv.kernels.prefill.flash import call
 from sparsekv.kernels.prefill.flash.lists import BlockLists
-from sparsekv.kernels.prefill.flash.spans import Part
+from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.plans.patterns import TileShape
 
 call.check_layout = lambda name, tensor: None  # fake tensors have no address

@@ -7,7 +7,7 @@ import torch
 from attention_cases import Case, assert_close, draw
 from flash_cases import GPU_CASES, SQUARE
 
-from sparsekv.kernels.dispatch import dense_prefill, prefill_attention
+from sparsekv.kernels.backends import dense_prefill, prefill_attention
 from sparsekv.kernels.prefill.flash import backend, emulator
 from sparsekv.kernels.prefill.flash.limits import device_obstacle
 from sparsekv.kernels.tiles import AttentionOutput

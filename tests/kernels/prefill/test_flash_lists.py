@@ -9,8 +9,8 @@ from flash_cases import SQUARE, TALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsekv.kernels.prefill.flash.call import HeadRun, Span, dense_runs, spans
 from sparsekv.kernels.prefill.flash.lists import empty_lists, lower, widest
-from sparsekv.kernels.prefill.flash.spans import HeadRun, Span, dense_runs, spans
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
 
@@ -82,7 +82,7 @@ def test_lists_hold_each_tile_once_where_it_belongs(one: Drawn) -> None:
 @settings(max_examples=25, deadline=None)
 @given(drawn())
 def test_one_launch_on_the_device_finds_the_same_lists(one: Drawn) -> None:
-    from sparsekv.kernels.prefill.flash.triton_lists import fill_in_one_launch
+    from sparsekv.kernels.prefill.flash.lists import fill_in_one_launch
 
     case = replace(
         one.case, lengths=tuple(min(n, p + 300) for p, n in zip(one.case.past, one.case.lengths, strict=True))

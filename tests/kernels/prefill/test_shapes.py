@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import Case, draw
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import BackendError, ShapeError
 

@@ -7,9 +7,9 @@ import torch
 from attention_cases import Case, assert_close, draw
 from prefill_cases import CASES, GPU_CASES, SMALL_TILE, TILE
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.launch import Launch
+from sparsekv.kernels.prefill.triton import Launch
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
@@ -93,7 +93,7 @@ def test_cpu_edges_done_in_several_calls_give_the_same_softmax(monkeypatch: pyte
 )
 @pytest.mark.parametrize("tile", [TILE, SMALL_TILE], ids=["128 tiles", "64 tiles"])
 def test_block_sizes_never_change_what_is_computed(launch: Launch, tile: TileShape) -> None:
-    from sparsekv.kernels.prefill.triton_backend import prefill
+    from sparsekv.kernels.prefill.triton import prefill
 
     case = Case("x", past=(33,), lengths=(310,), tile=tile, columns=100, window=200, share=0.7, dense_heads=(1,))
     for problem in (draw(case), draw(Case("y", lengths=(150,), tile=tile, columns=50))):

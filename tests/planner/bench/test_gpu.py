@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.planner.bench.kernels import KernelBench, bench_kernels, families_of
+from sparsekv.planner.bench.kernel_bench import KernelBench, bench_kernels, families_of
 from sparsekv.planner.bench.planted import plant
 from sparsekv.plans.patterns import TileShape
 

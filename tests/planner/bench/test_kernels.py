@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sparsekv.planner.bench import kernels
-from sparsekv.planner.bench.kernels import MIXES, KernelBench, bench_kernels, families_of
+from sparsekv.planner.bench import kernel_bench as kernels
+from sparsekv.planner.bench.kernel_bench import MIXES, KernelBench, bench_kernels, families_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 

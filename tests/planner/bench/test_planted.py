@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
-from sparsekv.planner.bench.kernels import families_of
+from sparsekv.kernels.tiles import density
+from sparsekv.planner.bench.kernel_bench import families_of
 from sparsekv.planner.bench.planted import Planted, check_plantable, plant
-from sparsekv.planner.bench.sizes import FAMILIES, SINK
+from sparsekv.planner.bench.structure import FAMILIES, SINK
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, TileShape
 

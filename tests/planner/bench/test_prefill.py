@@ -9,13 +9,11 @@ import torch
 from tiny_models import tiny_model
 from tiny_plans import every_head, info_of, plan_for
 
-from sparsekv.planner.bench import prefill, random_model
-from sparsekv.planner.bench.hand_plan import hand_plan, in_words
-from sparsekv.planner.bench.prefill import PrefillBench, bench_prefill
-from sparsekv.planner.bench.prefill_runs import Setting, layer_flops, run_prefill
-from sparsekv.planner.bench.random_model import BenchModel
+from sparsekv.planner.bench import prefill_bench as prefill
+from sparsekv.planner.bench import random_model
+from sparsekv.planner.bench.prefill_bench import PrefillBench, Setting, bench_prefill, layer_flops, run_prefill
+from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, BenchModel, hand_plan, in_words
 from sparsekv.planner.bench.random_model import random_model as make
-from sparsekv.planner.bench.shapes import PUBLIC_SHAPES
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, TileShape, tokens
@@ -76,7 +74,7 @@ def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan,
 
 
 def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatch):
-    from sparsekv.planner.bench import prefill_runs
+    from sparsekv.planner.bench import prefill_bench as prefill_runs
 
     asked, real = [], prefill_runs.apply
 
@@ -178,10 +176,10 @@ def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(
 
 
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan, monkeypatch):
-    from sparsekv.kernels import dispatch
+    from sparsekv.kernels import backends
     from sparsekv.runtime.core import prefill as runtime_prefill
 
-    monkeypatch.setattr(dispatch, "_obstacle", lambda name, *rest: None)  # everything promises to run here
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)  # everything promises to run here
     real = runtime_prefill.prefill_attention
 
     def failing(*args, backend, **rest):
@@ -231,7 +229,7 @@ def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, monkeypatch
 
 
 def test_a_row_says_when_torch_built_the_indices_because_triton_failed(subject, plan, monkeypatch):
-    from sparsekv.kernels import fallback
+    from sparsekv.kernels import backends
     from sparsekv.runtime.core import prefill as runtime_prefill
 
     real = runtime_prefill.build_index
@@ -241,9 +239,9 @@ def test_a_row_says_when_torch_built_the_indices_because_triton_failed(subject, 
             raise RuntimeError("no kernel image")
         return real(*args, builder=builder, **rest)
 
-    monkeypatch.setattr(fallback, "builds_by_triton", lambda device: True)
+    monkeypatch.setattr(backends, "builds_by_triton", lambda device: True)
     monkeypatch.setattr(runtime_prefill, "build_index", failing)
-    with pytest.warns(fallback.BackendWarning, match="torch builds them"):
+    with pytest.warns(backends.BackendWarning, match="torch builds them"):
         (row,) = rows_of(subject, plan)
     assert "torch built the indices" in row.note
     assert "no kernel image" in row.note

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsekv.kernels.dispatch import prefill_attention
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
-from sparsekv.planner.bench.kernels import families_of
-from sparsekv.planner.bench.planted import plant
-from sparsekv.planner.bench.recall import check_rows, find_planted, sample_rows
+from sparsekv.planner.bench.kernel_bench import families_of
+from sparsekv.planner.bench.planted import check_rows, find_planted, plant, sample_rows
 from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
 
 S, TILE = 1024, TileShape(query=64, key=64)
@@ -75,7 +74,7 @@ def test_what_no_head_has_is_none_and_not_zero(p):
 
 
 def test_mass_and_error_are_those_of_the_oracle(p, monkeypatch):
-    from sparsekv.planner.bench import recall
+    from sparsekv.planner.bench import planted as recall
 
     index, rows = index_of(p, p.patterns), list(sample_rows(S, 7))
     mask = mask_of(index, p.chunk, S)

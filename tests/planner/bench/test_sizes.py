@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from sparsekv.kernels.density import density
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.bench.sizes import diffuse_pattern, pattern_for, sizes_for
+from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.planner.bench.structure import diffuse_pattern, pattern_for, sizes_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 

@@ -6,10 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from sparsekv.planner.bench import dense_peers
-from sparsekv.planner.bench.dense_peers import dense_calls, dense_tflops, time_calls, time_dense
-from sparsekv.planner.bench.rows import DensePeers
-from sparsekv.planner.bench.timing import in_short, is_out_of_memory, measure
+from sparsekv.planner.bench import timing as dense_peers
+from sparsekv.planner.bench.timing import (
+    DensePeers,
+    dense_calls,
+    dense_tflops,
+    in_short,
+    is_out_of_memory,
+    measure,
+    time_calls,
+    time_dense,
+)
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,9 @@ from task_tokenizers import NAMES, TEXT_CHARACTERS, kit_named, tokenizer_named
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsekv.planner.tasks import TASKS, PieceEncoder, Request, Split, TaskError, load_filler_text
-from sparsekv.planner.tasks import encoding as encoding_module
-from sparsekv.planner.tasks.draws import Draws, longest_key, longest_value
-from sparsekv.planner.tasks.seeding import generator
-from sparsekv.planner.tasks.words import FIRST_WORDS, SECOND_WORDS
+from sparsekv.planner.tasks import text as text_module
+from sparsekv.planner.tasks.draws import FIRST_WORDS, SECOND_WORDS, Draws, longest_key, longest_value
+from sparsekv.planner.tasks.samples import generator
 
 ANCHORED = ("metaspace", "metaspace_no_begin")
 
@@ -75,7 +74,7 @@ def test_the_longest_key_is_reached(name: str) -> None:
 
 
 def test_forgetting_what_was_encoded_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_module, "_CACHE_ENTRIES", 3)
+    monkeypatch.setattr(text_module, "_CACHE_ENTRIES", 3)
     small = PieceEncoder.of(tokenizer_named("shipped"))
     runs = [(" amber", "-falcon"), (" amber", "-river", ":"), (" brave", "-river"), (" amber", "-falcon")]
     expected = [[t for piece in run for t in encode_whole("shipped", piece)] for run in runs]

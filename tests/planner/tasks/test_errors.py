@@ -5,7 +5,7 @@ from task_tokenizers import NAMES, kit_named
 
 from sparsekv.planner.tasks import TASKS, Request, Split, TaskError, make_sample
 from sparsekv.planner.tasks.draws import KEYS, Draws
-from sparsekv.planner.tasks.seeding import generator
+from sparsekv.planner.tasks.samples import generator
 from sparsekv.plans.errors import SparseKVError
 
 RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_tokenizers import kit_named
 
-from sparsekv.planner.tasks.filler import Filler, plant
+from sparsekv.planner.tasks.text import Filler, plant
 
 LINES = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 

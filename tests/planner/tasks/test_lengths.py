@@ -8,7 +8,7 @@ from task_tokenizers import NAMES, byte_level, kit_named, kit_of, metaspace
 
 from sparsekv.planner.tasks import TASKS, Kit, Request, Split, TaskError, make_sample, make_samples
 from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.seeding import generator
+from sparsekv.planner.tasks.samples import generator
 
 LENGTHS = (512, 1537, 4096)
 SHORTEST = 400  # holds a question of every task, in single characters too

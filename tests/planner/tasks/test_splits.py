@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from task_tokenizers import kit_named, kit_of, tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Sample, Split, TaskError, load_filler_text, make_sample, make_samples
-from sparsekv.planner.tasks.seeding import generator
+from sparsekv.planner.tasks.samples import generator
 
 HELD_OUT = (Split.CALIBRATION, Split.EVALUATION)
 

@@ -1,0 +1,319 @@
+"""`sparsekv bench kernels`: index building and sparse attention on planted structure, against dense attention.
+
+The index comes from the shipped builders, from patterns with budgets for what was planted. Timed are index building,
+attention over that index, and both in one call, in turn with the fastest dense kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
+from sparsekv.kernels.index.build import BUILDERS, BuilderName, build_index, builds_by_triton
+from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
+from sparsekv.planner.bench.planted import (
+    Planted,
+    Recall,
+    check_plantable,
+    check_rows,
+    find_planted,
+    plant,
+    sample_rows,
+)
+from sparsekv.planner.bench.structure import FAMILIES, BenchFamily
+from sparsekv.planner.bench.timing import (
+    BenchRow,
+    Call,
+    DensePeers,
+    dense_calls,
+    dense_tflops,
+    free_memory,
+    in_short,
+    measure,
+    time_dense,
+)
+from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.plans.errors import BackendError, UsageError
+from sparsekv.plans.patterns import MOST_SAMPLED, Adaptive, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.types import format_length
+from sparsekv.runtime.hf.describe import device_name, dtype_name
+
+PatternMix = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive", "mixed"]
+MIXES: tuple[PatternMix, ...] = get_args(PatternMix)
+PLANTED_NOTE = (
+    "Queries and keys are planted, not taken from a model: sinks, local bands, runs of diagonals, scattered columns "
+    "and hot tiles, at the stated densities. Indices come from the shipped builders."
+)
+# Values are of size 1: rounding to bfloat16 moves an output by a hundredth or so. A wrong output has no speed.
+WRONG = 0.1
+_BACKENDS = tuple(name for name in BACKENDS if name != "reference")  # the oracle is not for work
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBench:
+    """What to time: every length with every mix of patterns, density and backend.
+
+    Attributes:
+        densities: that structure is planted at; what comes of it is in the rows.
+        backends: those to time; empty for all that there are.
+        patterns: one family for all heads, or "mixed": every family, dealt out to the heads in turn.
+        builder: of indices, see `build_index`.
+        rounds: samples of each call.
+    """
+
+    lengths: tuple[int, ...]
+    densities: tuple[float, ...] = (0.05,)
+    backends: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ("mixed", "vertical_slash")
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    tile: TileShape = field(default_factory=TileShape)
+    builder: BuilderName = "auto"
+    last_q: int | None = None  # queries that vertical-slash heads sample; None: as the planner's own patterns
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for what, found, known in (("backends", self.backends, _BACKENDS), ("patterns", self.patterns, MIXES)):
+            unknown = [name for name in found if name not in known]
+            if unknown:
+                raise UsageError(f"expected {what} of {', '.join(known)}, found {unknown[0]!r}")
+        for what, numbers in (("length", self.lengths), ("density", self.densities), ("pattern", self.patterns)):
+            if not numbers:
+                raise UsageError(f"expected at least one {what}, found none")
+        if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
+            raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
+        if self.last_q is not None and not {"vertical_slash", "mixed"} & set(self.patterns):
+            raise UsageError(
+                f"expected --last-q with vertical_slash heads, which sample queries, found {', '.join(self.patterns)}"
+            )
+        if self.builder == "triton" and not builds_by_triton(self.device):
+            raise UsageError(f"expected --builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
+        if self.rounds < 1:
+            raise UsageError(f"expected one round or more, found {self.rounds}")
+        for length in self.lengths:
+            for density_ in self.densities:
+                check_plantable(self.heads, self.kv_heads, self.head_dim, length, density_, self.tile)
+
+    @property
+    def shape(self) -> str:
+        """The layer in words."""
+        return f"{self.heads}/{self.kv_heads} heads of size {self.head_dim}, {dtype_name(self.dtype)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow(BenchRow):
+    """One layer's attention on planted queries and keys.
+
+    Attributes:
+        sparse_ms: index building and attention in one call.
+        tflops: of the attention call, on the tiles it computes.
+        recall: how much of what was planted the index holds.
+        mass: share of the attention mass that the index holds, on sampled rows.
+        error: largest difference of the output from float32 attention over the same index, on sampled rows.
+    """
+
+    target_density: float
+    index_ms: float | None = None
+    attention_ms: float | None = None
+    recall: Recall | None = None
+    mass: float | None = None
+    error: float | None = None
+    dense_tflops: float | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        names = ("target_density", "index_ms", "attention_ms", "mass", "error", "dense_tflops")
+        own = {name: getattr(self, name) for name in names}
+        return self.with_keys(own | {"recall": None if self.recall is None else asdict(self.recall), "planted": True})
+
+
+def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[KernelRow]:
+    """Times every case, and gives one row each as soon as it is known.
+
+    A backend that cannot run here, and a case that fails or does not fit in memory, is a row with a note.
+    """
+    refused = {name: why for name in bench.backends or _BACKENDS if (why := _obstacle(bench, name))}
+    for name, why in refused.items():
+        yield _blank(bench, bench.patterns[0], bench.lengths[0], bench.densities[0], name, note=why)
+    backends = [name for name in bench.backends or _BACKENDS if name not in refused]
+    cases = [(length, mix, share) for length in bench.lengths for mix in bench.patterns for share in bench.densities]
+    peers: DensePeers | None = None
+    with (progress or NoProgress()).stage("kernels", total=len(cases) if backends else 0) as step:
+        for length, mix, share in cases if backends else ():
+            step.advance(0, note=f"{format_length(length)}, {mix}, {share:g}")
+            for row in _case(bench, mix, length, share, backends, peers):
+                yield row
+                peers = row.dense_peers or peers
+            free_memory(bench.device)
+            step.advance()
+
+
+def _obstacle(bench: KernelBench, backend: str) -> str | None:
+    try:
+        choose_backend(bench.device, bench.dtype, bench.head_dim, backend, bench.tile)
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One planted layer, its index, and the dense kernels on it."""
+
+    planted: Planted
+    index: TileIndex
+    builder: BuilderName
+    peers: DensePeers
+    dense: dict[str, Call]  # the fastest, where any ran
+
+    @classmethod
+    def prepare(cls, bench: KernelBench, mix: str, length: int, share: float, peers: DensePeers | None) -> _Layer:
+        """Dense kernels are tried where they have not been at this length."""
+        planted = plant(
+            families_of(mix, bench.heads),
+            kv_heads=bench.kv_heads,
+            head_dim=bench.head_dim,
+            length=length,
+            density=share,
+            tile=bench.tile,
+            device=bench.device,
+            dtype=bench.dtype,
+            seed=bench.seed,
+        )
+        if bench.last_q is not None:
+            planted = replace(planted, patterns=tuple(_sampling(one, bench.last_q) for one in planted.patterns))
+        calls = dense_calls(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
+        if peers is None or peers.length != length:
+            peers = time_dense(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, bench.rounds)
+        dense = {"dense": calls[peers.fastest]} if peers.fastest else {}
+        return cls(planted, _index(planted, bench.builder), bench.builder, peers, dense)
+
+    def calls(self, backend: str) -> dict[str, Call]:
+        """What is timed in turn."""
+        planted, builder = self.planted, self.builder
+        return self.dense | {
+            "index": lambda: _index(planted, builder),
+            "attention": lambda: _attend(planted, self.index, backend),
+            "whole": lambda: _attend(planted, _index(planted, builder), backend),
+        }
+
+
+def _case(
+    bench: KernelBench, mix: str, length: int, share: float, backends: Sequence[str], peers: DensePeers | None
+) -> Iterator[KernelRow]:
+    try:
+        layer = _Layer.prepare(bench, mix, length, share, peers)
+    except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
+        for name in backends:
+            yield _blank(bench, mix, length, share, name, note=in_short(error))
+        return
+    for name in backends:
+        blank = _blank(bench, mix, length, share, name, layer.peers)
+        try:
+            yield _timed(bench, blank, layer)
+        except Exception as error:
+            yield replace(blank, note=in_short(error))
+
+
+def _timed(bench: KernelBench, blank: KernelRow, layer: _Layer) -> KernelRow:
+    planted, index = layer.planted, layer.index
+    out_BHSD = _attend(planted, index, blank.backend).out_BHSD
+    checked = check_rows(planted, index, sample_rows(blank.length), out_BHSD)
+    if checked.error is not None and checked.error > WRONG:
+        raise BackendError(f"its output is wrong by {checked.error:.3g} and was not timed")
+    times = measure(layer.calls(blank.backend), bench.device, bench.rounds)
+    dense_ms = times.get("dense")
+    return replace(
+        blank,
+        dense_ms=dense_ms,
+        dense_tflops=_dense_tflops(bench, blank.length, dense_ms),
+        sparse_ms=times["whole"],
+        index_ms=times["index"],
+        attention_ms=times["attention"],
+        density=float(density(index, planted.chunk)),
+        tflops=_tflops(planted, index, times["attention"]),
+        recall=find_planted(planted, index),
+        mass=checked.mass,
+        error=checked.error,
+        note="" if dense_ms else "no dense kernel ran",
+    )
+
+
+def _sampling(pattern: Pattern, last_q: int) -> Pattern:
+    return pattern.model_copy(update={"last_q": last_q}) if isinstance(pattern, VerticalSlash) else pattern
+
+
+def families_of(mix: str, heads: int) -> tuple[BenchFamily, ...]:
+    """The family of each query head."""
+    known = [family for family in FAMILIES if family != "adaptive" or Adaptive in BUILDERS]
+    dealt = known if mix == "mixed" else [family for family in FAMILIES if family == mix]
+    return tuple(dealt[head % len(dealt)] for head in range(heads))
+
+
+def _index(planted: Planted, builder: BuilderName) -> TileIndex:
+    return build_index(
+        planted.patterns,
+        planted.q_BHSD,
+        planted.k_BGSD,
+        planted.chunk,
+        planted.tile,
+        scale=planted.scale,
+        builder=builder,
+    )
+
+
+def _attend(planted: Planted, index: TileIndex, backend: str) -> AttentionOutput:
+    return prefill_attention(
+        planted.q_BHSD,
+        planted.k_BGSD,
+        planted.v_BGSD,
+        index,
+        planted.chunk,
+        scale=planted.scale,
+        backend=backend,
+    )
+
+
+def _blank(
+    bench: KernelBench,
+    mix: str,
+    length: int,
+    share: float,
+    backend: str,
+    peers: DensePeers | None = None,
+    note: str = "",
+) -> KernelRow:
+    """A row with what is known before the backend runs."""
+    dense_ms = peers.timed_ms[peers.fastest] if peers and peers.fastest else None
+    return KernelRow(
+        name=mix,
+        length=length,
+        backend=backend,
+        device=device_name(bench.device),
+        dtype=dtype_name(bench.dtype),
+        target_density=share,
+        dense_ms=dense_ms,
+        dense_tflops=_dense_tflops(bench, length, dense_ms),
+        dense_peers=peers,
+        note=note,
+    )
+
+
+def _tflops(planted: Planted, index: TileIndex, milliseconds: float) -> float:
+    """TFLOP/s on the computed tiles, each counted whole, single columns as their share of one."""
+    tile, tiles = planted.tile, float(computed_tiles(index).sum())
+    return 4.0 * planted.q_BHSD.shape[3] * tile.query * tile.key * tiles / milliseconds / 1e9
+
+
+def _dense_tflops(bench: KernelBench, length: int, milliseconds: float | None) -> float | None:
+    if milliseconds is None:
+        return None
+    return dense_tflops(bench.heads, bench.head_dim, length, milliseconds)

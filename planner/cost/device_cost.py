@@ -1,0 +1,157 @@
+"""What attention costs on one device: fitted lines, and predictions from them. Pure numbers, no device needed.
+
+All times are microseconds of one layer with the head shape that was measured. A line is a non-negative combination of
+features, fitted to a few timed launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from sparsekv.planner.families import Family
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.schema import BackendName, DtypeName
+from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text
+
+KIND = "sparsekv.cost"
+SCHEMA_VERSION = 2
+# Of each line, as `DeviceCost` has them.
+_PRICES = {
+    "prefill_dense": 2,
+    "prefill_sparse": 4,
+    "index": 3,
+    "decode_dense": 2,
+    "decode_sparse": 2,
+    "decode_choose": 2,
+    "decode_host": 3,
+}
+
+
+class HeadShape(Part):
+    """The attention of one layer."""
+
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+
+
+class Line(Part):
+    """A sum of features, each with a price of zero or more."""
+
+    prices: tuple[NonNegative, ...]
+
+    def at(self, *features: float) -> float:
+        """The value for these features."""
+        return sum(price * feature for price, feature in zip(self.prices, features, strict=True))
+
+
+class Timing(Part):
+    """One launch that was timed, for people who want to see what a line was fitted to."""
+
+    what: Text
+    length: Length
+    features: tuple[NonNegative, ...]
+    us: NonNegative
+
+
+class DeviceCost(Part):
+    """Prices of one device. The first price of every line is what a launch costs, however little it computes.
+
+    Attributes:
+        prefill_dense: of (1, causal tiles over all heads), the fastest dense kernel.
+        prefill_sparse: of (1, query tiles over all heads, computed tiles over all heads, single columns in tiles).
+            A query tile has its queries to read and its output to write however few tiles it computes.
+        index: per pattern, of (1, heads x tokens, heads x tokens squared): building the index of those heads.
+        decode_dense: of (1, tokens attended), one step.
+        decode_sparse: the same, over chosen tokens.
+        decode_choose: of (1, tokens scored): choosing tokens in a filter layer.
+        decode_host: of (1, tokens attended, tokens of these read from host memory): a step of an offloaded layer
+            over chosen tokens; None where it was not asked for.
+    """
+
+    kind: Literal["sparsekv.cost"] = "sparsekv.cost"
+    schema_version: Literal[2] = 2
+    device: Text
+    dtype: DtypeName
+    backend: BackendName
+    shape: HeadShape
+    tile: TileShape
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    prefill_dense: Line
+    prefill_sparse: Line
+    index: dict[Family, Line]
+    decode_dense: Line
+    decode_sparse: Line
+    decode_choose: Line
+    decode_host: Line | None = None
+    timings: tuple[Timing, ...] = ()
+
+    @model_validator(mode="after")
+    def _priced(self) -> DeviceCost:
+        for name, count in _PRICES.items():
+            line = getattr(self, name)
+            for one in line.values() if isinstance(line, dict) else [line]:
+                if one is not None and len(one.prices) != count:
+                    raise FieldError(f"expected {count} prices of {name}, found {len(one.prices)}", name)
+        return self
+
+    def prefill_dense_us(self, causal_tiles: float) -> float:
+        """A dense layer; `causal_tiles` over all heads."""
+        return self.prefill_dense.at(1.0, causal_tiles)
+
+    def prefill_sparse_us(self, tiles: float, columns: float, heads: Mapping[Family, int], length: int) -> float:
+        """A sparse layer, index building included.
+
+        Args:
+            tiles: whole tiles computed, over all heads, dense ones included.
+            columns: single columns computed, in tiles, over all heads.
+            heads: how many heads follow each data-dependent or static pattern.
+            length: tokens of the prompt.
+        """
+        index = sum(self.index_us(name, count, length) for name, count in heads.items() if count)
+        rows = self.shape.heads * -(-length // self.tile.query)
+        return index + self.prefill_sparse.at(1.0, float(rows), tiles, columns)
+
+    def index_us(self, name: Family, heads: int, length: int) -> float:
+        """Building the index of `heads` heads of a pattern.
+
+        Raises:
+            UsageError: this pattern was not measured.
+        """
+        return self._index(name).at(1.0, float(heads * length), float(heads) * length * length)
+
+    def index_launch_us(self, name: Family) -> float:
+        """What the first head of a pattern costs a layer before it adds any work."""
+        return self._index(name).prices[0]
+
+    def index_head_us(self, name: Family, length: int) -> float:
+        """What one head more adds to building the index of a pattern that other heads follow too."""
+        return self.index_us(name, 1, length) - self.index_launch_us(name)
+
+    def decode_dense_us(self, tokens: int) -> float:
+        """One step of a layer that attends to everything."""
+        return self.decode_dense.at(1.0, float(tokens))
+
+    def decode_sparse_us(self, tokens: int) -> float:
+        """One step of a layer that attends to chosen tokens."""
+        return self.decode_sparse.at(1.0, float(tokens))
+
+    def decode_choose_us(self, tokens: int) -> float:
+        """Choosing tokens out of `tokens`, on top of a dense step."""
+        return self.decode_choose.at(1.0, float(tokens))
+
+    def decode_host_us(self, tokens: int, cold: float) -> float | None:
+        """One step of an offloaded layer over `tokens` chosen ones, `cold` of which lie on the host; None: unknown."""
+        return None if self.decode_host is None else self.decode_host.at(1.0, float(tokens), cold)
+
+    def _index(self, name: Family) -> Line:
+        if name not in self.index:
+            raise UsageError(
+                f"expected a device cost with prices of {', '.join(sorted({*self.index, name}))}, found none of "
+                f"{name}; measure again (leave --cost out)"
+            )
+        return self.index[name]

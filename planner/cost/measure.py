@@ -1,0 +1,228 @@
+"""Measuring what attention costs on this device: a few timed launches at each length, and lines fitted to them.
+
+Queries, keys and values are random: what kernels cost depends on tiles and lengths alone.
+
+Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size, N chosen tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch.utils.benchmark import Timer
+
+from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.keys import KeyView, resident
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.scores import token_scores, top_tokens
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
+from sparsekv.planner.data_files import device_name, dtype_name, versions
+from sparsekv.planner.families import KNOWN_FAMILIES, Family
+from sparsekv.planner.profile.search_space import last_q_for
+from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.stores.bank import HostStore
+
+# Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
+_MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
+_SHORTEST = 512
+# Short lengths say what a launch costs, long ones what work costs. Work of an index grows with the length and with its
+# square: three lengths tell these apart.
+_APART = 4
+_FEWEST = 3
+_ROUND = 128
+
+
+def measure_cost(
+    shape: HeadShape,
+    lengths: Sequence[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tile: TileShape,
+    backend: str = "auto",
+    offload: bool = False,
+    progress: Progress | None = None,
+) -> DeviceCost:
+    """Times dense and sparse attention, index building and decode on this device, and fits lines to them.
+
+    Lengths too long to time quickly are left to the fit.
+
+    Args:
+        shape: the heads of one layer.
+        lengths: context lengths the plan is for.
+        device: where to measure.
+        dtype: of queries, keys and values.
+        tile: the plan's tile shape.
+        backend: of sparse prefill, or "auto".
+        offload: time decode over rows in host memory too.
+        progress: where to report.
+
+    Raises:
+        BackendError: the backend cannot run here.
+    """
+    choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
+    bench = Bench(shape, device, dtype, tile, choice.name, offload)
+    timed = timed_lengths(shape, lengths, device.type)
+    timings: list[Timing] = []
+    with (progress or NoProgress()).stage("cost", total=len(timed)) as step:
+        for length in timed:
+            timings.extend(bench.run(length))
+            step.advance(note=f"{length} tokens")
+    return DeviceCost(
+        device=device_name(device),
+        dtype=dtype_name(dtype),
+        backend=cast(BackendName, choice.name),
+        shape=shape,
+        tile=tile,
+        versions=versions(),
+        prefill_dense=fit_line(timings, "dense prefill"),
+        prefill_sparse=fit_line(timings, "sparse prefill"),
+        index={name: fit_line(timings, f"index {name}") for name in KNOWN_FAMILIES},
+        decode_dense=fit_line(timings, "dense decode"),
+        decode_sparse=fit_line(timings, "sparse decode"),
+        decode_choose=fit_line(timings, "choose"),
+        decode_host=fit_line(timings, "host decode") if offload else None,
+        timings=tuple(timings),
+    )
+
+
+def timed_lengths(shape: HeadShape, lengths: Sequence[int], device_type: str) -> tuple[int, ...]:
+    """From few tokens up to the longest that is timed quickly, but not beyond the longest of the plan."""
+    most = math.isqrt(int(_MOST_WORK.get(device_type, _MOST_WORK["cpu"]) / (2 * shape.heads * shape.head_dim)))
+    longest = max(2 * _SHORTEST, min(max(lengths), most) // _SHORTEST * _SHORTEST)
+    count = max(_FEWEST, 1 + round(math.log(longest / _SHORTEST, _APART)))
+    spaced = np.geomspace(_SHORTEST, longest, count)
+    return tuple(sorted({round(float(length) / _ROUND) * _ROUND for length in spaced}))
+
+
+def fit_line(timings: Sequence[Timing], what: str) -> Line:
+    """Least squares of relative errors with non-negative prices: short launches count as much as long ones."""
+    from scipy.optimize import nnls
+
+    own = [timing for timing in timings if timing.what == what]
+    features = np.array([timing.features for timing in own])
+    us = np.array([timing.us for timing in own])
+    size = np.maximum(features.max(0), 1e-12)
+    prices, _ = nnls(features / size / us[:, None], np.ones(len(own)))
+    return Line(prices=tuple(float(price) for price in prices / size))
+
+
+SECONDS_A_TIMING = 0.03
+
+
+def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
+    """A few of each kind, so that tiles and columns vary apart from one another."""
+    yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 16))
+    yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 4))
+    yield "block_sparse", BlockSparse(keep=tokens(max(256, length // 16)))
+    yield "block_sparse", BlockSparse(keep=tokens(max(512, length // 4)))
+    few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
+    for vertical, slash in ((few, many), (many, few)):
+        yield (
+            "vertical_slash",
+            VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few)),
+        )
+    for most in (few, many):  # antidiagonal scores, the dearer of the two, stand for both
+        yield "adaptive", Adaptive(score="antidiagonal", mass=0.9, max_tiles=tokens(most))
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One device, one layer's heads, one tile shape."""
+
+    shape: HeadShape
+    device: torch.device
+    dtype: torch.dtype
+    tile: TileShape
+    backend: str
+    offload: bool  # whether steps over rows in host memory are timed too
+
+    def run(self, length: int) -> Iterator[Timing]:
+        """Every timing at one length."""
+        q_BHSD, k_BGSD, v_BGSD = self._random(length)
+        scale = self.shape.head_dim**-0.5
+        yield from self._prefill(length, q_BHSD, k_BGSD, v_BGSD, scale)
+        yield from self._decode(length, q_BHSD[:, :, -1:], k_BGSD, v_BGSD, scale)
+
+    def _prefill(
+        self, length: int, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
+    ) -> Iterator[Timing]:
+        chunk, heads = Chunk.uniform(1, 0, length), self.shape.heads
+        dense_us = self._us(lambda: dense_prefill(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=self.backend))
+        yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
+        for name, pattern in _patterns(length):
+            build = partial(build_index, (pattern,) * heads, q_BHSD, k_BGSD, chunk, self.tile, scale=scale)
+            work = float(heads * length)
+            yield _timing(f"index {name}", length, (1.0, work, work * length), self._us(build))
+            index = build()
+            attend = partial(prefill_attention, q_BHSD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
+            rows = float(index.counts_BHT.numel())
+            yield _timing("sparse prefill", length, (1.0, rows, *_work(index)), self._us(attend))
+
+    def _decode(
+        self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
+    ) -> Iterator[Timing]:
+        chunk, one = Chunk.uniform(1, length - 1, length), torch.ones(1)
+        dense_us = self._us(lambda: dense_attention(q_BH1D, k_BGSD, v_BGSD, chunk, scale=scale))
+        yield _timing("dense decode", length, (1.0, float(length)), dense_us)
+
+        def choose(count: int) -> torch.Tensor:
+            scores_B1S = token_scores(q_BH1D, k_BGSD, (length - 1,), one, scale=scale)
+            return top_tokens(scores_B1S, count, length)
+
+        yield _timing("choose", length, (1.0, float(length)), self._us(lambda: choose(length // 10)))
+        for count in (length // 16, length // 4):
+            keys = resident(k_BGSD, v_BGSD)
+            selection = Selection(choose(count), torch.full_like(keys.lengths_B, count), sink=0, recent=0)
+            attend = partial(decode_attention, q_BH1D, keys, selection, scale=scale, backend=self.backend)
+            yield _timing("sparse decode", length, (1.0, float(count)), self._us(attend))
+            if self.offload:
+                yield from self._host(selection, q_BH1D, keys, scale)
+
+    def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
+        """The same step over rows in host memory, as an offloaded layer takes it, most and some of them there."""
+        length, count = keys.capacity, selection.most
+        for hot in (length // 8, length // 2):
+            store = HostStore(tokens(hot))
+            store.append(keys.k, keys.v)
+
+            def step(store: HostStore = store) -> torch.Tensor:
+                found = store.gather(selection, keys.lengths_B)
+                return decode_attention(q_BH1D, *found, scale=scale, backend=self.backend).out_BHSD
+
+            cold = float((selection.chosen_BgN < length - hot).sum())
+            yield _timing("host decode", length, (1.0, float(count), cold), self._us(step))
+
+    def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def draw(heads: int) -> torch.Tensor:
+            size = (1, heads, length, self.shape.head_dim)
+            return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
+
+        return draw(self.shape.heads), draw(self.shape.kv_heads), draw(self.shape.kv_heads)
+
+    def _us(self, launch: Callable[[], object]) -> float:
+        launch()  # compilation and first-touch costs are not the kernel's
+        timer = Timer("launch()", globals={"launch": launch}, num_threads=torch.get_num_threads())
+        return float(timer.blocked_autorange(min_run_time=SECONDS_A_TIMING).median) * 1e6
+
+
+def _timing(what: str, length: int, features: Sequence[float], us: float) -> Timing:
+    return Timing(what=what, length=length, features=tuple(float(value) for value in features), us=us)
+
+
+def _work(index: TileIndex) -> tuple[float, float]:
+    tiles = float(index.counts_BHT.sum())
+    return tiles, max(0.0, float(computed_tiles(index).sum()) - tiles)

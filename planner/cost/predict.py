@@ -1,0 +1,216 @@
+"""What a plan is predicted to cost on a device, from a profile and a device cost. Nothing is timed here.
+
+Shapes: L profiled layers, C candidates, H heads (of the widest layer; absent heads hold nan).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.families import Family, mandatory_a_row
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.plans.patterns import Dense, Pattern, TileShape
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Cost, Estimate, Prediction
+
+DENSE = -1
+ABSENT = -2
+
+Floats = npt.NDArray[np.float64]
+Choice = npt.NDArray[np.int64]
+"""[L, H]: the candidate of each head, DENSE, or ABSENT where a layer has fewer heads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreTables:
+    """One length: every layer, candidate and head. Costs are shares of the causal tiles of a head."""
+
+    entry: LengthProfile
+    error_LCH: Floats
+    tail_error_LCH: Floats
+    tiles_LCH: Floats
+    columns_LCH: Floats
+    density_LCH: Floats  # tiles and columns
+    present_LH: npt.NDArray[np.bool_]  # heads that exist
+
+    @classmethod
+    def of(cls, entry: LengthProfile) -> ScoreTables:
+        """The tables of a profiled length."""
+        names = ("error", "tail_error", "tiles", "columns")
+        error, tail, tiles, columns = (_table([getattr(scores, name) for scores in entry.layers]) for name in names)
+        return cls(entry, error, tail, tiles, columns, tiles + columns, ~np.isnan(error[:, 0]))
+
+    def take(self, table_LCH: Floats, choice: Choice, dense: float) -> Floats:
+        """[L, H]: the entry of each head's candidate; `dense` for dense heads, 0 for absent ones."""
+        taken_LH = np.take_along_axis(table_LCH, np.maximum(choice, 0)[:, None], 1)[:, 0]
+        return np.where(choice == ABSENT, 0.0, np.where(choice == DENSE, dense, taken_LH))
+
+    def density(self, choice: Choice) -> float:
+        """Mean density over all heads."""
+        return float(self.take(self.density_LCH, choice, 1.0).sum() / (choice != ABSENT).sum())
+
+    def pattern(self, choice: Choice, layer: int, head: int) -> Pattern:
+        """What head `head` of the `layer`-th profiled layer follows."""
+        candidate = int(choice[layer, head])
+        if candidate == DENSE:
+            return Dense()
+        return self.entry.patterns[self.entry.layers[layer].patterns[candidate][head]]
+
+
+def _table(rows: list[tuple[tuple[float, ...], ...]]) -> Floats:
+    heads = max(len(row) for table in rows for row in table)
+    table_LCH = np.full((len(rows), len(rows[0]), heads), np.nan)
+    for layer, table in enumerate(rows):
+        for candidate, row in enumerate(table):
+            table_LCH[layer, candidate, : len(row)] = row
+    return table_LCH
+
+
+def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, decode: DecodePlan | None) -> Cost:
+    """Dense and sparse attention of each planned phase at every profiled length.
+
+    What has no price is left out: patterns of the plan that the profile did not measure (a plan edited by hand), and
+    decode with rows in host memory where `cost` was measured without.
+    """
+    lengths = []
+    for entry in profile.lengths:
+        estimate = _of_prefill(profile, entry, prefill, cost) if prefill and entry.layers else None
+        step = _of_decode(profile, entry.length, decode, cost) if decode else None
+        if estimate or step:
+            lengths.append(Prediction(length=entry.length, prefill=estimate, decode=step))
+    return Cost(device=cost.device, backend=cost.backend, lengths=tuple(lengths))
+
+
+def causal_tiles(length: int, tile: TileShape) -> int:
+    """Tiles of a dense head over a whole prompt."""
+    return Chunk.uniform(1, 0, length).causal_tiles(tile)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTimes:
+    """Attention of each profiled layer over a whole prompt, in microseconds: [L] each."""
+
+    dense_us: Floats
+    sparse_us: Floats  # as chosen; a layer without sparse heads runs the dense kernel
+
+
+def layer_times(
+    cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape, length: int | None = None
+) -> LayerTimes:
+    """The profiled layers over a prompt of `length` tokens (the profiled length by default) by these choices."""
+    tokens = length or tables.entry.length
+    causal = causal_tiles(tokens, tile)
+    tiles_LH, columns_LH = (share_LH * causal for share_LH in shares_at(tables, choice, tile, tokens))
+    heads_L = (choice != ABSENT).sum(1)
+    dense_L = np.array([cost.prefill_dense_us(float(heads) * causal) for heads in heads_L])
+    sparse_L = dense_L.copy()
+    for row, choice_H in enumerate(choice):
+        if kinds := heads_by_pattern(tables, choice_H):
+            tiles, columns = float(tiles_LH[row].sum()), float(columns_LH[row].sum())
+            sparse_L[row] = cost.prefill_sparse_us(tiles, columns, kinds, tokens)
+    return LayerTimes(dense_L, sparse_L)
+
+
+def shares_at(tables: ScoreTables, choice: Choice, tile: TileShape, length: int) -> tuple[Floats, Floats]:
+    """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
+
+    Budgets are in tokens: a row computes as many tiles at every length, as far as it has them. A head that computes r
+    tiles in every row of n computes 1 - (1 - r / n)^2 of the triangle.
+    """
+    tiles_LH = tables.take(tables.tiles_LCH, choice, 1.0)
+    columns_LH = tables.take(tables.columns_LCH, choice, 0.0)
+    if length == tables.entry.length:
+        return tiles_LH, columns_LH
+    stretch = tables.entry.length / length
+    least = min(1.0, mandatory_a_row(tile) * tile.key / length)
+
+    def at_length(share_LH: Floats) -> Floats:
+        row_LH = (1.0 - np.sqrt(np.maximum(0.0, 1.0 - share_LH))) * stretch
+        return np.asarray(1.0 - (1.0 - np.clip(row_LH, least, 1.0)) ** 2)
+
+    there_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH))
+    both_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH + columns_LH))
+    return there_LH, both_LH - there_LH
+
+
+def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape) -> Estimate:
+    """Attention of a whole prefill over the profiled layers, when each head follows its choice."""
+    times = layer_times(cost, tables, choice, tile)
+    return Estimate(
+        dense_us=float(times.dense_us.sum()), sparse_us=float(times.sparse_us.sum()), density=tables.density(choice)
+    )
+
+
+def heads_by_pattern(tables: ScoreTables, choice_H: Choice) -> dict[Family, int]:
+    """How many heads of a layer follow each family."""
+    candidates = tables.entry.candidates
+    return dict(Counter(candidates[place].family for place in choice_H.tolist() if place >= 0))
+
+
+def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
+    """What a bucket chose of the candidates of a length; None where it has a pattern that is none of them."""
+    choice = np.where(tables.present_LH, DENSE, ABSENT)
+    if bucket.dense:
+        return choice
+    for row, scores in enumerate(tables.entry.layers):
+        heads = len(scores.patterns[0])
+        for head, pattern in enumerate(bucket.patterns(scores.layer, heads)):
+            if isinstance(pattern, Dense):
+                continue
+            measured = [tables.entry.patterns[places[head]] for places in scores.patterns]
+            if pattern not in measured:
+                return None
+            choice[row, head] = measured.index(pattern)
+    return choice
+
+
+def _of_prefill(profile: Profile, entry: LengthProfile, plan: PrefillPlan, cost: DeviceCost) -> Estimate | None:
+    tables = ScoreTables.of(entry)
+    choice = choice_of(plan.bucket(entry.length), tables)
+    return None if choice is None else prefill_estimate(cost, tables, choice, profile.tile)
+
+
+def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate | None:
+    layers = profile.model.layers
+    bucket = plan.bucket(length)
+    step = step_us(bucket, cost, length, layers, plan.offload)
+    if step is None:
+        return None
+    dense_us, share = layers * cost.decode_dense_us(length), _decode_share(bucket, length, layers)
+    return Estimate(dense_us=dense_us, sparse_us=step, density=share)
+
+
+def step_us(
+    bucket: DecodeBucket, cost: DeviceCost, length: int, layers: int, offload: Offload | None = None
+) -> float | None:
+    """Attention of one decode step over all layers, in microseconds; None where rows in host memory have no price.
+
+    Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on the
+    device, are chosen more often: the price is rather too high.
+    """
+    hosted = frozenset(offload.layers if offload else ())
+    if hosted - bucket.sparse_layers:
+        return None  # it reads back everything it has, in every step
+    choosing = len(bucket.segments) * cost.decode_choose_us(length)
+    total = choosing + (layers - len(bucket.sparse_layers)) * cost.decode_dense_us(length)
+    for segment in bucket.segments:
+        chosen, moved = segment.budget.resolve(length), len(hosted.intersection(segment.layers))
+        total += (len(segment.layers) - moved) * cost.decode_sparse_us(chosen)
+        if offload and moved:
+            away = max(0, length - offload.hot.resolve(length)) / length
+            fetched_us = cost.decode_host_us(chosen, chosen * away)
+            if fetched_us is None:
+                return None
+            total += moved * fetched_us
+    return total
+
+
+def _decode_share(bucket: DecodeBucket, length: int, layers: int) -> float:
+    attended = sum(len(segment.layers) * segment.budget.resolve(length) for segment in bucket.segments)
+    return (attended + (layers - len(bucket.sparse_layers)) * length) / (layers * length)

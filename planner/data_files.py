@@ -1,0 +1,156 @@
+"""Profile and device-cost files: JSON, compressed when large, the same bytes for the same content."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from sparsekv import __version__
+from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
+from sparsekv.plans.files import write_bytes
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.types import canonical_json
+from sparsekv.runtime.hf.describe import device_name as device_name
+from sparsekv.runtime.hf.describe import dtype_name as dtype_name
+
+MAX_BYTES = 512 << 20
+_COMPRESS_ABOVE = 1 << 20
+_GZIP = b"\x1f\x8b"
+_SIGNATURE = "integrity"
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Writes a profile, atomically; large ones are compressed, whatever the name.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    _write(profile, path)
+
+
+def read_profile(path: Path, model: ModelInfo | None = None) -> Profile:
+    """Reads a profile.
+
+    Args:
+        path: a file of `write_profile`.
+        model: the model it must be of.
+
+    Raises:
+        UsageError: there is no such file.
+        PlanError: it is not a whole and sound profile.
+        PlanMismatchError: it is of another model.
+    """
+    profile = _read(Profile, path, "profile")
+    if model is not None:
+        check_model(profile, model)
+    return profile
+
+
+def write_cost(cost: DeviceCost, path: Path) -> None:
+    """Writes a device-cost file; see `write_profile`."""
+    _write(cost, path)
+
+
+def read_cost(path: Path) -> DeviceCost:
+    """Reads a device-cost file; see `read_profile`."""
+    return _read(DeviceCost, path, "device-cost file")
+
+
+def check_model(profile: Profile, model: ModelInfo) -> None:
+    """A profile is of one set of weights: a profile of others would plan for heads that are not there.
+
+    Raises:
+        PlanMismatchError: it is of another model.
+    """
+    check_architecture(profile, model)
+    if profile.model.fingerprint.weights != model.fingerprint.weights:
+        raise _of_another(profile, model, "weights")
+
+
+def check_architecture(profile: Profile, model: ModelInfo) -> None:
+    """`check_model` where nobody knows the weights.
+
+    Raises:
+        PlanMismatchError: the profile is of a model of another architecture.
+    """
+    if profile.model.fingerprint.architecture != model.fingerprint.architecture:
+        raise _of_another(profile, model, "architecture")
+
+
+def _of_another(profile: Profile, model: ModelInfo, part: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
+        "profile this model again (leave --profile out)"
+    )
+
+
+def digest_of(record: BaseModel) -> str:
+    """`sha256:...` over the canonical content of a profile or a device cost."""
+    return _digest(record.model_dump(mode="json"))
+
+
+def _write(record: BaseModel, path: Path) -> None:
+    data = record.model_dump(mode="json")
+    content = canonical_json(data | {_SIGNATURE: _digest(data)}) + b"\n"
+    write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return f"sha256:{hashlib.sha256(canonical_json(data)).hexdigest()}"
+
+
+def _read(kind: type[Record], path: Path, what: str) -> Record:
+    try:
+        data = json.loads(_content(path, what))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"expected a {what} in {path}, found no whole JSON: {error}; make it again") from error
+    signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
+    try:
+        record = kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the top"
+        schema = kind.model_fields["schema_version"].default
+        raise PlanError(
+            f"expected a {what} of schema {schema} in {path}, found at {where}: {first['msg']}; make it again"
+        ) from error
+    if signed != digest_of(record):
+        raise PlanError(
+            f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
+        )
+    return record
+
+
+def _content(path: Path, what: str) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise PlanError(f"expected a {what} of at most {MAX_BYTES >> 20} MiB, found a larger file: {path}")
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror or error}") from error
+    if not content.startswith(_GZIP):
+        return content
+    try:
+        inflated = zlib.decompressobj(wbits=31)
+        plain = inflated.decompress(content, MAX_BYTES)
+    except zlib.error as error:
+        raise PlanError(f"expected a whole {what} in {path}, found a damaged one: {error}; make it again") from error
+    if not inflated.eof:
+        raise PlanError(f"expected a whole {what} in {path}, found one cut short; make it again")
+    return plain
+
+
+def versions() -> dict[str, str]:
+    """Versions of what measurements depend on."""
+    return {"sparsekv": __version__, **{name: version(name) for name in ("torch", "transformers")}}

@@ -1,0 +1,170 @@
+"""What an evaluation found: the same samples, dense and sparse, and 95% intervals of their paired differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsekv.plans.schema import Score
+
+LEVEL = 0.95
+
+
+def accuracy_interval(dense: Sequence[bool], sparse: Sequence[bool]) -> tuple[float, float]:
+    """The 95% interval of the difference of two paired proportions, sparse - dense.
+
+    Newcombe's hybrid score interval for paired data (Statistics in Medicine 17, 1998, method 10), from the Wilson
+    intervals of scipy. Unlike a bootstrap, it does not collapse to zero when no sample changed.
+    """
+    from scipy.stats import binomtest
+
+    before, after = np.asarray(dense, bool), np.asarray(sparse, bool)
+    count = len(before)
+    p_after, p_before = float(after.mean()), float(before.mean())
+    low_a, high_a = binomtest(int(after.sum()), count).proportion_ci(LEVEL, method="wilson")
+    low_b, high_b = binomtest(int(before.sum()), count).proportion_ci(LEVEL, method="wilson")
+    phi = _correlation(before, after)
+    difference = p_after - p_before
+    down = _hybrid(p_after - low_a, high_b - p_before, phi)
+    up = _hybrid(high_a - p_after, p_before - low_b, phi)
+    return max(-1.0, difference - down), min(1.0, difference + up)
+
+
+def mean_interval(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of the mean of paired differences, sparse - dense (Student's t)."""
+    from scipy.stats import ttest_rel
+
+    differences = np.asarray(sparse, float) - np.asarray(dense, float)
+    mean = float(differences.mean())
+    if len(differences) < 2 or float(np.ptp(differences)) == 0.0:
+        return mean, mean
+    interval = ttest_rel(sparse, dense).confidence_interval(LEVEL)
+    return float(interval.low), float(interval.high)
+
+
+def _hybrid(a: float, b: float, phi: float) -> float:
+    return math.sqrt(max(0.0, a * a - 2.0 * phi * a * b + b * b))
+
+
+def _correlation(before: np.ndarray, after: np.ndarray) -> float:
+    both = float((before & after).sum())
+    neither = float((~before & ~after).sum())
+    lost, won = float((before & ~after).sum()), float((~before & after).sum())
+    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
+    if margins == 0.0:
+        return 0.0
+    agreement = both * neither - lost * won
+    if agreement > 0.0:
+        agreement = max(agreement - len(before) / 2.0, 0.0)  # Newcombe's continuity correction
+    return agreement / math.sqrt(margins)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One sample. `correct` is None where there is no text to compare (perplexity)."""
+
+    correct: bool | None
+    nll: float  # mean over the answer's tokens, in nats
+    kl: float = 0.0  # mean divergence from dense over the answer's tokens, in nats
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a mode computed: tiles of prefill, tokens of decode, against what dense would have."""
+
+    tiles: float = 0.0
+    causal_tiles: float = 0.0
+    attended: float = 0.0
+    cached: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.tiles + other.tiles,
+            self.causal_tiles + other.causal_tiles,
+            self.attended + other.attended,
+            self.cached + other.cached,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """One task, sample by sample."""
+
+    dense: tuple[Outcome, ...]
+    sparse: tuple[Outcome, ...]
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether the task has right answers; otherwise it has a perplexity."""
+        return all(outcome.correct is not None for outcome in self.dense)
+
+    @property
+    def score(self) -> Score:
+        """As plans record it: shares of right answers, or perplexities, and the interval of their difference."""
+        return self._accuracy() if self.is_accuracy else self._perplexity()
+
+    def _accuracy(self) -> Score:
+        before, after = ([bool(outcome.correct) for outcome in side] for side in (self.dense, self.sparse))
+        interval = accuracy_interval(before, after)
+        return Score(dense=float(np.mean(before)), sparse=float(np.mean(after)), samples=len(before), interval=interval)
+
+    def _perplexity(self) -> Score:
+        before, after = ([outcome.nll for outcome in side] for side in (self.dense, self.sparse))
+        low, high = mean_interval(before, after)
+        dense = perplexity(before)
+        interval = dense * math.expm1(low), dense * math.expm1(high)
+        return Score(dense=dense, sparse=perplexity(after), samples=len(before), interval=interval)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """A plan, some of its phases, on all tasks at some lengths."""
+
+    lengths: tuple[int, ...]
+    tasks: Mapping[str, TaskResult]
+    spent: Spent
+
+    @property
+    def samples(self) -> int:
+        """Of each task, at each length."""
+        return max((len(task.dense) for task in self.tasks.values()), default=0) // max(1, len(self.lengths))
+
+    @property
+    def prefill_density(self) -> float:
+        """Computed tiles over causal tiles; 1 where prefill ran dense."""
+        return self.spent.tiles / self.spent.causal_tiles if self.spent.causal_tiles else 1.0
+
+    @property
+    def decode_share(self) -> float:
+        """Tokens attended to over tokens cached, in decode; 1 where decode ran dense or not at all."""
+        return self.spent.attended / self.spent.cached if self.spent.cached else 1.0
+
+    @property
+    def kl(self) -> float:
+        """Mean divergence over all samples, in nats."""
+        outcomes = [outcome.kl for task in self.tasks.values() for outcome in task.sparse]
+        return float(np.mean(outcomes)) if outcomes else 0.0
+
+
+def merged(results: Iterable[EvalResult]) -> EvalResult:
+    """Results of one mode at several lengths, pooled."""
+    parts = list(results)
+    names = list(dict.fromkeys(name for part in parts for name in part.tasks))
+    own = {name: [part.tasks[name] for part in parts if name in part.tasks] for name in names}
+    tasks = {
+        name: TaskResult(
+            tuple(outcome for part in some for outcome in part.dense),
+            tuple(outcome for part in some for outcome in part.sparse),
+        )
+        for name, some in own.items()
+    }
+    lengths = tuple(sorted({length for part in parts for length in part.lengths}))
+    return EvalResult(lengths, tasks, sum((part.spent for part in parts), Spent()))
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """Of mean negative log-likelihoods."""
+    return math.exp(min(700.0, float(np.mean(nll))))

@@ -1,0 +1,352 @@
+"""From a model to a plan: profile, cost, allocate, filter layers, verify, result.
+
+A plan that misses its gate is tightened and tried again: the next density of the profiled ladder for prefill; for
+decode first a smaller loss (fewer layers attend to chosen tokens), then a larger budget.
+
+`compile_files` compiles from a profile and a device cost alone: for another budget, or for another GPU. It needs
+neither the weights of the model nor its device. The architecture is checked against the model's config; the weights
+cannot be, so the plan carries the fingerprint of the weights that were profiled, and applying it to others warns.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.planner.allocate import allocate
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
+from sparsekv.planner.cost.measure import measure_cost
+from sparsekv.planner.cost.predict import predict
+from sparsekv.planner.cost.remarks import crossover_remarks, offload_remarks
+from sparsekv.planner.data_files import check_architecture, check_model, digest_of, versions, write_cost, write_profile
+from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.profile_data import Profile, for_profile
+from sparsekv.planner.profile.profiler import discard_partial, profile
+from sparsekv.planner.progress import Progress
+from sparsekv.planner.tasks import Split, prepare
+from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened, tightened_remarks, verify
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
+from sparsekv.runtime.hf.describe import describe_config, describe_model
+from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """A plan and what is worth telling about it.
+
+    Attributes:
+        plan: the plan; verified unless that was left out, or the gate had nothing to hold against it.
+        seconds: of the whole run.
+        attempts: plans that were verified, the last one included.
+        remarks: what to know about the verification, what was given up to meet the gate, heads that run dense, and
+            what could not be predicted.
+    """
+
+    plan: Plan
+    seconds: float
+    attempts: int
+    remarks: tuple[str, ...]
+
+    @property
+    def prefill_density(self) -> float | None:
+        """Predicted share of tiles at the longest profiled length; None where prefill is not planned."""
+        estimates = [entry.prefill for entry in self._lengths if entry.prefill]
+        return estimates[-1].density if estimates else None
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """Predicted ratio of dense to sparse attention time, of prefill if planned, at the longest profiled length."""
+        for phase in ("prefill", "decode"):
+            estimates = [getattr(entry, phase) for entry in self._lengths if getattr(entry, phase)]
+            if estimates:
+                return float(estimates[-1].dense_us / max(estimates[-1].sparse_us, 1e-9))
+        return None
+
+    @property
+    def filter_layers(self) -> tuple[int, ...]:
+        """The filter layers of the longest bucket."""
+        decode = self.plan.decode
+        return tuple(segment.filter for segment in decode.lengths[-1].segments) if decode else ()
+
+    @property
+    def quality(self) -> Quality | None:
+        """What was measured."""
+        return self.plan.quality
+
+    @property
+    def _lengths(self) -> tuple[Prediction, ...]:
+        return self.plan.cost.lengths if self.plan.cost else ()
+
+
+MOST_ATTEMPTS = 6
+
+
+def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+    """Plans a model: `sparsekv.plan_model`.
+
+    Args:
+        model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        tokenizer: of a Hugging Face model.
+        **options: fields of `PlanOptions`.
+
+    Returns:
+        The plan, verified on held-out prompts; write it with `sparsekv.plans.files.write_plan`.
+
+    Raises:
+        GateError: no plan met the gate.
+        SparseKVError: of the other kinds, for what cannot be planned.
+    """
+    asked = PlanOptions(**options)
+    return compile_plan(_loaded(model, tokenizer, asked), asked).plan
+
+
+def compile_plan(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    *,
+    profile_in: Profile | None = None,
+    cost_in: DeviceCost | None = None,
+    profile_out: Path | None = None,
+    cost_out: Path | None = None,
+    progress: Progress | None = None,
+) -> PlanResult:
+    """Profiles, measures, chooses and verifies.
+
+    Args:
+        loaded: the model.
+        options: what to plan.
+        profile_in: an earlier profile, instead of profiling.
+        cost_in: an earlier device cost, instead of measuring.
+        profile_out: where to write the profile; an interrupted run goes on from what lies beside it.
+        cost_out: where to write the device cost.
+        progress: where to report.
+
+    Raises:
+        GateError: no plan met the gate; nothing claims otherwise.
+        PlanMismatchError: the profile is of another model.
+        UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
+    """
+    started = time.monotonic()
+    settled, measured = _profiled(loaded, options, profile_in, profile_out, progress)
+    if cost_in is not None:
+        check_cost(cost_in, measured)
+    cost = cost_in or _measured_cost(loaded, settled, measured, progress)
+    if cost_out is not None:
+        write_cost(cost, cost_out)
+    found = _until_verified(loaded, settled, measured, cost, progress)
+    reasons = found.verification.reasons if found.verification else ()
+    told = (
+        *tightened_remarks(settled, found.options, measured),
+        *remarks(found.plan, found.options, measured, cost),
+    )
+    return PlanResult(found.plan, time.monotonic() - started, found.attempts, (*reasons, *told))
+
+
+def compile_once(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
+    """One plan from what was measured, unverified.
+
+    Args:
+        model: what the plan is for, as the profile has it.
+        options: settled for the profile.
+        measured: the profile.
+        cost: of the device that the plan is for.
+
+    Raises:
+        UsageError, GateError: the profile does not reach the targets.
+    """
+    prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
+    decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
+    return Plan(
+        status="unverified",
+        model=model,
+        targets=(Target(device=cost.device, backend=cost.backend, dtype=cost.dtype),),
+        prefill=prefill,
+        decode=decode,
+        cost=predict(measured, cost, prefill, decode),
+        provenance=_provenance(options, measured, cost),
+    )
+
+
+def remarks(plan: Plan, options: PlanOptions, measured: Profile, cost: DeviceCost) -> tuple[str, ...]:
+    """What to know about a plan that its figures do not say; `options` are those it was compiled with."""
+    prefill = crossover_remarks(measured, cost, plan.prefill, options) if plan.prefill else ()
+    return (*prefill, *(offload_remarks(measured, cost, plan.decode) if plan.decode else ()))
+
+
+def _profiled(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    profile_in: Profile | None,
+    profile_out: Path | None,
+    progress: Progress | None,
+) -> tuple[PlanOptions, Profile]:
+    asked, measured = options, profile_in
+    if profile_in is not None:
+        check_model(profile_in, loaded.info)
+        asked, measured = for_profile(options, profile_in)
+    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
+    if measured is None:
+        measured = profile(loaded, settled, progress, profile_out)
+    if profile_out is not None:
+        write_profile(profile_in or measured, profile_out)
+        discard_partial(profile_out)
+    return settled, measured
+
+
+def _measured_cost(
+    loaded: LoadedModel, options: PlanOptions, measured: Profile, progress: Progress | None
+) -> DeviceCost:
+    return measure_cost(
+        _head_shape(loaded.info),
+        options.lengths,
+        device=loaded.model.device,
+        dtype=loaded.model.dtype,
+        tile=measured.tile,
+        backend=options.backend,
+        offload=options.offload and "decode" in options.phases,
+        progress=progress,
+    )
+
+
+def _head_shape(model: ModelInfo) -> HeadShape:
+    group = next((group for group in model.attention if group.kind == "full"), model.attention[0])
+    return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
+
+
+def check_cost(cost: DeviceCost, profile: Profile) -> None:
+    """Prices of other tiles or heads would move every crossover without a word.
+
+    Raises:
+        UsageError: the cost is of others than the profile.
+    """
+    expected, found = (_head_shape(profile.model), profile.tile), (cost.shape, cost.tile)
+    if expected != found:
+        raise UsageError(
+            f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
+            f"{found[1]!r}; measure again (leave --cost out)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan, the options it came of, and what verification made of it (None: it was left out)."""
+
+    plan: Plan
+    options: PlanOptions
+    verification: Verification | None
+    attempts: int
+
+
+def _until_verified(
+    loaded: LoadedModel, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None
+) -> _Found:
+    plan = compile_once(loaded.info, options, measured, cost)
+    if not options.verify_samples:
+        return _Found(plan, options, None, 0)
+    kit = prepare(loaded.tokenizer, Split.EVALUATION)
+    for attempt in range(1, MOST_ATTEMPTS + 1):
+        found = verify(loaded, plan, options, progress, kit)
+        if found.passed:
+            status = "verified" if found.conclusive else "unverified"
+            sound = plan.model_copy(update={"status": status, "quality": found.quality})
+            return _Found(sound, options, found, attempt)
+        stricter = tightened(options, measured, found.missed)
+        if stricter is None:
+            break
+        options, plan = stricter, compile_once(loaded.info, stricter, measured, cost)
+    raise GateError(
+        f"expected a plan that keeps the accuracy of dense, found none in {attempt} attempts; the last one missed it "
+        f"in {'; '.join(found.reasons)}. {after_a_missed_gate(options, set(found.missed))}"
+    )
+
+
+def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Provenance:
+    settings: dict[str, Any] = {
+        "target_density": list(options.target_density),
+        "target_speedup": options.target_speedup,
+        "crossover": options.crossover,
+        "decode_budget": options.decode_budget.model_dump(exclude_none=True),
+        "decode_loss": options.decode_loss,
+        "filter_rule": options.filter_rule,
+        "max_accuracy_drop": options.gate.max_accuracy_drop,
+        "max_kl": options.gate.max_kl,
+    }
+    return Provenance(
+        versions=versions(),
+        preset=measured.preset,
+        seed=options.seed,
+        calibration=measured.calibration,
+        profile=digest_of(measured),
+        device_cost=digest_of(cost),
+        settings={name: value for name, value in settings.items() if value is not None},
+    )
+
+
+def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, str):
+        return load_model(model, device=options.device, dtype=options.dtype)
+    if tokenizer is None:
+        raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")
+    return LoadedModel(model, tokenizer, describe_model(model))
+
+
+_NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
+_NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
+
+
+def compile_files(
+    name: str,
+    options: PlanOptions,
+    measured: Profile,
+    cost: DeviceCost,
+    *,
+    profile_out: Path | None = None,
+    cost_out: Path | None = None,
+) -> PlanResult:
+    """Compiles a plan and leaves it unverified: verifying would run the model.
+
+    Args:
+        name: the model: an alias, hub id or folder.
+        options: what to plan, with `verify_samples` 0.
+        measured: the profile.
+        cost: of the device that the plan is for.
+        profile_out, cost_out: where to write the two again.
+
+    Raises:
+        PlanMismatchError: the profile is of another architecture.
+        UsageError, GateError: the profile does not reach what was asked for, or there is no such model.
+    """
+    started = time.monotonic()
+    if options.verify_samples != 0:
+        raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
+    told = _checked(name, measured)
+    asked, kept = for_profile(options, measured)
+    settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
+    check_cost(cost, measured)
+    plan = compile_once(measured.model, settled, kept, cost)
+    if profile_out is not None:
+        write_profile(measured, profile_out)
+    if cost_out is not None:
+        write_cost(cost, cost_out)
+    return PlanResult(plan, time.monotonic() - started, 0, (*remarks(plan, settled, kept, cost), told))
+
+
+def _checked(name: str, measured: Profile) -> str:
+    """Compares the model of that name with the profile's, as far as can be told; a remark on how far that is."""
+    source = resolve_model(name)
+    try:
+        config = load_config(source)
+    except UsageError:
+        if source.path_or_id != measured.model.id:
+            raise
+        return _NO_CONFIG.format(name=name)
+    check_architecture(measured, describe_config(config, source.path_or_id))
+    return _NO_WEIGHTS.format(name=name)

@@ -1,0 +1,137 @@
+"""Calibration prompts: task samples with their answers, or the caller's own texts."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, Task, TaskError, make_sample, prepare
+from sparsekv.planner.tasks.text import Ids
+from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
+from sparsekv.plans.types import format_length
+
+# Rows before the answer that count as the question.
+QUESTION_ROWS = 64
+# Rows from which decode statistics are taken: the last of the prompt and the first of the answer.
+DECODE_ROWS = 16
+# An own prompt has no answer; its last rows stand in for it.
+OWN_ANSWER = 32
+SHORTEST = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CalibrationPrompt:
+    """Tokens fed at once, teacher forced.
+
+    Attributes:
+        ids: prompt and answer.
+        answer_start: the first token of the answer; the row before it is the first that decodes.
+    """
+
+    ids: Ids
+    answer_start: int
+
+    @property
+    def tail_start(self) -> int:
+        """The first row of the question: from here on retrieval happens."""
+        return max(0, self.answer_start - QUESTION_ROWS)
+
+    @property
+    def decode_rows(self) -> tuple[int, ...]:
+        """Rows that stand for decode steps: the one that predicts the first token of the answer, and those after."""
+        return tuple(range(self.answer_start - 1, len(self.ids)))[:DECODE_ROWS]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptSource:
+    """Where calibration prompts come from."""
+
+    tokenizer: Any
+    options: PlanOptions
+    kit: Kit | None  # None with own prompts
+
+    @classmethod
+    def of(cls, tokenizer: Any, options: PlanOptions) -> PromptSource:
+        """Prepares the text of the calibration split, once for all lengths."""
+        return cls(tokenizer, options, None if options.prompts else prepare(tokenizer, Split.CALIBRATION))
+
+    def prompts(self, length: int) -> tuple[CalibrationPrompt, ...]:
+        """The prompts of one length.
+
+        Tasks take turns, so that a few samples see as many kinds of question as possible. Own texts are cut at
+        `length`; those of less than half of it are left out, with a `PlanWarning`.
+
+        Raises:
+            UsageError: an unknown task.
+            PromptError: own prompts are too short to profile at this length, or a task does not fit it.
+        """
+        samples = self.options.samples or 1
+        if self.kit is None:
+            return _own(self.tokenizer, self.options.prompts, length, samples)
+        return tuple(_from_task(self.kit, self.options, length, index) for index in range(samples))
+
+
+def digest_of(prompts: Sequence[CalibrationPrompt]) -> str:
+    """`sha256:...` over the tokens of all prompts."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.answer_start.to_bytes(8, "little"))
+        digest.update(prompt.ids.astype("<i4").tobytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Iterator[Sample]:
+    """Samples of one task; `kit` is of the evaluation split, which neither training nor calibration used.
+
+    Raises:
+        UsageError: an unknown task.
+        PromptError: the task does not fit the length.
+    """
+    return (_sample(task, kit, length, seed, index) for index in range(samples))
+
+
+def _from_task(kit: Kit, options: PlanOptions, length: int, index: int) -> CalibrationPrompt:
+    turn, place = divmod(index, len(options.tasks))
+    sample = _sample(options.tasks[place], kit, length, options.seed, turn)
+    return CalibrationPrompt(np.concatenate([sample.prompt_ids, sample.answer_ids]), len(sample.prompt_ids))
+
+
+def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:
+    try:
+        return make_sample(_task(name), kit, length, seed, index)
+    except TaskError as error:
+        raise PromptError(
+            f"task {name} at {length} tokens: {error}; leave the task out, or change the length"
+        ) from error
+
+
+def _task(name: str) -> Task:
+    if name not in TASKS:
+        raise UsageError(f"expected a task of {', '.join(sorted(TASKS))}, found {name!r}")
+    return TASKS[name]
+
+
+def _own(tokenizer: Any, texts: Sequence[str], length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
+    encoded = [np.asarray(tokenizer(text)["input_ids"][:length], np.int32) for text in texts]
+    least = max(SHORTEST, length // 2)
+    long_enough = [ids for ids in encoded if len(ids) >= least]
+    if not long_enough:
+        longest = max((len(ids) for ids in encoded), default=0)
+        raise PromptError(
+            f"expected a calibration prompt of at least {least} tokens to plan for {length}, "
+            f"found {longest} in the longest of {len(encoded)}; give longer prompts, or shorter lengths"
+        )
+    if len(long_enough) < len(encoded):
+        warnings.warn(
+            f"{len(encoded) - len(long_enough)} of {len(encoded)} calibration prompts are shorter than {least} tokens "
+            f"and are not used to plan for {format_length(length)}",
+            PlanWarning,
+            stacklevel=3,
+        )
+    return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in long_enough[:samples])

@@ -1,0 +1,259 @@
+"""What each candidate pattern does to the output of one layer, from its queries, keys and values alone.
+
+The error of head h under a pattern is measured after the output projection, relative to the whole layer:
+
+    || (O_h sparse - O_h dense) W_h ||_F  /  || O dense W ||_F        over the rows considered
+
+where W_h are the columns of W_o that read head h. It is taken over all rows (or an even sample of query tiles), and
+over the tail: the question and the answer, where retrieval happens, a hundredth of the rows of a long prompt.
+
+In a sample, each query tile is a batch row: its queries, all keys, and its part of the index. All rows together are
+left as one batch row, since a thousand of them would be as many launches of some backends.
+
+Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, D head size, W model size
+(Z = H * D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles
+from sparsekv.planner.profile.search_space import Patterns, Prefix
+from sparsekv.plans.patterns import Dense, TileShape
+
+
+class Rows(Protocol):
+    """Rows of a prompt, as the batch rows of one call."""
+
+    @property
+    def chunk(self) -> Chunk:
+        """Where they lie."""
+        ...
+
+    def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
+        """Their queries, of a batch of one: [X, H, M, D], zeros beyond the prompt."""
+        ...
+
+    def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
+        """All keys (or values) for each batch row, without copying them: [X, G, S, D]."""
+        ...
+
+    def index(self, index: TileIndex) -> TileIndex:
+        """The part of an index that belongs to them."""
+        ...
+
+    def spread_mask(self, device: torch.device) -> torch.Tensor:
+        """[X, M]: rows that stand for all rows of the prompt."""
+        ...
+
+    def tail_mask(self, device: torch.device) -> torch.Tensor:
+        """[X, M]: rows of the question and the answer."""
+        ...
+
+
+def rows_of(length: int, tail_start: int, tile: TileShape, stride: int) -> Rows:
+    """Every `stride`-th query tile of a prompt of `length` tokens, and those from `tail_start` on; of 1, all rows."""
+    return AllRows(length, tail_start) if stride == 1 else TileSample.of(length, tail_start, tile, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class AllRows:
+    """The whole prompt, as it is."""
+
+    length: int
+    tail_start: int
+
+    @property
+    def chunk(self) -> Chunk:
+        """See `Rows`."""
+        return Chunk.uniform(1, 0, self.length)
+
+    def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
+        """See `Rows`."""
+        return q_BHSD
+
+    def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
+        """See `Rows`."""
+        return k_BGSD
+
+    def index(self, index: TileIndex) -> TileIndex:
+        """See `Rows`."""
+        return index
+
+    def spread_mask(self, device: torch.device) -> torch.Tensor:
+        """See `Rows`."""
+        return torch.ones(1, self.length, dtype=torch.bool, device=device)
+
+    def tail_mask(self, device: torch.device) -> torch.Tensor:
+        """See `Rows`."""
+        return torch.arange(self.length, device=device)[None] >= self.tail_start
+
+
+@dataclass(frozen=True, slots=True)
+class TileSample:
+    """Some query tiles of a prompt of `length` tokens.
+
+    Attributes:
+        numbers: the tiles: first the even spread, then what the tail has besides.
+        spread: how many of them belong to the even spread.
+    """
+
+    length: int
+    tail_start: int
+    tile: TileShape
+    numbers: tuple[int, ...]
+    spread: int
+
+    @classmethod
+    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int) -> TileSample:
+        """Every `stride`-th tile, and those of the tail."""
+        count = -(-length // tile.query)
+        spread = tuple(range(min(stride, count) - 1, count, stride))
+        tail = tuple(number for number in range(tail_start // tile.query, count) if number not in spread)
+        return cls(length, tail_start, tile, spread + tail, len(spread))
+
+    @property
+    def chunk(self) -> Chunk:
+        """See `Rows`."""
+        firsts = [number * self.tile.query for number in self.numbers]
+        return Chunk(tuple(firsts), tuple(min(first + self.tile.query, self.length) for first in firsts))
+
+    def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
+        """See `Rows`."""
+        padding = -self.length % self.tile.query
+        padded_HSD = torch.nn.functional.pad(q_BHSD[0], (0, 0, 0, padding)) if padding else q_BHSD[0]
+        tiled_HTMD = padded_HSD.reshape(padded_HSD.shape[0], -1, self.tile.query, padded_HSD.shape[2])
+        return tiled_HTMD[:, list(self.numbers)].transpose(0, 1).contiguous()
+
+    def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
+        """See `Rows`."""
+        return k_BGSD.expand(len(self.numbers), -1, -1, -1)
+
+    def index(self, index: TileIndex) -> TileIndex:
+        """See `Rows`."""
+        numbers = list(self.numbers)
+        return TileIndex(
+            tile=index.tile,
+            tiles_BHTW=index.tiles_BHTW[0, :, numbers].transpose(0, 1)[:, :, None].contiguous(),
+            counts_BHT=index.counts_BHT[0, :, numbers].T[:, :, None].contiguous(),
+            columns_BHC=index.columns_BHC.expand(len(numbers), -1, -1).contiguous(),
+            live_BHTN=index.live_BHTN[0, :, numbers].transpose(0, 1)[:, :, None].contiguous(),
+            dense_H=index.dense_H,
+        )
+
+    def spread_mask(self, device: torch.device) -> torch.Tensor:
+        """See `Rows`."""
+        in_spread_X = torch.arange(len(self.numbers), device=device) < self.spread
+        return in_spread_X[:, None] & (self._positions(device) < self.length)
+
+    def tail_mask(self, device: torch.device) -> torch.Tensor:
+        """See `Rows`."""
+        position_XM = self._positions(device)
+        return (position_XM >= self.tail_start) & (position_XM < self.length)
+
+    def _positions(self, device: torch.device) -> torch.Tensor:
+        numbers_X = torch.tensor(self.numbers, device=device)
+        return numbers_X[:, None] * self.tile.query + torch.arange(self.tile.query, device=device)
+
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer over one prompt: what attention reads, what its output goes through, which rows are looked at."""
+
+    prefix: Prefix
+    v_BGSD: torch.Tensor
+    projection_WZ: torch.Tensor
+    rows: Rows
+    backend: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateScore:
+    """One candidate, one entry a head."""
+
+    error_H: Values  # over all rows
+    tail_error_H: Values  # over the question and the answer
+    mass_H: Values  # mean share of the attention mass that the computed positions hold
+    tiles_H: Values  # whole tiles computed
+    columns_H: Values  # single columns computed, in tiles
+
+
+def score_candidates(layer: Layer, candidates: Sequence[Patterns]) -> list[CandidateScore]:
+    """Scores each candidate (one pattern a head each), all heads of the layer in one launch."""
+    scorer = _Scorer(layer)
+    return [scorer.score(patterns) for patterns in candidates]
+
+
+class _Scorer:
+    """Holds what all candidates of a layer are compared with."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._q_XHMD = layer.rows.queries(layer.prefix.q_BHSD)
+        self._dense = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
+        device = self._q_XHMD.device
+        self._spread_XM, self._tail_XM = layer.rows.spread_mask(device), layer.rows.tail_mask(device)
+        weight_WHD = layer.projection_WZ.float().reshape(-1, self._q_XHMD.shape[1], self._q_XHMD.shape[3])
+        # || E W_h ||^2 is the trace of E^T E against W_h^T W_h: no product of the model's size for each candidate.
+        self._metric_HDD = torch.einsum("whd,whe->hde", weight_WHD, weight_WHD)
+        self._spread_norm, self._tail_norm = (self._norm(mask) for mask in (self._spread_XM, self._tail_XM))
+
+    def score(self, patterns: Patterns) -> CandidateScore:
+        index = self._layer.prefix.index(patterns)
+        sparse = self._attend(index)
+        tiles_H = _host(index.counts_BHT[0].sum(-1))
+        off_XHMD = (sparse.out_BHSD - self._dense.out_BHSD).float()
+        return CandidateScore(
+            error_H=self._error(off_XHMD, self._spread_XM) / self._spread_norm,
+            tail_error_H=self._error(off_XHMD, self._tail_XM) / self._tail_norm,
+            mass_H=self._mass(sparse),
+            tiles_H=tiles_H,
+            columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0),
+        )
+
+    def _attend(self, index: TileIndex) -> AttentionOutput:
+        prefix, rows = self._layer.prefix, self._layer.rows
+        k_XGSD, v_XGSD = rows.keys(prefix.k_BGSD), rows.keys(self._layer.v_BGSD)
+        return prefill_attention(
+            self._q_XHMD,
+            k_XGSD,
+            v_XGSD,
+            rows.index(index),
+            rows.chunk,
+            scale=prefix.scale,
+            window=prefix.window,
+            want_lse=True,
+            backend=self._layer.backend,
+        )
+
+    def _error(self, off_XHMD: torch.Tensor, rows_XM: torch.Tensor) -> Values:
+        off_HRD = off_XHMD.transpose(0, 1)[:, rows_XM]
+        squared_H = ((off_HRD.transpose(1, 2) @ off_HRD) * self._metric_HDD).sum((1, 2))
+        return _host(squared_H.clamp(min=0.0).sqrt())
+
+    def _norm(self, rows_XM: torch.Tensor) -> float:
+        out_RHD = self._dense.out_BHSD.transpose(1, 2)[rows_XM].float()
+        gram_ZZ = out_RHD.flatten(1).T @ out_RHD.flatten(1)
+        weight_WZ = self._layer.projection_WZ.float()
+        return max(float(((weight_WZ @ gram_ZZ) * weight_WZ).sum().clamp(min=0.0).sqrt()), 1e-20)
+
+    def _mass(self, sparse: AttentionOutput) -> Values:
+        assert sparse.lse_BHS is not None
+        assert self._dense.lse_BHS is not None
+        kept_XHM = (sparse.lse_BHS - self._dense.lse_BHS).clamp(max=0.0).exp()
+        return _host(kept_XHM.transpose(0, 1)[:, self._spread_XM].mean(-1))
+
+
+def _host(values_H: torch.Tensor) -> Values:
+    return np.asarray(values_H.double().cpu().numpy())

@@ -1,0 +1,212 @@
+"""What profiling found out about a model: the input of every compile, kept in a file of its own.
+
+Every number is rounded to six significant digits when it enters, so that what is in memory is what the file says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from sparsekv.planner.families import Family
+from sparsekv.planner.options import PlanOptions, asked, flag_of
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget, Pattern, TileShape
+from sparsekv.plans.schema import BackendName, DtypeName
+from sparsekv.plans.types import (
+    Count,
+    Digest,
+    FieldError,
+    Index,
+    Length,
+    Natural,
+    NonNegative,
+    Part,
+    Positive,
+    Text,
+    format_length,
+)
+
+KIND = "sparsekv.profile"
+SCHEMA_VERSION = 1
+
+Row = tuple[NonNegative, ...]
+Table = tuple[Row, ...]
+
+
+class SelectorChoice(Part):
+    """A way to weigh the rows before a decode step in the choice of tokens."""
+
+    selector: Literal["last", "uniform", "exponential"]
+    window: Count
+
+
+class Candidate(Part):
+    """One ray of the search space, brought to one density."""
+
+    family: Family
+    ray: Text
+    density: Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class LayerScores(Part):
+    """One layer: a row a candidate, an entry a head, means over the calibration prompts.
+
+    `patterns` are places in the pattern list of the length. `tiles` and `columns` are shares of the causal tiles.
+    """
+
+    layer: Index
+    patterns: tuple[tuple[Natural, ...], ...]
+    error: Table
+    tail_error: Table
+    mass: Table
+    tiles: Table
+    columns: Table
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> LayerScores:
+        shape = [len(row) for row in self.patterns]
+        for name in ("error", "tail_error", "mass", "tiles", "columns"):
+            found = [len(row) for row in getattr(self, name)]
+            if found != shape:
+                raise FieldError(f"expected {len(shape)} rows of {shape[:1]} heads, found {found}", name)
+        return self
+
+
+class Reuse(Part):
+    """How well the tokens that layer i chooses serve layer j, at one length.
+
+    `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass that the choice of layer i holds, with selector s
+    and budget b; worst row of a prompt, mean over prompts. `importance[j]`: how much attention of layer j moves the
+    residual, || attention output || / (|| attention output || + || residual ||).
+    """
+
+    budgets: tuple[Budget, ...]
+    selectors: tuple[SelectorChoice, ...]
+    importance: Row
+    kept: tuple[tuple[Table, ...], ...]
+
+    @model_validator(mode="after")
+    def _triangular(self) -> Reuse:
+        layers = range(len(self.importance))
+        fits = [len(self.kept) == len(self.selectors)]
+        fits += [len(tables) == len(self.budgets) for tables in self.kept]
+        fits += [[len(row) for row in table] == [j + 1 for j in layers] for tables in self.kept for table in tables]
+        if not all(fits):
+            raise FieldError("expected a lower triangle of layers for each selector and budget", "kept")
+        return self
+
+
+class LengthProfile(Part):
+    """Everything measured at one context length."""
+
+    length: Length
+    prompt_tokens: tuple[Positive, ...]
+    candidates: tuple[Candidate, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    layers: tuple[LayerScores, ...] = ()
+    reuse: Reuse | None = None
+
+    @property
+    def densities(self) -> tuple[float, ...]:
+        """The ladder of densities that candidates were brought to, ascending."""
+        return tuple(sorted({candidate.density for candidate in self.candidates}))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LengthProfile:
+        for number, scores in enumerate(self.layers):
+            if len(scores.patterns) != len(self.candidates):
+                message = f"expected {len(self.candidates)} candidates, found {len(scores.patterns)}"
+                raise FieldError(message, "layers", number)
+            if any(place >= len(self.patterns) for row in scores.patterns for place in row):
+                raise FieldError(f"expected places below {len(self.patterns)}", "layers", number)
+        return self
+
+
+class Profile(Part):
+    """What one profiling run found, and what it was run with."""
+
+    kind: Literal["sparsekv.profile"] = "sparsekv.profile"
+    schema_version: Literal[1] = 1
+    model: ModelInfo
+    device: Text
+    dtype: DtypeName
+    backend: BackendName
+    tile: TileShape
+    preset: Literal["minference"] | None = None
+    seed: Natural
+    samples: Positive
+    tasks: tuple[Text, ...] = ()
+    calibration: Digest
+    versions: dict[Text, Text] = Field(default_factory=dict)
+    lengths: tuple[LengthProfile, ...]
+
+
+def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:
+    """The options as far as a profile that was made earlier leaves them open, and the lengths of it that are asked for.
+
+    Raises:
+        UsageError: something was asked for that was not profiled, or that contradicts what was.
+    """
+    _check_asked(options, profile)
+    known = tuple(entry.length for entry in profile.lengths)
+    missing = sorted(set(options.lengths) - set(known))
+    if missing:
+        raise UsageError(
+            f"expected lengths that the profile has ({', '.join(map(format_length, known))}), "
+            f"found {', '.join(map(format_length, missing))}; leave them out, or profile again"
+        )
+    lengths = options.lengths or known
+    kept = tuple(entry for entry in profile.lengths if entry.length in lengths)
+    return (
+        replace(options, lengths=lengths, tile=profile.tile, preset=profile.preset, levels=()),
+        profile.model_copy(update={"lengths": kept}),
+    )
+
+
+def _check_asked(options: PlanOptions, profile: Profile) -> None:
+    """Refuses options that contradict a profile which was made earlier, or ask for what is not in it.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    given = asked(options)
+    facts: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset, "samples": profile.samples, "prompts": ()}
+    for name, found in facts.items():
+        if name in given and given[name] != found:
+            raise UsageError(
+                f"expected {flag_of(name)} as in the profile ({found or 'none'}), found {given[name]!r:.80}; leave it "
+                "out, or profile again (leave --profile out)"
+            )
+    targets = [flag_of(name) for name in ("target_density", "target_speedup") if name in given]
+    if profile.preset and targets:
+        raise UsageError(
+            f"expected no {targets[0]} beside --profile of a search with --preset {profile.preset}, which has a target "
+            "of its own; leave it out, or profile again without the preset"
+        )
+    _check_parts(options, profile)
+
+
+def _check_parts(options: PlanOptions, profile: Profile) -> None:
+    held = {
+        "prefill": any(entry.layers for entry in profile.lengths),
+        "decode": any(entry.reuse for entry in profile.lengths),
+    }
+    missing = [phase for phase in options.phases if not held[phase]]
+    if missing:
+        usable = [phase for phase in options.phases if held[phase]]
+        advice = f"add --only {usable[0]}, or profile again" if usable else "profile again"
+        raise UsageError(
+            f"expected a profile of {' and '.join(options.phases)}, found none of {missing[0]}; {advice} "
+            "(leave --profile out)"
+        )
+    searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
+    unknown = [family for family in options.families if family not in searched]
+    if "families" in asked(options) and "prefill" in options.phases and unknown:
+        raise UsageError(
+            f"expected --families among those of the profile ({', '.join(sorted(searched))}), found "
+            f"{', '.join(unknown)}; leave them out, or profile again (leave --profile out)"
+        )

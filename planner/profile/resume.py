@@ -1,0 +1,179 @@
+"""Records of a profiling run, on disk while it runs, so that an interrupted run goes on; and their means over prompts.
+
+One JSON line a layer, appended and flushed as it is measured, under a first line that says what the run is of. A line
+cut short by an interruption is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from sparsekv.planner.profile.profile_data import (
+    Candidate,
+    LayerScores,
+    LengthProfile,
+    Reuse,
+    Row,
+    SelectorChoice,
+    Table,
+)
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import Budget, Pattern
+from sparsekv.plans.types import Index, Length, Natural, NonNegative, Part, canonical_json
+
+Key = tuple[int, int, int]
+
+
+class LayerRecord(Part):
+    """One layer over one calibration prompt. Tables have a row a candidate and an entry a head."""
+
+    length: Length
+    sample: Natural
+    layer: Index
+    patterns: tuple[tuple[Pattern, ...], ...] = ()
+    error: Table = ()
+    tail_error: Table = ()
+    mass: Table = ()
+    tiles: Table = ()
+    columns: Table = ()
+    importance: NonNegative = 0.0
+    kept: tuple[tuple[Row, ...], ...] = ()  # [selector][budget][filter layer]
+
+    @property
+    def key(self) -> Key:
+        """What a record is of."""
+        return self.length, self.sample, self.layer
+
+
+class Records:
+    """The records of a run, by what they are of; on disk too where there is a path."""
+
+    def __init__(self, path: Path | None, run: Mapping[str, Any]) -> None:
+        """Takes up the records of an earlier run if it was of the same thing; otherwise starts anew.
+
+        Args:
+            path: of the partial file; None keeps records in memory only.
+            run: what the run is of, as JSON data; a file of another run is not used.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        self._path = path
+        self._header = f"sparsekv.partial {hashlib.sha256(canonical_json(dict(run))).hexdigest()}\n"
+        self._found: dict[Key, LayerRecord] = {}
+        if path is not None:
+            self._take_up(path)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: Key) -> LayerRecord:
+        return self._found[key]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, record: LayerRecord) -> None:
+        """Keeps a record."""
+        if self._path is not None:
+            _append(self._path, record.model_dump_json() + "\n")
+        self._found[record.key] = record
+
+    def _take_up(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            whole = self._whole_lines(text)
+            if whole != text:
+                path.write_text(whole, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another --profile-out") from error
+
+    def _whole_lines(self, text: str) -> str:
+        if not text.startswith(self._header):
+            return self._header
+        end = len(self._header)
+        for line in text[end:].splitlines(keepends=True):
+            try:
+                record = LayerRecord.model_validate_json(line)
+            except ValidationError:
+                break
+            self._found[record.key] = record
+            end += len(line)
+        return text[:end]
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}; make room, the run goes on where it stopped"
+        ) from error
+
+
+_TABLES = ("error", "tail_error", "mass", "tiles", "columns")
+
+
+def collected(
+    length: int,
+    prompt_tokens: Sequence[int],
+    candidates: Sequence[Candidate],
+    budgets: Sequence[Budget],
+    selectors: Sequence[SelectorChoice],
+    records: Sequence[Sequence[LayerRecord]],
+) -> LengthProfile:
+    """The profile of one length.
+
+    Args:
+        length: the length.
+        prompt_tokens: tokens of each calibration prompt.
+        candidates: what was scored; empty without the prefill phase.
+        budgets: of the decode statistics; empty without the decode phase.
+        selectors: of the decode statistics.
+        records: [layer][prompt].
+    """
+    places: dict[Pattern, int] = {}
+    layers = tuple(_layer_means(samples, places) for samples in records if samples[0].patterns)
+    return LengthProfile(
+        length=length,
+        prompt_tokens=tuple(prompt_tokens),
+        candidates=tuple(candidates) if layers else (),
+        patterns=tuple(places),
+        layers=layers,
+        reuse=_reuse_means(budgets, selectors, records) if budgets else None,
+    )
+
+
+def _layer_means(samples: Sequence[LayerRecord], places: dict[Pattern, int]) -> LayerScores:
+    patterns = tuple(tuple(places.setdefault(pattern, len(places)) for pattern in row) for row in samples[0].patterns)
+    means = {name: _mean_table([getattr(sample, name) for sample in samples]) for name in _TABLES}
+    return LayerScores(layer=samples[0].layer, patterns=patterns, **means)
+
+
+def _mean_table(tables: Sequence[Table]) -> Table:
+    return tuple(tuple(float(value) for value in row) for row in np.mean(np.array(tables), 0))
+
+
+def _reuse_means(
+    budgets: Sequence[Budget], selectors: Sequence[SelectorChoice], records: Sequence[Sequence[LayerRecord]]
+) -> Reuse:
+    kept_JSBI = [np.mean([np.array(sample.kept) for sample in samples], 0) for samples in records]
+    return Reuse(
+        budgets=tuple(budgets),
+        selectors=tuple(selectors),
+        importance=tuple(float(np.mean([sample.importance for sample in samples])) for samples in records),
+        kept=tuple(
+            tuple(tuple(tuple(kept_SBI[s, b].tolist()) for kept_SBI in kept_JSBI) for b in range(len(budgets)))
+            for s in range(len(selectors))
+        ),
+    )

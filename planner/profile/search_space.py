@@ -1,0 +1,383 @@
+"""The search space: families of patterns, each a ray along which one size is moved until the cost is right.
+
+MInference 1.0, section 3.2, algorithm 1: every candidate is a family with a ratio of its parts; its size changes until
+it computes the target number of tiles on the queries and keys at hand (`fit_to_target`). The paper's own numbers are
+in `_published`.
+
+Shapes: B batch (always 1 here), H query heads, G KV heads, S queries, D head size, T query tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparsekv.kernels.index.build import build_index, layer_lines
+from sparsekv.kernels.index.layout import LineScores
+from sparsekv.kernels.index.tile_scores import ScoreKind
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
+from sparsekv.planner.families import Family
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.profile_data import Candidate, SelectorChoice
+from sparsekv.plans.patterns import (
+    Adaptive,
+    AShape,
+    BlockSparse,
+    Budget,
+    Pattern,
+    TileShape,
+    VerticalSlash,
+    fraction,
+    tokens,
+)
+
+PUBLISHED_LAST_Q = 64
+PUBLISHED_STEP = 50
+# More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
+_LAST_Q = 256
+_LAST_Q_UP_TO = 1 << 16
+# The observation window of OmniKV's released configuration.
+_WINDOW = 16
+_DECODE_SHARES = (0.025, 0.05, 0.1, 0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The sizes that the largest part of a pattern may take, ascending.
+
+    With a step they run through `start`, so that a search that need not move lands on the published value. Without
+    one they grow by a sixteenth of an octave: as fine at 50 diagonals as at 5000.
+    """
+
+    start: int
+    step: int | None
+
+    def count(self, most: int) -> int:
+        """How many sizes there are up to the first that reaches `most`."""
+        if self.step is None:
+            return min(len(_OCTAVES), bisect_left(_OCTAVES, most) + 1)
+        return max(0, most - self.start % self.step) // self.step + 2
+
+    def value(self, size: int) -> int:
+        """The size of that number, from 0 on."""
+        return _OCTAVES[size] if self.step is None else self.start % self.step + size * self.step
+
+
+_OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
+
+
+class Ray(Protocol):
+    """A family of patterns ordered by size; a larger size never computes less."""
+
+    @property
+    def family(self) -> Family:
+        """Which family."""
+
+    @property
+    def name(self) -> str:
+        """What reports and profiles call it."""
+
+    def sizes(self, length: int) -> int:
+        """How many sizes make a difference at this length: 0 to sizes - 1."""
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """The pattern of that size, with at most `max_tiles` tokens of tiles in a row where the family can bound it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AShapeRay:
+    """A fixed sink and a growing window."""
+
+    sink: int
+    window: int
+    step: int | None = None
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "a_shape"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return f"a_shape({self.sink}, {self.window})"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return Grid(self.window, self.step).count(length)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`. The window says it all; `max_tiles` has nothing to bound."""
+        return AShape(sink=tokens(self.sink), window=tokens(Grid(self.window, self.step).value(size)))
+
+
+@dataclass(frozen=True, slots=True)
+class VerticalSlashRay:
+    """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
+
+    vertical: int
+    slash: int
+    step: int | None = None
+    last_q: int = PUBLISHED_LAST_Q
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "vertical_slash"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return f"vertical_slash({self.vertical}, {self.slash})"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return Grid(max(self.vertical, self.slash), self.step).count(length)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`."""
+        most = max(self.vertical, self.slash)
+        scale = Grid(most, self.step).value(size) / most
+        return VerticalSlash(
+            vertical=tokens(round(self.vertical * scale)),
+            slash=tokens(round(self.slash * scale)),
+            last_q=self.last_q,
+            max_tiles=tokens(max_tiles),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparseRay:
+    """Top tiles of each row, one tile more a step."""
+
+    key_tile: int
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "block_sparse"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return "block_sparse"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return -(-length // self.key_tile)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`. `keep` is the bound itself."""
+        return BlockSparse(keep=tokens((size + 1) * self.key_tile))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveRay:
+    """A growing share of the estimated attention; what is left out halves every 32 sizes, and at last is nothing."""
+
+    score: ScoreKind
+
+    @property
+    def family(self) -> Family:
+        """See `Ray`."""
+        return "adaptive"
+
+    @property
+    def name(self) -> str:
+        """See `Ray`."""
+        return f"adaptive({self.score})"
+
+    def sizes(self, length: int) -> int:
+        """See `Ray`."""
+        return len(_MASSES)
+
+    def pattern(self, size: int, max_tiles: int) -> Pattern:
+        """See `Ray`."""
+        return Adaptive(score=self.score, mass=_MASSES[size], max_tiles=tokens(max_tiles))
+
+
+# Down to a share of 1e-6 left out: a plan file holds six digits.
+_MASSES = (*(1.0 - 2.0 ** (-n / 32) for n in range(1, 32 * 20)), 1.0)
+
+
+def search_space(options: PlanOptions, length: int) -> tuple[Ray, ...]:
+    """The rays to search at a length, of the families asked for: our own, or those of MInference 1.0."""
+    rays = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
+    return tuple(ray for ray in rays if ray.family in options.families)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """One ray to bring to one density, and what the profile calls it."""
+
+    ray: Ray
+    density: float
+
+    @property
+    def candidate(self) -> Candidate:
+        """The profile's entry."""
+        return Candidate(family=self.ray.family, ray=self.ray.name, density=self.density)
+
+
+def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
+    """Every candidate of a length: each ray at each density of the ladder, ascending."""
+    rays = search_space(options, length)
+    return tuple(Aim(ray, share) for ray in rays for share in _densities(options, length))
+
+
+def decode_budgets(options: PlanOptions) -> tuple[Budget, ...]:
+    """Budgets that token choices are scored at."""
+    shares = tuple(fraction(share) for share in _DECODE_SHARES)
+    return shares if options.decode_budget in shares else (*shares, options.decode_budget)
+
+
+def decode_selectors() -> tuple[SelectorChoice, ...]:
+    """OmniKV's three ways to weigh the last queries."""
+    return (
+        SelectorChoice(selector="last", window=1),
+        SelectorChoice(selector="uniform", window=_WINDOW),
+        SelectorChoice(selector="exponential", window=_WINDOW),
+    )
+
+
+def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
+    if options.preset is not None:
+        return (_published_density(length, options.tile_shape),)
+    target = options.target_density[options.lengths.index(length)]
+    return tuple(sorted({min(1.0, round(target * level, 4)) for level in options.levels}))
+
+
+def _published_density(length: int, tile: TileShape) -> float:
+    """What every candidate of MInference's search is brought to: the cost of 1024 sink and 4096 local tokens."""
+    pattern, chunk = AShape(sink=tokens(1024), window=tokens(4096)), Chunk.uniform(1, 0, length)
+    nothing_11LD = torch.empty(1, 1, length, 1)  # a static pattern reads neither queries nor keys
+    index = build_index((pattern,), nothing_11LD, nothing_11LD, chunk, tile, scale=1.0)
+    return float(density(index, chunk))
+
+
+def last_q_for(length: int) -> int:
+    """How many of the last queries our own vertical-slash patterns sample."""
+    return _LAST_Q if length <= _LAST_Q_UP_TO else PUBLISHED_LAST_Q
+
+
+def _own(tile: TileShape, length: int) -> tuple[Ray, ...]:
+    """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
+    ratios = ((30, 2048), (1000, 1000), (3000, 200), (4096, 0))
+    return (
+        AShapeRay(tile.key, 4096),
+        *(VerticalSlashRay(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),
+        BlockSparseRay(tile.key),
+        AdaptiveRay("antidiagonal"),
+        AdaptiveRay("pooled"),
+    )
+
+
+def _published(tile: TileShape) -> tuple[Ray, ...]:
+    return (
+        AShapeRay(1024, 4096, PUBLISHED_STEP),
+        VerticalSlashRay(30, 2048, PUBLISHED_STEP),
+        VerticalSlashRay(100, 1800, PUBLISHED_STEP),
+        VerticalSlashRay(500, 1500, PUBLISHED_STEP),
+        VerticalSlashRay(3000, 200, PUBLISHED_STEP),
+        BlockSparseRay(tile.key),
+    )
+
+
+# Rows near the end of a prompt cross more of a head's diagonals than the average row does.
+ROW_ROOM = 1.25
+# What a pattern may spend in a row of another prompt, over the most it spent in one of the calibration prompt.
+PROMPT_ROOM = 1.15
+
+Patterns = tuple[Pattern, ...]
+TileCosts = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Queries and keys of one layer over one prompt, and where they lie."""
+
+    q_BHSD: torch.Tensor
+    k_BGSD: torch.Tensor
+    chunk: Chunk
+    tile: TileShape
+    scale: float
+    window: int | None = None  # the layer's own sliding window
+    lines: Mapping[int, LineScores] = field(default_factory=dict)  # by last_q; others are scored when needed
+
+    def with_lines(self, last_q: Iterable[int]) -> Prefix:
+        """The same, with the lines of these samples scored once for all the indices to come."""
+        lines = {
+            count: layer_lines(self.q_BHSD, self.k_BGSD, self.chunk, last_q=count, scale=self.scale, window=self.window)
+            for count in set(last_q)
+        }
+        return replace(self, lines=lines)
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.q_BHSD.shape[1]
+
+    @property
+    def causal_tiles(self) -> int:
+        """What one dense head computes."""
+        return self.chunk.causal_tiles(self.tile)
+
+    def index(self, patterns: Patterns) -> TileIndex:
+        """The tiles of one pattern a head."""
+        return build_index(
+            patterns,
+            self.q_BHSD,
+            self.k_BGSD,
+            self.chunk,
+            self.tile,
+            scale=self.scale,
+            window=self.window,
+            lines=self.lines,
+        )
+
+    def cost(self, patterns: Patterns) -> TileCosts:
+        """Tiles a head computes, single columns included: [H]."""
+        return np.asarray(computed_tiles(self.index(patterns))[0].double().cpu().numpy())
+
+
+def fit_to_target(prefix: Prefix, ray: Ray, target: float) -> Patterns:
+    """The largest pattern of a ray that costs at most `target` tiles, for each head.
+
+    Bisection over the ray's own grid, all heads in one index build a step. A head whose smallest pattern already
+    costs more (the mandatory tiles alone may) gets that one.
+
+    Args:
+        prefix: the layer's queries and keys.
+        ray: the family.
+        target: tiles a head.
+
+    Returns:
+        One pattern a head. `max_tiles` is set from the rows it really computes here, so that other prompts can cost
+        little more.
+    """
+    length = prefix.chunk.longest
+    loose = _in_tiles(ROW_ROOM * target / prefix.causal_tiles * length, prefix.tile, length)
+    fitting = np.zeros(prefix.heads, np.int64)
+    beyond = np.full(prefix.heads, ray.sizes(length), np.int64)
+    while np.any(beyond - fitting > 1):
+        middle = (fitting + beyond) // 2
+        fits = prefix.cost(tuple(ray.pattern(int(size), loose) for size in middle)) <= target
+        fitting = np.where(fits, middle, fitting)
+        beyond = np.where(fits | (beyond - fitting <= 1), beyond, middle)
+    fitted = tuple(ray.pattern(int(size), loose) for size in fitting)
+    most_H = prefix.index(fitted).counts_BHT[0].amax(-1).tolist()
+    caps = (min(loose, _in_tiles(PROMPT_ROOM * most * prefix.tile.key, prefix.tile, length)) for most in most_H)
+    return tuple(ray.pattern(int(size), cap) for size, cap in zip(fitting, caps, strict=True))
+
+
+def _in_tiles(count: float, tile: TileShape, length: int) -> int:
+    # Three tiles are always computed: the first, the diagonal one and the one before it.
+    whole = max(3, math.ceil(count / tile.key))
+    return min(whole * tile.key, -(-length // tile.key) * tile.key)

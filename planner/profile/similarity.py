@@ -1,0 +1,115 @@
+"""How well the tokens that one layer chooses serve the layers after it, over decode-like rows of one prompt.
+
+S[i, j], OmniKV's inter-layer similarity (its section 3.1), is the share of layer j's attention mass that lies on the
+tokens layer i would choose, plus those generated since the prompt. A head counts by what it adds to the output there,
+so that heads resting on the sink do not hide one that retrieves. The worst row counts.
+
+Shapes: H query heads, G KV heads, N query heads of a KV head, S keys, D head size, W model size,
+C choices (filter layer x selector), K tokens chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparsekv.kernels.scores import token_scores
+from sparsekv.planner.profile.profile_data import SelectorChoice
+from sparsekv.plans.patterns import Budget
+from sparsekv.runtime.core.select import selector_weights
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayer:
+    """One layer over one prompt, batch of one."""
+
+    q_BHSD: torch.Tensor
+    k_BGSD: torch.Tensor
+    v_BGSD: torch.Tensor
+    scale: float
+    projection_WZ: torch.Tensor  # Z = H * D
+
+
+@dataclass(slots=True)
+class ReuseScores:
+    """Takes the layers of one prompt in order.
+
+    Attributes:
+        rows: the rows that stand for decode steps.
+        prompt: tokens of the prompt; chosen tokens come from these, later ones are always attended.
+        budgets: how many tokens may be chosen.
+        selectors: how the rows before weigh in the choice.
+    """
+
+    rows: tuple[int, ...]
+    prompt: int
+    budgets: tuple[Budget, ...]
+    selectors: tuple[SelectorChoice, ...]
+    _chosen: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    def choose(self, index: int, layer: DecodeLayer) -> None:
+        """Notes the tokens that this layer would choose, best first, a list a selector and row."""
+        for place, selector in enumerate(self.selectors):
+            self._chosen[index, place] = [self._choice(layer, selector, row) for row in self.rows]
+
+    def kept(self, layer: DecodeLayer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
+        """S[i, this layer] of filter layers i that were noted, for each selector and budget: [selector, budget, i].
+
+        A filter of the layer's own (after `choose`) gives the mass of its own best tokens.
+        """
+        shape = (len(self.selectors), len(self.budgets), len(filters))
+        worst = np.ones(shape)
+        for place, row in enumerate(self.rows):
+            worst = np.minimum(worst, self._kept_in_row(layer, filters, place, row).reshape(shape))
+        return worst
+
+    def moved(self, layer: DecodeLayer) -> float:
+        """|| attention output || of this layer over all rows, after the output projection."""
+        outputs = (_head_outputs(layer, _probabilities(layer, row), row).sum(0) for row in self.rows)
+        return float(torch.stack(list(outputs)).norm())
+
+    def _choice(self, layer: DecodeLayer, selector: SelectorChoice, row: int) -> torch.Tensor:
+        positions = range(max(0, row + 1 - selector.window), row + 1)
+        scores_B1S = token_scores(
+            layer.q_BHSD[:, :, positions.start : positions.stop],
+            layer.k_BGSD[:, :, : row + 1],
+            positions,
+            torch.tensor(selector_weights(selector.selector, len(positions))),
+            scale=layer.scale,
+        )
+        return scores_B1S[0, 0, : self.prompt].topk(max(self._counts(row))).indices
+
+    def _counts(self, row: int) -> list[int]:
+        return [min(budget.resolve(row + 1), self.prompt, row + 1) for budget in self.budgets]
+
+    def _kept_in_row(self, layer: DecodeLayer, filters: Sequence[int], place: int, row: int) -> npt.NDArray[np.float64]:
+        weights_HS = _probabilities(layer, row)
+        share_H = _head_shares(layer, weights_HS, row)
+        mass_S = (weights_HS * share_H[:, None]).sum(0)
+        tokens_CK = torch.stack([self._chosen[i, s][place] for s in range(len(self.selectors)) for i in filters])
+        running_CK = mass_S[tokens_CK].double().cumsum(-1)
+        held_CB = running_CK[:, [count - 1 for count in self._counts(row)]] + mass_S[self.prompt :].sum()
+        held_SIB = held_CB.clamp_(0.0, 1.0).cpu().numpy().reshape(len(self.selectors), len(filters), -1)
+        return np.asarray(held_SIB).swapaxes(1, 2)
+
+
+def _probabilities(layer: DecodeLayer, row: int) -> torch.Tensor:
+    q_BH1D, k_BGSD = layer.q_BHSD[:, :, row : row + 1], layer.k_BGSD[:, :, : row + 1]
+    return token_scores(q_BH1D, k_BGSD, (row,), torch.ones(1), scale=layer.scale, heads=None)[0]
+
+
+def _head_shares(layer: DecodeLayer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
+    norm_H: torch.Tensor = _head_outputs(layer, weights_HS, row).norm(dim=-1)
+    return norm_H / norm_H.sum().clamp(min=1e-20)
+
+
+def _head_outputs(layer: DecodeLayer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
+    """What each head adds to the residual: [H, W]."""
+    weights_GNS = weights_HS.reshape(layer.v_BGSD.shape[1], -1, row + 1)
+    out_HD = (weights_GNS @ layer.v_BGSD[0, :, : row + 1].float()).flatten(0, 1)
+    weight_HDW = layer.projection_WZ.float().reshape(-1, *out_HD.shape).permute(1, 2, 0)
+    return (out_HD[:, None] @ weight_HDW)[:, 0]

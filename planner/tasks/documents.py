@@ -1,0 +1,165 @@
+"""What task generators take and give, and documents built from units: statements planted together and their question.
+
+Token ids are int32 arrays of one dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sparsekv.planner.tasks.draws import Draws, Pieces
+from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Query:
+    """A question that ends in an answer prefix, and the answer that completes it (with its leading space)."""
+
+    question_ids: Ids
+    answer_ids: Ids
+    answer: str
+
+    def __len__(self) -> int:
+        return len(self.question_ids) + len(self.answer_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """A context and the questions about it. `context_is_text` is true on filler, false on planted statements."""
+
+    context_ids: Ids
+    context_is_text: Mask
+    queries: tuple[Query, ...]
+
+    def __len__(self) -> int:
+        return len(self.context_ids) + sum(len(query) for query in self.queries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One prompt to complete: BOS if the tokenizer has one, the context, one question."""
+
+    prompt_ids: Ids
+    answer_ids: Ids
+    answer: str
+    task: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a task is asked to build.
+
+    Attributes:
+        length: most tokens of the context and all questions and answers together.
+        queries: most questions about the context.
+        statements: how many needles, pairs or chains to plant; None for the task's standard number at this length.
+            Fewer are planted where they do not fit.
+        answer_room: tokens kept for the one answer, whatever it needs of them: context and question then take exactly
+            the rest of the length, in every document. None: answers take what they need.
+    """
+
+    length: int
+    queries: int = 1
+    statements: int | None = None
+    answer_room: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """What tasks build from: an encoder, and the filler text of one split."""
+
+    split: Split
+    encoder: PieceEncoder
+    filler: Filler
+
+
+class Task(Protocol):
+    """A family of documents."""
+
+    @property
+    def name(self) -> str:
+        """The name in the registry, in reports and in seeds."""
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """Tokens that no answer about a document of `length` tokens exceeds; depends on nothing else."""
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """Builds one document of at most `request.length` tokens; raises `TaskError` where not even one query fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Lines that belong together, in their order, as pieces; with a question and answer where it may be asked for."""
+
+    lines: tuple[Pieces, ...]
+    question: Pieces = ()
+    answer: Pieces = ()
+
+
+def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered: bool = True) -> Document:
+    """Plants units at random places and asks for the first ones that have a question.
+
+    Args:
+        kit: encoder and filler.
+        units: in order of importance: the last ones are left out where the length does not hold them all.
+        request: its questions take together at most half the length where there is more than one.
+        draws: the source of randomness.
+        scattered: over filler text that makes up the rest of the length. Otherwise the units stand by themselves,
+            behind what little text a request with `answer_room` needs to come out exact.
+
+    Raises:
+        TaskError: not even one unit and its question fit.
+    """
+    lines = _encode_lines(kit.encoder, units)
+    asked = _fitting_queries(kit.encoder, units[: request.queries], request.length)
+    sizes = np.cumsum([sum(len(line) for line in unit) for unit in lines])
+    kept = int(np.searchsorted(sizes, _room(request, asked), side="right"))
+    if kept == 0:
+        raise TaskError(
+            f"expected at least {request.length - _room(request, asked) + sizes[0]} tokens to hold one statement and "
+            f"its question, found {request.length}; use a longer length"
+        )
+    asked = asked[:kept]
+    text = int(_room(request, asked) - sizes[kept - 1]) if scattered or request.answer_room is not None else 0
+    return _lay_out(kit, lines[:kept], asked, text, scattered, draws)
+
+
+def _room(request: Request, asked: list[Query]) -> int:
+    """Tokens for the context."""
+    if request.answer_room is None:
+        return request.length - sum(len(query) for query in asked)
+    return request.length - sum(len(query.question_ids) + request.answer_room for query in asked)
+
+
+def _lay_out(
+    kit: Kit, units: list[list[list[int]]], asked: list[Query], text: int, scattered: bool, draws: Draws
+) -> Document:
+    rng = draws.rng
+    ids, breaks = kit.filler.excerpt(text, rng)
+    places = np.concatenate([np.sort(rng.random(len(unit))) for unit in units])
+    order = np.argsort(places, kind="stable")
+    lines = [line for unit in units for line in unit]
+    wanted = (places[order] * (text + 1)).astype(np.int32) if scattered else np.full(len(lines), text, np.int32)
+    context_ids, is_text = plant(ids, breaks, [lines[i] for i in order.tolist()], wanted)
+    return Document(context_ids, is_text, tuple(asked))
+
+
+def _encode_lines(encoder: PieceEncoder, units: list[Unit]) -> list[list[list[int]]]:
+    encoded = iter(encoder.encode_all([line for unit in units for line in unit.lines]))
+    return [[next(encoded) for _ in unit.lines] for unit in units]
+
+
+def _fitting_queries(encoder: PieceEncoder, units: list[Unit], length: int) -> list[Query]:
+    units = [unit for unit in units if unit.question]
+    questions = encoder.encode_all([unit.question for unit in units])
+    answers = encoder.encode_all([unit.answer for unit in units])
+    sizes = np.cumsum([len(q) + len(a) for q, a in zip(questions, answers, strict=True)])
+    count = max(1, int(np.searchsorted(sizes, length // 2, side="right")))
+    return [
+        Query(np.asarray(question, np.int32), np.asarray(answer, np.int32), "".join(unit.answer))
+        for unit, question, answer in list(zip(units, questions, answers, strict=True))[:count]
+    ]

@@ -1,0 +1,186 @@
+"""Tasks that ask for what was planted: needles, key-value pairs, two-stage retrieval, variable tracking.
+
+Sources: `niah_single`, `niah_multikey` and `variable_tracking` follow RULER (arXiv 2404.06654, section 3),
+`kv_retrieval` the key-value task of Lost in the Middle (arXiv 2307.03172, section 3), `two_stage` the 2StageRetr of
+OmniKV (ICLR 2025).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sparsekv.planner.tasks.documents import Document, Kit, Request, Unit, build
+from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.text import PieceEncoder
+
+_NEEDLE_DIGITS = 7
+_DIGITS = 5  # of every other value
+_PROBE = 16  # pairs, to see how long one is
+
+
+@dataclass(frozen=True, slots=True)
+class Niah:
+    """Numbers for keys, planted in filler text; the question names one key.
+
+    Attributes:
+        needles: how many needles there are at every length.
+        tokens_per_needle: one more needle for every so many tokens; 0 for none.
+    """
+
+    name: str
+    needles: int
+    tokens_per_needle: int
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_value(_NEEDLE_DIGITS)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`."""
+        standard = self.needles + (request.length // self.tokens_per_needle if self.tokens_per_needle else 0)
+        count = request.statements or standard
+        pairs = zip(draws.keys(count), draws.values(count, _NEEDLE_DIGITS), strict=True)
+        return build(kit, [_needle(key, value) for key, value in pairs], request, draws)
+
+
+def _needle(key: Pieces, value: str) -> Unit:
+    return Unit(
+        lines=(("The special number for", *key, " is", value, ".\n"),),
+        question=(
+            "What is the special number for",
+            *key,
+            " in the text above?",
+            " The special number for",
+            *key,
+            " is",
+        ),
+        answer=(value,),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KvRetrieval:
+    """A list of `- key: value` lines that fills the whole context; the question names one key."""
+
+    name: str = "kv_retrieval"
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_value(_DIGITS)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`. With `statements` given, the document is as short as that many pairs.
+
+        With `answer_room`, the missing part of a line at the end becomes a line or two of text at the beginning.
+        """
+        units = _pairs(draws, request.statements) if request.statements else _enough_pairs(kit, request.length, draws)
+        return build(kit, units, request, draws, scattered=False)
+
+
+def pair_line(key: Pieces, value: str) -> Pieces:
+    """The line that gives a key its value."""
+    return ("-", *key, ":", value, "\n")
+
+
+def _pairs(draws: Draws, count: int) -> list[Unit]:
+    return [_unit(key, value) for key, value in zip(draws.keys(count), draws.values(count, _DIGITS), strict=True)]
+
+
+def _unit(key: Pieces, value: str) -> Unit:
+    return Unit((pair_line(key, value),), ("Which value in the list above belongs to", *key, "?", *key, ":"), (value,))
+
+
+def _enough_pairs(kit: Kit, length: int, draws: Draws) -> list[Unit]:
+    """At least as many pairs as the length holds: `build` leaves out the rest."""
+    units: list[Unit] = []
+    tokens = 0
+    while not units or tokens < length:
+        count = _PROBE if not units else (length - tokens) * len(units) // tokens + 1
+        more = _pairs(draws, count)
+        tokens += sum(len(line) for line in kit.encoder.encode_all([unit.lines[0] for unit in more]))
+        units += more
+    return units
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStage:
+    """Statements that name a key, and key-value pairs, both scattered over filler text.
+
+    The answer writes the intermediate key and then its value.
+
+    Attributes:
+        tokens_per_statement: one statement for every so many tokens.
+        pairs_per_statement: how many key-value pairs there are for every statement; all but one distract.
+    """
+
+    name: str = "two_stage"
+    tokens_per_statement: int = 1024
+    pairs_per_statement: int = 8
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return longest_key(encoder) + len(encoder.encode([":"])) + longest_value(_DIGITS)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`."""
+        count = request.statements or 2 + request.length // self.tokens_per_statement
+        owners, keys = draws.keys(count), draws.keys(count * self.pairs_per_statement)
+        values = draws.values(len(keys), _DIGITS)
+        units = [_linked(draws, *each) for each in zip(owners, keys[:count], values[:count], strict=True)]
+        units += [Unit((pair_line(*pair),)) for pair in zip(keys[count:], values[count:], strict=True)]
+        return build(kit, units, request, draws)
+
+
+def _linked(draws: Draws, owner: Pieces, key: Pieces, value: str) -> Unit:
+    statement: Pieces = ("The key of", *owner, " is", *key, ".\n")
+    pair, asked = pair_line(key, value), (" The key of", *owner, " is")
+    return Unit(
+        lines=(statement, pair) if draws.rng.random() < 0.5 else (pair, statement),
+        question=(*("Give the key of", *owner, " and the value of that key,", " written as key: value."), *asked),
+        answer=(*key, ":", value),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VariableTracking:
+    """Chains of assignments scattered over filler text, in the order of execution.
+
+    The question names the last variable of a chain; the answer writes the chain out down to the number.
+
+    Attributes:
+        hops: assignments from variable to variable in a chain.
+        chains: how many chains there are at every length.
+        tokens_per_chain: one more chain for every so many tokens.
+    """
+
+    name: str = "variable_tracking"
+    hops: int = 2
+    chains: int = 4
+    tokens_per_chain: int = 4096
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        step = len(encoder.encode([" VAR", " ="])) + longest_key(encoder, "_")
+        return self.hops * step + longest_value(_DIGITS)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`."""
+        count = request.statements or self.chains + request.length // self.tokens_per_chain
+        names = self.hops + 1
+        variables = draws.keys(count * names, joiner="_")
+        chains = [variables[i * names : (i + 1) * names] for i in range(count)]
+        values = draws.values(count, _DIGITS)
+        units = [_chain(chain, value) for chain, value in zip(chains, values, strict=True)]
+        return build(kit, units, request, draws)
+
+
+def _chain(variables: list[Pieces], value: str) -> Unit:
+    """`variables[0]` holds the number, every other one the variable before it."""
+    lines = [("VAR", *variables[0], " =", value, "\n")]
+    lines += [("VAR", *new, " =", " VAR", *old, "\n") for old, new in pairwise(variables)]
+    *steps, last = variables
+    answer = tuple(piece for step in reversed(steps) for piece in (" VAR", *step, " ="))
+    return Unit(
+        lines=tuple(lines),
+        question=("Trace the variable", *last, " back to its number.", " VAR", *last, " ="),
+        answer=(*answer, value),
+    )

@@ -1,0 +1,202 @@
+"""Text as tokens: pieces encoded one by one, and filler text encoded once and sliced at line boundaries.
+
+A long context is never tokenised as a whole. Pieces are words with their leading space, numbers, and stretches of fixed
+wording: tokenizers split there anyway.
+"""
+
+from __future__ import annotations
+
+import enum
+import gzip
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsekv.plans.errors import UsageError
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
+_DATA = Path(__file__).parent / "data"
+_CACHE_ENTRIES = 300_000
+_ANCHOR = "\n"
+_WORD = "green"
+
+EncodeBatch = Callable[[list[str]], list[list[int]]]
+
+
+class TaskError(UsageError):
+    """A task cannot be built as asked."""
+
+
+class Split(enum.Enum):
+    """What a document is for. Splits share neither seeds nor filler text."""
+
+    TRAINING = "training"
+    CALIBRATION = "calibration"
+    EVALUATION = "evaluation"
+
+
+class PieceEncoder:
+    """Encodes pieces of text, remembering what it has seen.
+
+    Args:
+        encode_batch: texts to token ids, without special tokens.
+        bos_ids: what prompts start with; empty for models without a begin token.
+    """
+
+    def __init__(self, encode_batch: EncodeBatch, bos_ids: Sequence[int] = ()) -> None:
+        self.bos_ids = tuple(bos_ids)
+        self._encode = encode_batch if _is_concatenative(encode_batch) else _anchored(encode_batch)
+        self._cache: dict[str, list[int]] = {}
+        self.newline_ids = tuple(self.encode(["\n"]))
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> PieceEncoder:
+        """For any Hugging Face tokenizer (`transformers`); prompts start as the tokenizer lets every text start."""
+
+        def encode_batch(texts: list[str]) -> list[list[int]]:
+            encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return encoded
+
+        return cls(encode_batch, _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"]))
+
+    @classmethod
+    def of_raw(cls, tokenizer: Any, bos_ids: Sequence[int] = ()) -> PieceEncoder:
+        """For a `tokenizers.Tokenizer`: several times faster than the wrapper of `transformers`."""
+
+        def encode_batch(texts: list[str]) -> list[list[int]]:
+            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+        return cls(encode_batch, bos_ids)
+
+    def encode(self, pieces: Iterable[str]) -> list[int]:
+        """Token ids of one run of pieces."""
+        return self.encode_all([tuple(pieces)])[0]
+
+    def encode_all(self, runs: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Token ids of many runs of pieces; what is new to the cache is encoded in one batch."""
+        self._learn({piece for run in runs for piece in run})
+        cache = self._cache
+        return [[token for piece in run for token in cache[piece]] for run in runs]
+
+    def encode_lines(self, lines: list[str]) -> list[list[int]]:
+        """Token ids of whole lines of text, not remembered."""
+        return self._encode(lines)
+
+    def _learn(self, pieces: set[str]) -> None:
+        new = [piece for piece in pieces if piece not in self._cache]
+        if not new:
+            return
+        if len(self._cache) + len(new) > _CACHE_ENTRIES:
+            self._cache.clear()
+            new = list(pieces)
+        self._cache.update(zip(new, self._encode(new), strict=True))
+
+
+def _is_concatenative(encode_batch: EncodeBatch) -> bool:
+    """Whether pieces can be encoded by themselves; tokenizers that prepend a space cannot."""
+    whole, anchor, piece = encode_batch([_ANCHOR + _WORD, _ANCHOR, _WORD])
+    return list(whole) == [*anchor, *piece]
+
+
+def _put_in_front(bare: Sequence[int], whole: Sequence[int]) -> Sequence[int]:
+    """What `whole` has in front of `bare`."""
+    extra = range(len(whole) - len(bare) + 1)
+    return next((whole[:i] for i in extra if list(whole[i : i + len(bare)]) == list(bare)), ())
+
+
+def _anchored(encode_batch: EncodeBatch) -> EncodeBatch:
+    """Encodes every piece behind a newline and cuts the newline off."""
+    anchor = list(encode_batch([_ANCHOR])[0])
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        encoded = [list(ids) for ids in encode_batch([_ANCHOR + text for text in texts])]
+        for text, ids in zip(texts, encoded, strict=True):
+            if ids[: len(anchor)] != anchor:
+                raise TaskError(
+                    "expected a tokenizer that keeps a newline apart from what follows, found one that merges it with "
+                    f"{text[:20]!r}; give your own calibration prompts"
+                )
+        return [ids[len(anchor) :] for ids in encoded]
+
+    return encode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filler:
+    """Encoded text.
+
+    Attributes:
+        ids: token ids, of any integer type; may be a memory map.
+        line_ends: ascending indices just behind every newline; the last is `len(ids)`.
+    """
+
+    ids: npt.NDArray[np.integer]
+    line_ends: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_text(cls, text: str, encoder: PieceEncoder) -> Filler:
+        """Encodes text line by line."""
+        lines = encoder.encode_lines(list(io.StringIO(text, newline="\n")))
+        ends = np.cumsum([len(line) for line in lines], dtype=np.int64)
+        return cls(np.fromiter((token for line in lines for token in line), np.int32, int(ends[-1])), ends)
+
+    def excerpt(self, count: int, rng: np.random.Generator) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Exactly `count` tokens that end with a line, and the indices in them where statements may stand.
+
+        The beginning may fall inside a line. Text shorter than `count` repeats from its start.
+        """
+        if count == 0:
+            return np.zeros(0, np.int32), np.zeros(1, np.int64)
+        usable = self.line_ends[np.searchsorted(self.line_ends, min(count, len(self.ids))) :]
+        end = int(usable[rng.integers(len(usable))])
+        if end >= count:
+            ids = self.ids[end - count : end].astype(np.int32)
+        else:
+            ids = np.resize(np.roll(self.ids, -end)[::-1], count)[::-1].astype(np.int32)
+        return ids, self._breaks(end, count)
+
+    def _breaks(self, end: int, count: int) -> npt.NDArray[np.int64]:
+        rounds = range(-(-max(count - end, 0) // len(self.ids)), 0, -1)
+        ends = [self.line_ends - turn * len(self.ids) for turn in rounds]
+        low, high = np.searchsorted(self.line_ends, (max(end - count, 0), end), side="right")
+        breaks = np.concatenate([*ends, self.line_ends[low:high]]) - (end - count)
+        return breaks[breaks > 0]
+
+
+def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wanted: Ids) -> tuple[Ids, Mask]:
+    """Puts lines into filler, each at the first break at or behind its wanted index.
+
+    `wanted` ascends; lines keep their order.
+
+    Returns:
+        The token ids and, for each, whether it is filler.
+    """
+    sizes = [len(line) for line in lines]
+    tokens = np.fromiter((token for line in lines for token in line), np.int32, sum(sizes))
+    if not len(ids):
+        return tokens, np.zeros(len(tokens), np.bool_)
+    places = breaks[np.minimum(np.searchsorted(breaks, wanted), len(breaks) - 1)]
+    is_text = np.ones(len(ids) + len(tokens), np.bool_)
+    is_text[np.repeat(places, sizes) + np.arange(len(tokens))] = False
+    planted = np.empty(len(is_text), np.int32)
+    planted[is_text] = ids
+    planted[~is_text] = tokens
+    return planted, is_text
+
+
+def load_filler_text(split: Split) -> str:
+    """The text shipped for calibration or evaluation.
+
+    Raises:
+        TaskError: for training, whose text is not shipped.
+    """
+    if split is Split.TRAINING:
+        raise TaskError("expected calibration or evaluation, found training; build a Filler from your own text")
+    return gzip.decompress((_DATA / f"{split.value}.txt.gz").read_bytes()).decode()

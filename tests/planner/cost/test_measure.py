@@ -1,0 +1,142 @@
+"""Device costs: lines fitted to timings, and what is predicted from them."""
+
+import numpy as np
+import pytest
+import torch
+from planner_models import TILE, made_up_cost
+from planner_profiles import made_up_length, made_up_profile
+
+from sparsekv.planner.allocate import allocate
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
+from sparsekv.planner.cost.measure import fit_line, measure_cost, timed_lengths
+from sparsekv.planner.cost.predict import causal_tiles, predict
+from sparsekv.planner.families import KNOWN_FAMILIES
+from sparsekv.planner.options import PlanOptions
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def measured() -> DeviceCost:
+    return measure_cost(SHAPE, (2048,), device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True)
+
+
+def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost) -> None:
+    assert measured.prefill_dense_us(1000) > 0
+    assert measured.prefill_dense_us(2000) >= measured.prefill_dense_us(1000)
+    assert measured.prefill_sparse_us(1000, 10, {"a_shape": 4}, 2048) > 0
+    assert measured.prefill_sparse_us(2000, 10, {"a_shape": 4}, 2048) >= measured.prefill_sparse_us(
+        1000, 10, {"a_shape": 4}, 2048
+    )
+    assert measured.decode_dense_us(4096) >= measured.decode_dense_us(2048) > 0
+    assert measured.decode_choose_us(4096) > 0
+
+
+def test_the_lines_pass_near_what_was_timed(measured: DeviceCost) -> None:
+    timed = [timing for timing in measured.timings if timing.what == "dense prefill"]
+    assert len(timed) == 3
+    for timing in timed:
+        assert measured.prefill_dense.at(*timing.features) == pytest.approx(timing.us, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "prices", "unseen"),
+    [
+        ("dense prefill", (50.0, 3.0), (1.0, 1e6)),
+        ("sparse prefill", (80.0, 2.0, 3.0, 5.0), (1.0, 4096.0, 1e5, 1e4)),
+        ("index a_shape", (200.0, 1e-3, 0.0), (1.0, 65536.0, 1e9)),
+        ("index block_sparse", (200.0, 1e-3, 1e-6), (1.0, 65536.0, 1e9)),
+        ("sparse decode", (9.0, 0.01), (1.0, 1e5)),
+        ("host decode", (9.0, 0.01, 0.1), (1.0, 1e5, 9e4)),
+    ],
+)
+def test_what_is_timed_tells_every_price_apart(measured: DeviceCost, what: str, prices, unseen) -> None:
+    """A line through exact timings is that very line, far beyond the timed lengths too."""
+    exact = Line(prices=prices)
+    timed = [timing for timing in measured.timings if timing.what == what]
+    own = [timing.model_copy(update={"us": exact.at(*timing.features)}) for timing in timed]
+    assert len(own) >= len(prices)
+    assert fit_line(own, what).at(*unseen) == pytest.approx(exact.at(*unseen), rel=0.01)
+
+
+def test_it_says_where_it_was_measured(measured: DeviceCost) -> None:
+    assert measured.backend == "cpu"
+    assert measured.dtype == "float32"
+    assert measured.device.startswith("cpu")
+    assert set(measured.index) == set(KNOWN_FAMILIES)
+
+
+def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(measured: DeviceCost) -> None:
+    timed = [timing.features for timing in measured.timings if timing.what == "host decode"]
+    assert len(timed) == 12
+    assert all(0 <= cold < chosen for _, chosen, cold in timed)
+    assert all(many > few for (_, _, many), (_, _, few) in zip(timed[::2], timed[1::2], strict=True))
+    assert measured.decode_host_us(200, 100.0) > 0
+    assert measured.decode_host_us(200, 200.0) >= measured.decode_host_us(200, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "device", "timed"),
+    [
+        (4, (4096, 8192), "cpu", (512, 1536, 4608)),
+        (4, (1024,), "cpu", (512, 768, 1024)),
+        (256, (131072,), "cpu", (512, 768, 1024)),
+        (32, (4096, 131072), "cuda", (512, 2048, 8192, 32768, 131072)),
+        (32, (1 << 20,), "cuda", (512, 2176, 8960, 37376, 156160)),
+    ],
+)
+def test_short_lengths_are_timed_for_launches_and_long_ones_for_work(heads, lengths, device, timed) -> None:
+    shape = HeadShape(heads=heads, kv_heads=2, head_dim=64 if heads < 32 else 128)
+    assert timed_lengths(shape, lengths, device) == timed
+
+
+def test_a_cost_without_offload_has_no_price_of_it() -> None:
+    assert made_up_cost().decode_host_us(200, 100.0) is None
+
+
+def test_the_first_head_of_a_family_pays_its_launch_and_every_head_its_work() -> None:
+    cost = made_up_cost(index={"a_shape": Line(prices=(100.0, 0.5, 0.001))})
+    assert cost.index_launch_us("a_shape") == 100.0
+    assert cost.index_head_us("a_shape", 10) == pytest.approx(5.1)
+    assert cost.index_us("a_shape", 3, 10) == pytest.approx(100.0 + 3 * 5.1)
+    with pytest.raises(UsageError, match="prices of a_shape, adaptive, found none of adaptive"):
+        cost.index_us("adaptive", 1, 10)
+
+
+def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
+    entry = made_up_length(8192, np.random.default_rng(0))
+    profile, cost = made_up_profile(entry), made_up_cost()
+    prefill = allocate(profile, cost, PlanOptions(target_density=(0.3,), crossover=False))
+    segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=1000), recent=1)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
+    (found,) = predict(profile, cost, prefill, decode).lengths
+    tiles = 3 * 4 * causal_tiles(8192, TILE)
+    assert found.prefill.dense_us == pytest.approx(tiles)
+    assert found.prefill.sparse_us == pytest.approx(0.3 * tiles, rel=1e-4)
+    assert found.prefill.density == pytest.approx(0.3, rel=1e-4)
+    assert found.decode.dense_us == pytest.approx(3 * 8.192)
+    assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * 1.0)
+    assert found.decode.density == pytest.approx((8192 + 2000) / (3 * 8192), rel=1e-4)
+
+
+def test_a_dense_length_is_predicted_to_cost_what_dense_costs() -> None:
+    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0)))
+    plan = PrefillPlan(tile=TILE, lengths=(PrefillBucket(up_to=None, dense=True),))
+    (found,) = predict(profile, made_up_cost(), plan, None).lengths
+    assert found.prefill.sparse_us == found.prefill.dense_us
+    assert found.prefill.density == 1.0
+
+
+def test_a_length_with_patterns_that_were_not_profiled_is_not_predicted() -> None:
+    profile = made_up_profile(made_up_length(8192, np.random.default_rng(0)))
+    own = HeadGroup(layer=0, heads=(0,), pattern=AShape(sink=tokens(7), window=tokens(7)))
+    plan = PrefillPlan(tile=TILE, lengths=(PrefillBucket(up_to=None, heads=(own,)),))
+    assert predict(profile, made_up_cost(), plan, None).lengths == ()
+
+
+def test_a_line_needs_its_own_features() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        Line(prices=(1.0, 2.0)).at(1.0)

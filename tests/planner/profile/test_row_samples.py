@@ -1,0 +1,73 @@
+"""Rows that candidates are scored on compute what they compute in the whole prompt."""
+
+import pytest
+import torch
+from planner_models import TILE
+
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.profile.head_errors import AllRows, TileSample, rows_of
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
+
+PATTERNS = (
+    Dense(),
+    AShape(sink=tokens(64), window=tokens(128)),
+    VerticalSlash(vertical=tokens(40), slash=tokens(10), max_tiles=tokens(320)),
+    BlockSparse(keep=tokens(256)),
+)
+
+
+@pytest.mark.parametrize("length", [640, 611, 65])
+@pytest.mark.parametrize("stride", [2, 3, 50])
+@pytest.mark.parametrize("tile", [TILE, TileShape()], ids=["64", "128"])
+def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, tile: TileShape) -> None:
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
+    chunk, rows = Chunk.uniform(1, 0, length), TileSample.of(length, length - 20, tile, stride)
+    index = build_index(PATTERNS, q, k, chunk, tile, scale=0.5)
+    whole = prefill_attention(q, k, v, index, chunk, scale=0.5, want_lse=True, backend="cpu")
+    found = prefill_attention(
+        rows.queries(q),
+        rows.keys(k),
+        rows.keys(v),
+        rows.index(index),
+        rows.chunk,
+        scale=0.5,
+        want_lse=True,
+        backend="cpu",
+    )
+    for place, number in enumerate(rows.numbers):
+        span = slice(number * tile.query, min((number + 1) * tile.query, length))
+        size = span.stop - span.start
+        torch.testing.assert_close(found.out_BHSD[place, :, :size], whole.out_BHSD[0, :, span])
+        torch.testing.assert_close(found.lse_BHS[place, :, :size], whole.lse_BHS[0, :, span])
+
+
+def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
+    rows = TileSample.of(1000, 900, TILE, 4)
+    device = torch.device("cpu")
+    positions = torch.tensor(rows.numbers)[:, None] * 64 + torch.arange(64)
+    assert sorted(positions[rows.tail_mask(device)].tolist()) == list(range(900, 1000))
+    spread = positions[rows.spread_mask(device)]
+    assert int(spread.max()) < 1000
+    assert len(set(spread.tolist())) == len(spread)
+
+
+def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
+    rows = rows_of(1000, 900, TILE, 1)
+    assert isinstance(rows, AllRows)
+    q, k = torch.randn(1, 4, 1000, 16), torch.randn(1, 2, 1000, 16)
+    index = build_index(PATTERNS, q, k, rows.chunk, TILE, scale=0.5)
+    assert rows.queries(q) is q
+    assert rows.keys(k) is k
+    assert rows.index(index) is index
+    device = torch.device("cpu")
+    assert rows.spread_mask(device).tolist() == [[True] * 1000]
+    assert rows.tail_mask(device).tolist() == [[False] * 900 + [True] * 100]
+
+
+def test_a_stride_above_one_is_a_sample_of_tiles() -> None:
+    rows = rows_of(1000, 900, TILE, 4)
+    assert isinstance(rows, TileSample)
+    assert rows.numbers == (3, 7, 11, 15, 14)

@@ -1,0 +1,94 @@
+"""How well one layer's choice serves another, against a plain computation over the full attention matrix."""
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekv.planner.profile.profile_data import SelectorChoice
+from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
+from sparsekv.plans.patterns import fraction, tokens
+
+LENGTH, PROMPT, HEADS, GROUPS, SIZE, WIDTH = 40, 34, 4, 2, 8, 16
+ROWS = (33, 35, 39)
+BUDGETS = (tokens(3), fraction(0.2))
+SELECTORS = (
+    SelectorChoice(selector="last", window=1),
+    SelectorChoice(selector="uniform", window=4),
+    SelectorChoice(selector="exponential", window=4),
+)
+
+
+def random_layer(seed: int) -> DecodeLayer:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = draw(1, HEADS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE)
+    return DecodeLayer(q, k, v, 0.6, draw(WIDTH, HEADS * SIZE))
+
+
+def attention(layer: DecodeLayer) -> torch.Tensor:
+    """[H, S, S]"""
+    k_HSD = layer.k_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
+    scores = layer.q_BHSD[0] @ k_HSD.transpose(1, 2) * layer.scale
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def weights_of(selector: SelectorChoice) -> list[float]:
+    """Oldest first."""
+    if selector.selector == "exponential":
+        return [2.0**-age for age in range(selector.window - 1, -1, -1)]
+    return [1.0] * selector.window
+
+
+def expected(chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, budget) -> float:
+    worst = 1.0
+    v_HSD = user.v_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
+    parts = user.projection_WZ.reshape(WIDTH, HEADS, SIZE)
+    for row in ROWS:
+        window = range(row + 1 - selector.window, row + 1)
+        top = attention(chooser).amax(0)
+        scores = sum(w * top[r] for w, r in zip(weights_of(selector), window, strict=True))[:PROMPT]
+        chosen = set(scores.argsort(descending=True)[: budget.resolve(row + 1)].tolist())
+        held = sorted(chosen | set(range(PROMPT, row + 1)))
+        attended = attention(user)[:, row]
+        sizes = torch.stack([parts[:, h] @ (attended[h] @ v_HSD[h]) for h in range(HEADS)]).norm(dim=1)
+        kept = (attended[:, held].sum(1) * sizes / sizes.sum()).sum()
+        worst = min(worst, float(kept))
+    return worst
+
+
+@pytest.fixture(scope="module")
+def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
+    layers = [random_layer(seed) for seed in range(3)]
+    reuse = ReuseScores(ROWS, PROMPT, BUDGETS, SELECTORS)
+    for place, layer in enumerate(layers):
+        reuse.choose(place, layer)
+    return reuse, layers
+
+
+@pytest.mark.parametrize("selector", range(3), ids=[s.selector for s in SELECTORS])
+@pytest.mark.parametrize("budget", range(2))
+def test_the_share_kept_is_that_of_the_full_matrix(scores, selector: int, budget: int) -> None:
+    reuse, layers = scores
+    kept = reuse.kept(layers[2], range(3))
+    for filter_ in range(3):
+        wanted = expected(layers[filter_], layers[2], SELECTORS[selector], BUDGETS[budget])
+        assert kept[selector, budget, filter_] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_larger_budget_keeps_no_less(scores) -> None:
+    reuse, layers = scores
+    kept = reuse.kept(layers[1], range(2))
+    assert np.all(kept[:, 1] >= kept[:, 0])
+
+
+def test_the_movement_of_the_residual_is_that_of_the_projected_output(scores) -> None:
+    reuse, layers = scores
+    layer = layers[0]
+    v_HSD = layer.v_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
+    out_SZ = (attention(layer) @ v_HSD).transpose(0, 1).flatten(1)
+    moved = (out_SZ[list(ROWS)] @ layer.projection_WZ.T).norm()
+    assert reuse.moved(layer) == pytest.approx(float(moved), rel=1e-5)

@@ -1,0 +1,196 @@
+"""Dense and sparse on the same samples: what is counted, and that a full plan changes nothing."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+
+from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
+from sparsekv.planner.evaluation import (
+    Batch,
+    PlanMode,
+    answered,
+    batches,
+    divergence,
+    evaluate,
+    evaluate_modes,
+    forced_logits,
+    log_likelihood,
+)
+from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.tasks import Kit, Sample, Split, prepare
+from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.patterns import AShape, BlockSparse, tokens
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.load import LoadedModel
+
+LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def kit(loaded: LoadedModel) -> Kit:
+    return prepare(loaded.tokenizer, Split.EVALUATION)
+
+
+def full_plan(loaded: LoadedModel) -> Plan:
+    keep = BlockSparse(keep=EVERYTHING)
+    return plan_for(loaded.model, every_head(loaded.model, keep), decode_plan(segment(0, (1, 2), EVERYTHING)))
+
+
+def sparse_plan(loaded: LoadedModel) -> Plan:
+    narrow = AShape(sink=tokens(64), window=tokens(64))
+    return plan_for(loaded.model, every_head(loaded.model, narrow), decode_plan(segment(0, (1, 2), 8)))
+
+
+def sample(answer: str, prompt_ids: list[int], answer_ids: list[int]) -> Sample:
+    return Sample(np.array(prompt_ids, np.int32), np.array(answer_ids, np.int32), answer, "kv_retrieval", 64)
+
+
+def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: Kit) -> None:
+    modes = {phase: PlanMode(full_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
+    found = evaluate_modes(loaded, modes, ("kv_retrieval", "perplexity"), LENGTH, 2, kit=kit)
+    for phase in modes:
+        assert found[phase].kl == pytest.approx(0.0, abs=1e-6)
+        for name, task in found[phase].tasks.items():
+            assert task.sparse == tuple(
+                Outcome(o.correct, pytest.approx(o.nll, abs=1e-4), pytest.approx(0.0, abs=1e-6))
+                for o in found["dense"].tasks[name].dense
+            )
+    assert found["prefill"].prefill_density == pytest.approx(1.0)
+    assert found["prefill"].decode_share == 1.0
+
+
+def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
+    found = evaluate_modes(
+        loaded,
+        {p: PlanMode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")},
+        ("perplexity",),
+        LENGTH,
+        2,
+        kit=kit,
+    )
+    assert found["prefill"].prefill_density < 0.7
+    assert found["decode"].prefill_density == 1.0
+    assert found["decode"].decode_share < 0.6
+    assert found["both"].prefill_density < 0.8
+    assert all(found[phase].kl > 1e-4 for phase in ("prefill", "decode", "both"))
+    assert found["dense"].kl == 0.0
+
+
+def test_without_a_plan_dense_is_on_both_sides(loaded: LoadedModel) -> None:
+    found = evaluate(loaded, None, ("kv_retrieval",), LENGTH, 1)
+    task = found.tasks["kv_retrieval"]
+    assert task.dense == task.sparse
+    assert found.prefill_density == 1.0
+
+
+def test_batches_score_as_single_samples_do(loaded: LoadedModel, kit: Kit) -> None:
+    one, many = (
+        evaluate_modes(
+            loaded, {"both": PlanMode(sparse_plan(loaded))}, ("perplexity",), LENGTH, 4, batch=size, kit=kit
+        )["both"].tasks["perplexity"]
+        for size in (1, 4)
+    )
+    np.testing.assert_allclose([o.nll for o in one.sparse], [o.nll for o in many.sparse], rtol=1e-4)
+    np.testing.assert_allclose([o.nll for o in one.dense], [o.nll for o in many.dense], rtol=1e-4)
+
+
+def test_prefill_in_chunks_scores_as_in_one_piece(loaded: LoadedModel, kit: Kit) -> None:
+    plan = full_plan(loaded)
+    whole, pieces = (
+        evaluate_modes(loaded, {"both": PlanMode(plan)}, ("perplexity",), LENGTH, 1, prefill_chunk=chunk, kit=kit)[
+            "both"
+        ]
+        for chunk in (None, 100)
+    )
+    a, b = whole.tasks["perplexity"], pieces.tasks["perplexity"]
+    np.testing.assert_allclose([o.nll for o in a.sparse], [o.nll for o in b.sparse], rtol=1e-4)
+
+
+def test_one_forced_pass_tells_what_greedy_generation_gives(loaded: LoadedModel) -> None:
+    """The answer is what the model generates, or that with one token changed."""
+    prompt = torch.randint(1, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = loaded.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, eos_token_id=None
+        )[0, 30:]
+    own = out[:4].tolist()
+    other = [*own[:2], (own[2] + 1) % 90, own[3]]
+    for ids, wanted in ((own, True), (other, False)):
+        text = loaded.tokenizer.decode(ids)
+        digits = text[-1].isdigit() and loaded.tokenizer.decode([int(out[4])]).isdigit()
+        batch = Batch.of([sample(text, prompt[0].tolist(), ids)], torch.device("cpu"))
+        for stepwise in (False, True):
+            logits = forced_logits(loaded, batch, stepwise=stepwise)
+            assert answered(loaded, batch, logits) == [wanted and not digits]
+
+
+def test_an_answer_that_goes_on_with_digits_is_wrong(loaded: LoadedModel) -> None:
+    ids = [loaded.tokenizer.convert_tokens_to_ids(c) for c in "42"]
+    batch = Batch.of([sample("42", [1, 2, 3], ids)], torch.device("cpu"))
+    logits = torch.zeros(1, 3, 128)
+    for place, character in enumerate("42"):
+        logits[0, place, loaded.tokenizer.convert_tokens_to_ids(character)] = 9.0
+    for after, wanted in (("7", False), (".", True)):
+        said = logits.clone()
+        said[0, 2, loaded.tokenizer.convert_tokens_to_ids(after)] = 9.0
+        assert answered(loaded, batch, said) == [wanted]
+
+
+def test_likelihood_and_divergence_are_those_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(1)
+    dense, sparse = (torch.randn(1, 4, 10, generator=generator) for _ in range(2))
+    batch = Batch.of([sample("abc", [1], [3, 1, 4])], torch.device("cpu"))
+    p, q = dense[0, :3].softmax(-1), sparse[0, :3].softmax(-1)
+    nll = -sum(math.log(q[place, token]) for place, token in enumerate((3, 1, 4))) / 3
+    assert log_likelihood(batch, sparse) == [pytest.approx(nll, rel=1e-5)]
+    assert divergence(dense, sparse) == [pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)]
+
+
+def test_only_samples_of_equal_shape_share_a_batch() -> None:
+    shapes = [(5, 2), (6, 2), (5, 2), (5, 3), (5, 2)]
+    made = [sample("x", [1] * prompt, [2] * answer) for prompt, answer in shapes]
+    found = list(batches(made, 2, torch.device("cpu")))
+    assert [(len(b.samples), *b.prompt_BS.shape[1:], *b.answer_BA.shape[1:]) for b in found] == [
+        (2, 5, 2),
+        (1, 5, 2),
+        (1, 5, 3),
+        (1, 6, 2),
+    ]
+
+
+def test_evaluation_samples_are_not_those_of_calibration(loaded: LoadedModel, kit: Kit) -> None:
+    calibration = prepare(loaded.tokenizer, Split.CALIBRATION)
+    for task in ("kv_retrieval", "perplexity"):
+        (a,), (b,) = (list(held_out(source, task, LENGTH, 1, 0)) for source in (kit, calibration))
+        assert a.prompt_ids.tolist() != b.prompt_ids.tolist()
+
+
+def test_an_unknown_task_and_a_length_too_short_are_named(loaded: LoadedModel, kit: Kit) -> None:
+    with pytest.raises(UsageError, match="chess"):
+        evaluate(loaded, None, ("chess",), LENGTH, 1)
+    with pytest.raises(PromptError, match="kv_retrieval at 32 tokens"):
+        evaluate(loaded, None, ("kv_retrieval",), 32, 1)
+
+
+def test_results_of_several_lengths_are_pooled() -> None:
+    right, wrong = Outcome(True, 1.0), Outcome(False, 2.0, 0.5)
+    first = TaskResult((right, right), (right, wrong))
+    second = TaskResult((right,), (right,))
+    pooled = merged([EvalResult((4096,), {"t": first}, Spent(1, 4)), EvalResult((8192,), {"t": second}, Spent(3, 4))])
+    assert pooled.lengths == (4096, 8192)
+    assert pooled.prefill_density == 0.5
+    assert pooled.tasks["t"].score.sparse == pytest.approx(2 / 3)
+    assert pooled.tasks["t"].score.samples == 3
+    assert pooled.kl == pytest.approx(0.5 / 3)
+
+
+def test_a_perplexity_has_the_interval_of_its_difference() -> None:
+    dense = tuple(Outcome(None, value) for value in (1.0, 1.2, 1.4))
+    sparse = tuple(Outcome(None, value) for value in (1.08, 1.33, 1.49))
+    score = TaskResult(dense, sparse).score
+    assert score.dense == pytest.approx(math.exp(1.2))
+    assert score.sparse == pytest.approx(math.exp(1.3))
+    assert score.interval[0] < score.sparse - score.dense < score.interval[1]

@@ -1,0 +1,90 @@
+"""Densities that leave no room for mandatory tiles: known before anything runs, and just those."""
+
+import dataclasses
+
+import pytest
+import torch
+from planner_models import quick_options
+
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.planner.families import check_targets, mandatory_a_row, mandatory_density
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile import profiler
+from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.profile.search_space import search_space
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+from sparsekv.runtime.hf.load import LoadedModel
+
+ALL = ("a_shape", "vertical_slash", "block_sparse", "adaptive")
+TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130, 200, 700, 1024, 1091])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_the_smallest_pattern_of_each_ray_computes_the_mandatory_tiles(length: int, tile: TileShape) -> None:
+    q_11LD = torch.randn(1, 1, length, 16, generator=torch.Generator().manual_seed(0))
+    chunk = Chunk.uniform(1, 0, length)
+    options = dataclasses.replace(PlanOptions(families=ALL), tile=tile)
+    rays = [ray for ray in search_space(options, length) if ray.name != "adaptive(pooled)"]
+    assert len(rays) >= 7
+    for ray in rays:
+        smallest = ray.pattern(0, mandatory_a_row(tile) * tile.key)
+        index = build_index((smallest,), q_11LD, q_11LD, chunk, tile, scale=1.0)
+        assert mandatory_density(length, tile, ray.family) == pytest.approx(float(density(index, chunk))), ray.name
+
+
+def test_the_triangle_is_all_mandatory_up_to_three_tiles_and_hardly_any_of_it_in_long_contexts() -> None:
+    tile = TileShape()
+    for family in ALL:
+        assert mandatory_density(384, tile, family) == 1.0
+        assert 0.005 < mandatory_density(131072, tile, family) < 0.006
+
+
+def test_a_target_is_refused_below_the_least_of_its_families_and_not_above() -> None:
+    tile = TileShape()
+    least = mandatory_density(1024, tile, "a_shape")
+    assert least == pytest.approx(21 / 36)
+    check_targets({1024: [1024]}, [least], tile, ALL)
+    with pytest.raises(UsageError, match=r"found 0\.5 at 1024 tokens, where they take up to 0\.584; raise it"):
+        check_targets({1024: [1024]}, [0.5], tile, ALL)
+    with pytest.raises(UsageError, match="at 1024 tokens"):
+        check_targets({1024: [1024], 32768: [32768]}, [0.1, 0.1], tile, ALL)
+    check_targets({1024: [1024]}, [], tile, ALL)  # the preset has a target of its own
+
+
+def test_shorter_prompts_than_the_length_say_count_as_long_as_they_are() -> None:
+    tile = TileShape()
+    target = 1.01 * mandatory_density(2048, tile, "a_shape")
+    check_targets({2048: [2048, 2048]}, [target], tile, ALL)
+    with pytest.raises(UsageError, match="at 2048 tokens"):
+        check_targets({2048: [2048, 1024]}, [target], tile, ALL)
+
+
+def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
+    tile = TileShape(query=128, key=64)
+    assert mandatory_density(1030, tile, "block_sparse") > mandatory_density(1030, tile, "a_shape")
+
+
+def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "Pass", lambda *a: pytest.fail("a prompt ran"))
+    options = quick_options(target_density=(0.2,)).settled(4096, "cpu")
+    with pytest.raises(UsageError, match=r"leaves room for the tiles every pattern computes.* found 0\.2 at 1024"):
+        profile(loaded, options)
+
+
+@pytest.mark.parametrize("change", [{"phases": ("decode",)}, {"target_speedup": 2.0, "target_density": ()}], ids=str)
+def test_nothing_is_refused_where_no_density_was_asked_for(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, change: dict
+) -> None:
+    class Reached(Exception):
+        pass
+
+    def reached(*arguments: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(profiler, "Pass", reached)
+    asked = quick_options(**{"target_density": (0.2,), "levels": ()} | change)
+    with pytest.raises(Reached):
+        profile(loaded, asked.settled(4096, "cpu"))

@@ -1,0 +1,174 @@
+"""From a model to a plan in one call: the order, the files between, determinism, and no plan that misses its gate."""
+
+from pathlib import Path
+
+import pytest
+from planner_models import loaded_tiny, quick_options
+
+import sparsekv
+from sparsekv.planner import plan as planning
+from sparsekv.planner.cost.device_cost import DeviceCost
+from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.options import Gate
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.profile.profiler import profile
+from sparsekv.plans.errors import GateError, PlanMismatchError, UsageError
+from sparsekv.plans.files import dump_plan
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.load import LoadedModel
+
+LOOSE = Gate(max_kl=50.0)
+OPTIONS = quick_options(gate=LOOSE, decode_loss=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planned")
+
+
+@pytest.fixture(scope="module")
+def planned(loaded: LoadedModel, folder: Path) -> planning.PlanResult:
+    return compile_plan(loaded, OPTIONS, profile_out=folder / "profile.json", cost_out=folder / "cost.json")
+
+
+@pytest.fixture(scope="module")
+def measured(planned: planning.PlanResult, folder: Path) -> tuple[Profile, DeviceCost]:
+    return read_profile(folder / "profile.json"), read_cost(folder / "cost.json")
+
+
+def test_the_plan_is_verified_and_says_what_was_measured(planned: planning.PlanResult) -> None:
+    plan = planned.plan
+    assert plan.status == "verified"
+    assert {"prefill", "decode", "both"} <= {name for name, value in plan.quality if value is not None}
+    assert planned.prefill_density <= 0.7
+    assert planned.predicted_speedup > 0
+    assert planned.filter_layers == (0,)
+    assert plan.provenance.profile.startswith("sha256:")
+    assert plan.targets[0].device.startswith("cpu")
+
+
+def test_nothing_but_the_files_asked_for_is_left(planned: planning.PlanResult, folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["cost.json", "profile.json"]
+
+
+def test_two_compiles_from_the_same_files_give_the_same_bytes(loaded: LoadedModel, measured) -> None:
+    profile, cost = measured
+    first, second = (dump_plan(compile_plan(loaded, OPTIONS, profile_in=profile, cost_in=cost).plan) for _ in range(2))
+    assert first == second
+
+
+def test_a_plan_from_files_is_the_plan_from_measuring(loaded: LoadedModel, planned, measured) -> None:
+    profile, cost = measured
+    assert compile_plan(loaded, OPTIONS, profile_in=profile, cost_in=cost).plan == planned.plan
+
+
+def test_the_plan_runs_on_its_model(loaded: LoadedModel, planned: planning.PlanResult) -> None:
+    prompt = loaded.tokenizer("x = 1; " * 100, return_tensors="pt")["input_ids"]
+    with apply(loaded.model, planned.plan) as handle:
+        loaded.model.generate(prompt, attention_mask=prompt > 0, max_new_tokens=3, do_sample=False)
+        assert handle.stats().prefill_density < 1.0
+        assert handle.stats().decode_share < 1.0
+
+
+def test_another_target_compiles_from_the_same_profile(loaded: LoadedModel, measured) -> None:
+    profile, cost = measured
+    lower = quick_options(target_density=(0.56,), verify_samples=0)
+    result = compile_plan(loaded, lower, profile_in=profile, cost_in=cost)
+    assert result.prefill_density <= 0.56
+    assert result.plan.status == "unverified"
+    assert result.plan.quality is None
+
+
+def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
+    profile, cost = measured
+    only = quick_options(phases=("decode",), decode_loss=1.0, verify_samples=0)
+    result = compile_plan(loaded, only, profile_in=profile, cost_in=cost)
+    assert result.plan.prefill is None
+    assert result.prefill_density is None
+    assert result.plan.decode.bucket(1024).segments
+
+
+def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(
+    loaded: LoadedModel, measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, cost = measured
+    tried: list[Plan] = []
+    verify = planning.verify
+    monkeypatch.setattr(planning, "verify", lambda *a: (tried.append(a[1]), verify(*a))[1])
+    options = quick_options(gate=Gate(max_kl=0.0), target_density=(0.56,), decode_loss=1.0)
+    with pytest.raises(GateError, match=r"nats.*--target-density"):
+        compile_plan(loaded, options, profile_in=profile, cost_in=cost)
+    assert 2 <= len(tried) <= planning.MOST_ATTEMPTS
+    densities = [plan.cost.lengths[0].prefill.density for plan in tried]
+    assert densities == sorted(densities)
+    assert densities[0] < densities[-1]
+
+
+def test_a_plan_that_misses_is_tightened_until_it_passes(
+    loaded: LoadedModel, measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, cost = measured
+    first = compile_plan(
+        loaded, quick_options(target_density=(0.56,), verify_samples=0), profile_in=profile, cost_in=cost
+    )
+    kl = planning.verify(loaded, first.plan, quick_options(phases=("prefill",)).settled(4096, "cpu")).quality.prefill.kl
+    options = quick_options(phases=("prefill",), target_density=(0.56,), gate=Gate(max_kl=kl * 0.999))
+    result = compile_plan(loaded, options, profile_in=profile, cost_in=cost)
+    assert result.attempts == 2
+    assert any("with the 0.56 that was asked for" in line for line in result.remarks)
+    assert result.prefill_density > first.prefill_density
+    assert result.plan.quality.prefill.kl < kl
+
+
+def test_a_profile_of_another_model_is_refused(measured) -> None:
+    profile, cost = measured
+    with pytest.raises(PlanMismatchError, match="weights"):
+        compile_plan(loaded_tiny(seed=1), OPTIONS, profile_in=profile, cost_in=cost)
+
+
+STAGES = ("profile", "write_profile", "measure_cost", "write_cost", "allocate", "choose_filter_layers", "verify")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was(
+    loaded: LoadedModel, measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    known, cost = measured
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning, "profile", lambda *a, **k: known)
+    monkeypatch.setattr(planning, "measure_cost", lambda *a, **k: cost)
+    monkeypatch.setattr(planning, stage, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_plan(loaded, OPTIONS, profile_out=tmp_path / "p", cost_out=tmp_path / "c")
+    after_profile = stage not in ("profile", "write_profile")
+    assert (tmp_path / "p").exists() == after_profile
+    if after_profile:
+        assert read_profile(tmp_path / "p") == known
+    assert (tmp_path / "c").exists() == (stage in ("allocate", "choose_filter_layers", "verify"))
+    assert loaded.model.config._attn_implementation == "sdpa"
+
+
+def test_the_facade_plans_a_loaded_model(measured, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, cost = measured
+    monkeypatch.setattr(planning, "profile", lambda *a, **k: known)
+    monkeypatch.setattr(planning, "measure_cost", lambda *a, **k: cost)
+    options = {name: getattr(OPTIONS, name) for name in ("lengths", "target_density", "crossover", "tile", "tasks")}
+    plan = sparsekv.plan_model(loaded.model, loaded.tokenizer, verify_samples=0, **options)
+    assert plan.prefill is not None
+    with pytest.raises(UsageError, match="tokenizer"):
+        sparsekv.plan_model(loaded.model)
+
+
+def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:
+    options = quick_options(preset="minference", tile=None, target_density=(), levels=(), tasks=OPTIONS.tasks)
+    found = profile(loaded, options.settled(4096, "cpu"))
+    assert found.preset == "minference"
+    assert {candidate.density for candidate in found.lengths[0].candidates} == {1.0}
+    plan = compile_plan(loaded, quick_options(verify_samples=0, target_density=()), profile_in=found).plan
+    assert plan.provenance.preset == "minference"
+    assert plan.prefill.tile.key == 64

@@ -1,0 +1,69 @@
+"""How many prompts run at once: bounded by device memory, whatever the length."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sparsekv.planner.evaluation import bytes_per_token, prompts_at_once
+
+GIB = 1 << 30
+
+
+def _llama(dtype: torch.dtype) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=50,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def _on_gpu(monkeypatch: pytest.MonkeyPatch, total: int, vocabulary: int = 50) -> Any:
+    """A model that says it is on a GPU with so much memory."""
+    model = _llama(torch.bfloat16)
+    model.config.vocab_size = vocabulary
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    return SimpleNamespace(
+        config=model.config, dtype=model.dtype, device=torch.device("cuda", 0), parameters=model.parameters
+    )
+
+
+def test_a_token_costs_its_keys_and_values_of_every_layer_and_the_widest_layer_once() -> None:
+    cached = 3 * 2 * 2 * 32
+    widest = 2 * 64 + 2 * 4 * 32 + 3 * 96
+    assert bytes_per_token(_llama(torch.float32)) == 4 * (cached + widest)
+    assert bytes_per_token(_llama(torch.bfloat16)) == 2 * (cached + widest)
+
+
+def test_one_prompt_at_once_on_a_cpu() -> None:
+    assert prompts_at_once(_llama(torch.float32), 128) == 1
+
+
+def test_longer_prompts_are_fewer_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _on_gpu(monkeypatch, 8 * GIB)
+    lengths = (4096, 65536, 262144, 16 << 20)
+    counts = [prompts_at_once(model, length) for length in lengths]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[2] > 1
+    assert counts[-1] == 1
+    assert all(count.bit_count() == 1 for count in counts)
+    assert counts[2] * 262144 * bytes_per_token(model) < 4 * GIB
+
+
+def test_a_large_vocabulary_counts_where_the_model_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (prompts_at_once(_on_gpu(monkeypatch, 24 * GIB, words), 1024) for words in (4096, 152_000))
+    assert small > large
+    # Both models' scores of 257 tokens, as float32: at least so much is alive at once.
+    assert large * 2 * 257 * 152_000 * 4 < 12 * GIB
+
+
+def test_weights_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _on_gpu(monkeypatch, 8 * GIB)
+    before = prompts_at_once(model, 65536)
+    heavy = SimpleNamespace(numel=lambda: 3 * GIB, element_size=lambda: 2)
+    model.parameters = lambda: iter([heavy])
+    assert prompts_at_once(model, 65536) < before
