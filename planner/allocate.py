@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsekv.planner.cost.crossover import Fallback, Mask, longest_losing, pays
+from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
 from sparsekv.planner.families import ROUNDING, mandatory_density, too_low
@@ -79,7 +79,7 @@ class _Length:
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
         self._tables = ScoreTables.of(entry)
-        self._fallback = Fallback(cost, self._tables, profile.tile) if options.crossover else None
+        self._savings = Savings(cost, self._tables, profile.tile) if options.crossover else None
         self._error_LCH = (1.0 - TAIL_WEIGHT) * self._tables.error_LCH + TAIL_WEIGHT * self._tables.tail_error_LCH
         self._own_C = np.array([candidate.family in options.families for candidate in entry.candidates])
 
@@ -87,12 +87,12 @@ class _Length:
         """Algorithm 1 at a target density, and what of it the crossover leaves sparse."""
         usable_LCH = self._usable(target)
         allowed_LCH = np.broadcast_to(self._own_C[:, None], usable_LCH.shape)
-        if self._fallback is None:
+        if self._savings is None:
             return self._within(self._best(usable_LCH), allowed_LCH, target)
-        allowed_LCH = allowed_LCH & self._fallback.paying_candidates()
-        choice = self._without_losing_families(usable_LCH, allowed_LCH, self._fallback)
+        allowed_LCH = allowed_LCH & self._savings.paying_candidates()
+        choice = self._without_losing_families(usable_LCH, allowed_LCH, self._savings)
         while True:  # each turn but the last makes a layer dense
-            sparse = self._fallback.without_losing_layers(choice)
+            sparse = self._savings.without_losing_layers(choice)
             choice = self._within(sparse, allowed_LCH, target)
             if np.array_equal(choice, sparse):
                 return choice
@@ -126,7 +126,7 @@ class _Length:
         )
         if not groups:
             return [PrefillBucket(up_to=length, dense=True)]
-        below = None if self._fallback is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
+        below = None if self._savings is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
         dense = [PrefillBucket(up_to=below, dense=True)] if below else []
         return [*dense, PrefillBucket(up_to=length, heads=groups)]
 
@@ -163,11 +163,11 @@ class _Length:
         best_LH = np.where(usable_LCH.any(1), error_LCH.argmin(1), DENSE)
         return np.where(self._tables.present_LH, best_LH, ABSENT)
 
-    def _without_losing_families(self, usable_LCH: Mask, allowed_LCH: Mask, fallback: Fallback) -> Choice:
+    def _without_losing_families(self, usable_LCH: Mask, allowed_LCH: Mask, savings: Savings) -> Choice:
         """Each layer without the families whose index costs it more than they save; narrows `allowed_LCH` to that."""
         choice = self._best(usable_LCH & allowed_LCH)
         for row in range(len(choice)):
-            while (losing := fallback.losing_family(choice[row], row)) is not None:
+            while (losing := savings.losing_family(choice[row], row)) is not None:
                 allowed_LCH[row, [candidate.family == losing for candidate in self._entry.candidates]] = False
                 choice[row] = self._best(usable_LCH & allowed_LCH)[row]
         return choice

@@ -88,6 +88,14 @@ class Spent:
             self.cached + other.cached,
         )
 
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(
+            self.tiles - other.tiles,
+            self.causal_tiles - other.causal_tiles,
+            self.attended - other.attended,
+            self.cached - other.cached,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:

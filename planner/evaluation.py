@@ -1,18 +1,21 @@
 """A model with and without a plan on the same held-out samples.
 
-Dense runs once a batch and is shared by everything that is compared with it: `Mode`s, mostly a plan and the phases of
-it that are switched on. A model's greedy continuation is the answer exactly when, fed the answer, it picks every next
-token of it. So one forced pass tells both what it generates and how its distributions move, on the same context as
-dense. A stepwise mode feeds the answer token by token, as decode does; otherwise all at once, in the prefill.
+Dense runs once and is shared by everything that is compared with it: `Mode`s, mostly a plan and the phases of it that
+are switched on. A mode is switched on once for all samples, tasks and lengths.
+
+A model's greedy continuation is the answer exactly when, fed the answer, it picks every next token of it. So one forced
+pass tells both what it generates and how its distributions move, on the same context as dense. A stepwise mode feeds
+the answer token by token, as decode does; otherwise the answer is part of the prefill.
 
 Shapes: B batch, S tokens of a prompt, A tokens of the answer, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
@@ -22,7 +25,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.progress import NoProgress, Progress, Step
 from sparsekv.planner.tasks import Kit, Sample, Split, matches, prepare
 from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.plans.schema import Plan
@@ -32,6 +35,10 @@ from sparsekv.runtime.hf.describe import attention_groups
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 
+PhaseName = Literal["prefill", "decode", "both"]
+DENSE = "dense"
+# Dense logits that wait in host memory for the modes; with more, modes are switched on again for later samples.
+_WAITING_BYTES = 8 << 30
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64
 # Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
@@ -41,31 +48,108 @@ _SCORED = Perplexity().most_scored + 1  # tokens of a prompt that are scored, at
 _SCORES = 8
 
 
-def prompts_at_once(model: PreTrainedModel, length: int) -> int:
-    """Prompts of `length` tokens that run together, a power of two; one on a CPU, where one keeps all cores busy."""
-    if model.device.type != "cuda":
-        return 1
-    total: int = torch.cuda.get_device_properties(model.device).total_memory
-    left = total - sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    fitting = int(_SHARE * left) // (length * bytes_per_token(model) + bytes_to_score(model))
-    return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
+class Mode(Protocol):
+    """Something to compare with dense."""
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether answers are fed token by token, as decode does."""
+
+    def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
+        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
 
 
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Keys and values of all layers, and what the widest layer holds while an unmodified model computes it."""
-    config: Any = model.config
-    cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
-    # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
-    held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
-    widest: int = held + 3 * config.intermediate_size
-    return (cached + widest) * torch.empty((), dtype=model.dtype).element_size()
+@dataclass(frozen=True, slots=True)
+class PlanMode:
+    """A plan at work: prefill alone, decode alone, or both."""
+
+    plan: Plan
+    phase: PhaseName = "both"
+    backend: str = "auto"
+    allow_mismatch: bool = False  # take a plan of another architecture, see `apply`
+
+    @property
+    def stepwise(self) -> bool:
+        """See `Mode`."""
+        return self.phase != "prefill"
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `Mode`."""
+        with apply(
+            model,
+            self.plan,
+            prefill=self.phase != "decode",
+            decode=self.phase != "prefill",
+            backend=self.backend,
+            allow_mismatch=self.allow_mismatch,
+        ) as handle:
+            yield lambda: _spent(handle.stats())
 
 
-def bytes_to_score(model: PreTrainedModel) -> int:
-    """The scores of the vocabulary for the tokens of one answer, as often as evaluation holds them."""
-    config: Any = model.config
-    vocabulary: int = config.vocab_size
-    return _SCORES * 4 * _SCORED * vocabulary
+@dataclass(frozen=True, slots=True)
+class EvalSamples:
+    """Samples that neither training nor calibration used, and how they are fed.
+
+    Attributes:
+        tasks: names of tasks.
+        lengths: most tokens of prompt and answer together.
+        samples: of each task and length.
+        batch: most samples run at once; None: as many as surely fit. Only samples of equal shape share a batch.
+        seed: of the sample set.
+        prefill_chunk: most tokens of a prompt given to the model at once; None is all.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    batch: int | None = None
+    seed: int = 0
+    prefill_chunk: int | None = None
+
+    def batches(self, kit: Kit, model: PreTrainedModel) -> Iterator[tuple[Sample, ...]]:
+        """The samples in batches, one length after the other."""
+        for length in self.lengths:
+            drawn = (sample for task in self.tasks for sample in held_out(kit, task, length, self.samples, self.seed))
+            yield from batches(drawn, self.batch or prompts_at_once(model, length))
+
+
+def evaluate(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    asked: EvalSamples,
+    kit: Kit | None = None,
+    progress: Progress | None = None,
+) -> dict[str, tuple[EvalResult, ...]]:
+    """Evaluates some modes, and dense once, on the same samples.
+
+    Args:
+        loaded: the model, with nothing applied to it.
+        modes: what to compare with dense, by name; may be empty.
+        asked: the samples.
+        kit: the evaluation split's, `prepare(tokenizer, Split.EVALUATION)`, for those who call this often.
+        progress: where to report.
+
+    Returns:
+        A result a length for each mode, and for "dense" with dense on both sides.
+
+    Raises:
+        UsageError: an unknown task.
+        PromptError: a task does not fit a length.
+        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
+    """
+    found = {name: _Findings() for name in (DENSE, *modes)}
+    source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    total = asked.samples * len(asked.tasks) * len(asked.lengths) * len(found)
+    with (progress or NoProgress()).stage("evaluate", total=total) as step, torch.no_grad():
+        for some in _rounds(asked.batches(source, loaded.model), loaded.model):
+            dense = [_dense(loaded, batch, asked, found[DENSE], step) for batch in some]
+            for name, mode in modes.items():
+                _compare(loaded, name, mode, dense, asked, found[name], step)
+    return {
+        name: tuple(own.result(found[DENSE], length, asked.tasks) for length in asked.lengths)
+        for name, own in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +171,102 @@ class Batch:
         return cls(tuple(samples), stacked(prompts), stacked(answers))
 
 
-def batches(samples: Iterable[Sample], size: int, device: torch.device) -> Iterator[Batch]:
+def batches(samples: Iterable[Sample], size: int) -> Iterator[tuple[Sample, ...]]:
     """Groups samples of equal shape, at most `size` together; the order within a shape is kept."""
-    ordered = sorted(samples, key=_shape)
-    for _, group in groupby(ordered, key=_shape):
-        alike = list(group)
-        for first in range(0, len(alike), size):
-            yield Batch.of(alike[first : first + size], device)
+    for _, group in groupby(sorted(samples, key=_shape), key=_shape):
+        equal = tuple(group)
+        yield from (equal[first : first + size] for first in range(0, len(equal), size))
+
+
+def _shape(sample: Sample) -> tuple[int, int]:
+    return len(sample.prompt_ids), len(sample.answer_ids)
+
+
+def _rounds(groups: Iterable[tuple[Sample, ...]], model: PreTrainedModel) -> Iterator[list[tuple[Sample, ...]]]:
+    """Batches whose dense logits together fit what may wait for the modes."""
+    config: Any = model.config
+    some: list[tuple[Sample, ...]] = []
+    waiting = 0
+    for samples in groups:
+        own = len(samples) * (len(samples[0].answer_ids) + 1) * config.vocab_size * model.dtype.itemsize
+        if some and waiting + own > _WAITING_BYTES:
+            yield some
+            some, waiting = [], 0
+        some.append(samples)
+        waiting += own
+    if some:
+        yield some
+
+
+@dataclass(slots=True)
+class _Findings:
+    """Of one mode, by length."""
+
+    outcomes: dict[tuple[int, str], list[Outcome]] = field(default_factory=lambda: defaultdict(list))
+    spent: dict[int, Spent] = field(default_factory=lambda: defaultdict(Spent))
+
+    def note(self, samples: Sequence[Sample], outcomes: Iterable[Outcome]) -> None:
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            self.outcomes[sample.length, sample.task].append(outcome)
+
+    def result(self, dense: _Findings, length: int, tasks: Sequence[str]) -> EvalResult:
+        both = ((task, dense.outcomes[length, task], self.outcomes[length, task]) for task in tasks)
+        return EvalResult((length,), {task: TaskResult(tuple(a), tuple(b)) for task, a, b in both}, self.spent[length])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DenseLogits:
+    """What dense gave for a batch, in host memory and in the model's own precision."""
+
+    samples: tuple[Sample, ...]
+    logits_BAV: torch.Tensor
+
+
+def _dense(
+    loaded: LoadedModel, samples: tuple[Sample, ...], asked: EvalSamples, found: _Findings, step: Step
+) -> _DenseLogits:
+    batch = Batch.of(samples, loaded.model.device)
+    logits_BAV = forced_logits(loaded, batch, stepwise=False, chunk=asked.prefill_chunk)
+    found.note(samples, _outcomes(loaded, batch, logits_BAV, [0.0] * len(samples)))
+    step.advance(len(samples), f"{samples[0].length} tokens, dense")
+    return _DenseLogits(samples, logits_BAV.to("cpu", loaded.model.dtype))
+
+
+def _compare(
+    loaded: LoadedModel,
+    name: str,
+    mode: Mode,
+    dense: Sequence[_DenseLogits],
+    asked: EvalSamples,
+    found: _Findings,
+    step: Step,
+) -> None:
+    device, before = loaded.model.device, Spent()
+    with mode.running(loaded.model) as spent:
+        for length, group in groupby(dense, key=lambda one: one.samples[0].length):
+            for one in group:
+                batch = Batch.of(one.samples, device)
+                logits_BAV = forced_logits(loaded, batch, stepwise=mode.stepwise, chunk=asked.prefill_chunk)
+                kl = divergence(one.logits_BAV.to(device).float(), logits_BAV)
+                found.note(one.samples, _outcomes(loaded, batch, logits_BAV, kl))
+                step.advance(len(one.samples), f"{length} tokens, {name}")
+            after = spent()
+            found.spent[length] += after - before
+            before = after
+
+
+def _outcomes(loaded: LoadedModel, batch: Batch, logits_BAV: torch.Tensor, kl: Sequence[float]) -> Iterator[Outcome]:
+    rows = zip(answered(loaded, batch, logits_BAV), log_likelihood(batch, logits_BAV), kl, strict=True)
+    return (Outcome(*row) for row in rows)
+
+
+def _spent(stats: RunStats) -> Spent:
+    return Spent(
+        stats.prefill_tiles_computed,
+        float(stats.prefill_tiles_causal),
+        float(stats.decode_tokens_attended),
+        float(stats.decode_tokens_cached),
+    )
 
 
 def forced_logits(loaded: LoadedModel, batch: Batch, *, stepwise: bool, chunk: int | None = None) -> torch.Tensor:
@@ -109,12 +282,9 @@ def forced_logits(loaded: LoadedModel, batch: Batch, *, stepwise: bool, chunk: i
     first = batch.prompt_BS if stepwise else torch.cat([batch.prompt_BS, batch.answer_BA], 1)
     with torch.no_grad():
         logits_BAV, cache = _prefill(loaded.model, first, 1 if stepwise else answers + 1, chunk, stepwise)
-        if not stepwise:
-            return logits_BAV.float()
         rows = [logits_BAV]
-        for token_B1 in torch.split(batch.answer_BA, 1, 1):
-            step = loaded.model(input_ids=token_B1, past_key_values=cache, use_cache=True)
-            rows.append(step.logits)
+        for token_B1 in torch.split(batch.answer_BA, 1, 1) if stepwise else ():
+            rows.append(loaded.model(input_ids=token_B1, past_key_values=cache, use_cache=True).logits)
         return torch.cat(rows, 1).float()
 
 
@@ -168,157 +338,28 @@ def _ends(loaded: LoadedModel, sample: Sample, after: int) -> bool:
     return matches(text, sample.answer)
 
 
-def _shape(sample: Sample) -> tuple[int, int]:
-    return len(sample.prompt_ids), len(sample.answer_ids)
+def prompts_at_once(model: PreTrainedModel, length: int) -> int:
+    """Prompts of `length` tokens that run together, a power of two; one on a CPU, where one keeps all cores busy."""
+    if model.device.type != "cuda":
+        return 1
+    total: int = torch.cuda.get_device_properties(model.device).total_memory
+    left = total - sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    fitting = int(_SHARE * left) // (length * bytes_per_token(model) + bytes_to_score(model))
+    return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
 
-PhaseName = Literal["prefill", "decode", "both"]
-DENSE = "dense"
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Keys and values of all layers, and what the widest layer holds while an unmodified model computes it."""
+    config: Any = model.config
+    cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
+    # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
+    held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
+    widest: int = held + 3 * config.intermediate_size
+    return (cached + widest) * torch.empty((), dtype=model.dtype).element_size()
 
 
-class Mode(Protocol):
-    """Something to compare with dense."""
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether answers are fed token by token, as decode does."""
-
-    def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
-        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanMode:
-    """A plan at work: prefill alone, decode alone, or both."""
-
-    plan: Plan
-    phase: PhaseName = "both"
-    backend: str = "auto"
-    allow_mismatch: bool = False  # take a plan of another architecture, see `apply`
-
-    @property
-    def stepwise(self) -> bool:
-        """See `Mode`."""
-        return self.phase != "prefill"
-
-    @contextmanager
-    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `Mode`."""
-        prefill, decode = self.phase != "decode", self.phase != "prefill"
-        with apply(
-            model,
-            self.plan,
-            prefill=prefill,
-            decode=decode,
-            backend=self.backend,
-            allow_mismatch=self.allow_mismatch,
-        ) as handle:
-            yield lambda: _spent(handle.stats())
-
-
-def evaluate(
-    loaded: LoadedModel,
-    plan: Plan | None,
-    tasks: Sequence[str],
-    length: int,
-    samples: int,
-    *,
-    phase: PhaseName = "both",
-    backend: str = "auto",
-    batch: int = 1,
-    seed: int = 0,
-    prefill_chunk: int | None = None,
-    allow_mismatch: bool = False,
-    progress: Progress | None = None,
-) -> EvalResult:
-    """Evaluates one plan against dense; without a plan, dense is on both sides.
-
-    See `evaluate_modes` for the arguments and errors, `apply` for `allow_mismatch`.
-    """
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, backend, allow_mismatch)} if plan else {}
-    results = evaluate_modes(
-        loaded, modes, tasks, length, samples, batch=batch, seed=seed, prefill_chunk=prefill_chunk, progress=progress
-    )
-    return results[phase if plan else DENSE]
-
-
-def evaluate_modes(
-    loaded: LoadedModel,
-    modes: Mapping[str, Mode],
-    tasks: Sequence[str],
-    length: int,
-    samples: int,
-    *,
-    batch: int = 1,
-    seed: int = 0,
-    prefill_chunk: int | None = None,
-    kit: Kit | None = None,
-    progress: Progress | None = None,
-) -> dict[str, EvalResult]:
-    """Evaluates some modes, and dense once, on samples that neither training nor calibration used.
-
-    Args:
-        loaded: the model, with nothing applied to it.
-        modes: what to compare with dense, by name; may be empty.
-        tasks: names of tasks.
-        length: most tokens of prompt and answer together.
-        samples: of each task.
-        batch: most samples run at once; only samples of equal shape share a batch.
-        seed: of the sample set.
-        prefill_chunk: most tokens of a prompt given to the model at once; None is all.
-        kit: the evaluation split's, `prepare(tokenizer, Split.EVALUATION)`, for those who call this often.
-        progress: where to report.
-
-    Returns:
-        A result a mode, and one named "dense" with dense on both sides.
-
-    Raises:
-        UsageError: an unknown task.
-        PromptError: a task does not fit the length.
-        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
-    """
-    found: dict[str, dict[str, list[Outcome]]] = {name: {task: [] for task in tasks} for name in (DENSE, *modes)}
-    spent = {name: Spent() for name in found}
-    source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
-    drawn = (sample for task in tasks for sample in held_out(source, task, length, samples, seed))
-    with (progress or NoProgress()).stage("evaluate", total=samples * len(tasks) * len(found)) as step:
-        for some in batches(drawn, batch, loaded.model.device):
-            dense = forced_logits(loaded, some, stepwise=False, chunk=prefill_chunk)
-            _note(found[DENSE], some, _outcomes(loaded, some, dense, dense))
-            step.advance(len(some.samples), f"{length} tokens, dense")
-            for name, mode in modes.items():
-                sparse, cost = _run(loaded, mode, some, prefill_chunk)
-                _note(found[name], some, _outcomes(loaded, some, dense, sparse))
-                spent[name] += cost
-                step.advance(len(some.samples), f"{length} tokens, {name}")
-    return {
-        name: EvalResult(
-            (length,), {task: TaskResult(tuple(found[DENSE][task]), tuple(own[task])) for task in tasks}, spent[name]
-        )
-        for name, own in found.items()
-    }
-
-
-def _run(loaded: LoadedModel, mode: Mode, batch: Batch, chunk: int | None) -> tuple[torch.Tensor, Spent]:
-    with mode.running(loaded.model) as spent:
-        return forced_logits(loaded, batch, stepwise=mode.stepwise, chunk=chunk), spent()
-
-
-def _spent(stats: RunStats) -> Spent:
-    return Spent(
-        stats.prefill_tiles_computed,
-        float(stats.prefill_tiles_causal),
-        float(stats.decode_tokens_attended),
-        float(stats.decode_tokens_cached),
-    )
-
-
-def _outcomes(loaded: LoadedModel, batch: Batch, dense: torch.Tensor, sparse: torch.Tensor) -> list[Outcome]:
-    kl = [0.0] * len(batch.samples) if dense is sparse else divergence(dense, sparse)
-    rows = zip(answered(loaded, batch, sparse), log_likelihood(batch, sparse), kl, strict=True)
-    return [Outcome(*row) for row in rows]
-
-
-def _note(found: dict[str, list[Outcome]], batch: Batch, outcomes: Sequence[Outcome]) -> None:
-    for sample, outcome in zip(batch.samples, outcomes, strict=True):
-        found[sample.task].append(outcome)
+def bytes_to_score(model: PreTrainedModel) -> int:
+    """The scores of the vocabulary for the tokens of one answer, as often as evaluation holds them."""
+    config: Any = model.config
+    vocabulary: int = config.vocab_size
+    return _SCORES * 4 * _SCORED * vocabulary

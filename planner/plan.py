@@ -19,13 +19,13 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
-from sparsekv.planner.cost.remarks import crossover_remarks, offload_remarks
+from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_architecture, check_model, digest_of, versions, write_cost, write_profile
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
-from sparsekv.planner.profile.profiler import discard_partial, profile
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened, tightened_remarks, verify
 from sparsekv.plans.aliases import resolve_model
@@ -34,6 +34,132 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
 from sparsekv.runtime.hf.describe import describe_config, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
+
+MOST_ATTEMPTS = 6
+STAGES = ("profile", "cost", "allocate", "filter layers", "evaluate")
+_NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
+_NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
+
+
+def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+    """Plans a model: `sparsekv.plan_model`.
+
+    Args:
+        model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        tokenizer: of a Hugging Face model.
+        **options: fields of `PlanOptions`.
+
+    Returns:
+        The plan, verified on held-out prompts; write it with `sparsekv.plans.files.write_plan`.
+
+    Raises:
+        GateError: no plan met the gate.
+        SparseKVError: of the other kinds, for what cannot be planned.
+    """
+    asked = PlanOptions(**options)
+    return compile_plan(_loaded(model, tokenizer, asked), asked).plan
+
+
+def compile_plan(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    *,
+    profile_in: Profile | None = None,
+    cost_in: DeviceCost | None = None,
+    profile_out: Path | None = None,
+    cost_out: Path | None = None,
+    resume: Path | None = None,
+    progress: Progress | None = None,
+) -> PlanResult:
+    """Profiles, measures, chooses and verifies.
+
+    Args:
+        loaded: the model.
+        options: what to plan.
+        profile_in: an earlier profile, instead of profiling.
+        cost_in: an earlier device cost, instead of measuring.
+        profile_out: where to write the profile.
+        cost_out: where to write the device cost.
+        resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
+            written.
+        progress: where to report; stages are numbered.
+
+    Raises:
+        GateError: no plan met the gate.
+        PlanMismatchError: the profile is of another model.
+        UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
+    """
+    started, stages = time.monotonic(), Stages(progress, STAGES)
+    asked, measured = _profiled(loaded, options, profile_in, profile_out, resume, stages)
+    cost = _priced(loaded, asked, measured, cost_in, cost_out, stages)
+    used, attempts, verdict = asked, 0, None
+    plan = _chosen(loaded.info, used, measured, cost, stages)
+    kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
+    while kit is not None:
+        verdict, attempts = verify(loaded, plan, used, stages, kit), attempts + 1
+        if verdict.passed:
+            plan = _with_quality(plan, verdict)
+            break
+        used = _tightened(used, measured, verdict, attempts)
+        plan = _chosen(loaded.info, used, measured, cost, stages)
+    remarks = (
+        *(verdict.reasons if verdict else ()),
+        *tightened_remarks(asked, used, measured),
+        *plan_remarks(plan, used, measured, cost),
+    )
+    return PlanResult(plan, time.monotonic() - started, attempts, remarks)
+
+
+def compile_files(
+    name: str,
+    options: PlanOptions,
+    measured: Profile,
+    cost: DeviceCost,
+    *,
+    profile_out: Path | None = None,
+    cost_out: Path | None = None,
+) -> PlanResult:
+    """Compiles a plan and leaves it unverified: verifying would run the model.
+
+    Args:
+        name: the model: an alias, hub id or folder.
+        options: what to plan, with `verify_samples` 0.
+        measured: the profile.
+        cost: of the device that the plan is for.
+        profile_out, cost_out: where to write the two again.
+
+    Raises:
+        PlanMismatchError: the profile is of another architecture.
+        UsageError, GateError: the profile does not reach what was asked for, or there is no such model.
+    """
+    started = time.monotonic()
+    if options.verify_samples != 0:
+        raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
+    told = _checked(name, measured)
+    asked, own = for_profile(options, measured)
+    settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
+    check_cost(cost, measured, settled)
+    plan = compile_once(measured.model, settled, own, cost)
+    if profile_out is not None:
+        write_profile(measured, profile_out)
+    if cost_out is not None:
+        write_cost(cost, cost_out)
+    return PlanResult(plan, time.monotonic() - started, 0, (*plan_remarks(plan, settled, own, cost), told))
+
+
+def compile_once(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
+    """One plan from what was measured, unverified.
+
+    Args:
+        model: what the plan is for, as the profile has it.
+        options: settled for the profile.
+        measured: the profile.
+        cost: of the device that the plan is for.
+
+    Raises:
+        UsageError, GateError: the profile does not reach the targets.
+    """
+    return _chosen(model, options, measured, cost, Stages(None, STAGES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,84 +210,84 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-MOST_ATTEMPTS = 6
-
-
-def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
-    """Plans a model: `sparsekv.plan_model`.
-
-    Args:
-        model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
-        tokenizer: of a Hugging Face model.
-        **options: fields of `PlanOptions`.
-
-    Returns:
-        The plan, verified on held-out prompts; write it with `sparsekv.plans.files.write_plan`.
+def check_cost(cost: DeviceCost, profile: Profile, options: PlanOptions) -> None:
+    """Refuses prices that are not of this profile's tiles and heads, or lack a family of the plan.
 
     Raises:
-        GateError: no plan met the gate.
-        SparseKVError: of the other kinds, for what cannot be planned.
+        UsageError: naming what differs.
     """
-    asked = PlanOptions(**options)
-    return compile_plan(_loaded(model, tokenizer, asked), asked).plan
+    expected, found = (_head_shape(profile.model), profile.tile), (cost.shape, cost.tile)
+    if expected != found:
+        raise UsageError(
+            f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
+            f"{found[1]!r}; measure again (leave --cost out)"
+        )
+    missing = [family for family in options.families if family not in cost.index]
+    if missing and "prefill" in options.phases:
+        raise UsageError(
+            f"expected a device cost with prices of {', '.join(options.families)}, found none of {', '.join(missing)}; "
+            f"measure again with the same --families (leave --cost out), or leave {missing[0]} out of --families"
+        )
 
 
-def compile_plan(
+def _profiled(
     loaded: LoadedModel,
     options: PlanOptions,
-    *,
-    profile_in: Profile | None = None,
-    cost_in: DeviceCost | None = None,
-    profile_out: Path | None = None,
-    cost_out: Path | None = None,
-    progress: Progress | None = None,
-) -> PlanResult:
-    """Profiles, measures, chooses and verifies.
+    profile_in: Profile | None,
+    profile_out: Path | None,
+    resume: Path | None,
+    progress: Progress,
+) -> tuple[PlanOptions, Profile]:
+    """The first stage: settled options, and the profile of the lengths that they ask for."""
+    asked, measured = options, profile_in
+    if profile_in is not None:
+        check_model(profile_in, loaded.info)
+        asked, measured = for_profile(options, profile_in)
+    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
+    if measured is None:
+        measured = profile(loaded, settled, progress, resume)
+    if profile_out is not None:
+        write_profile(profile_in or measured, profile_out)
+        if resume is not None:
+            resume.unlink(missing_ok=True)
+    return settled, measured
 
-    Args:
-        loaded: the model.
-        options: what to plan.
-        profile_in: an earlier profile, instead of profiling.
-        cost_in: an earlier device cost, instead of measuring.
-        profile_out: where to write the profile; an interrupted run goes on from what lies beside it.
-        cost_out: where to write the device cost.
-        progress: where to report.
 
-    Raises:
-        GateError: no plan met the gate; nothing claims otherwise.
-        PlanMismatchError: the profile is of another model.
-        UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
-    """
-    started = time.monotonic()
-    settled, measured = _profiled(loaded, options, profile_in, profile_out, progress)
+def _priced(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    measured: Profile,
+    cost_in: DeviceCost | None,
+    cost_out: Path | None,
+    progress: Progress,
+) -> DeviceCost:
+    """The second stage."""
     if cost_in is not None:
-        check_cost(cost_in, measured)
-    cost = cost_in or _measured_cost(loaded, settled, measured, progress)
+        check_cost(cost_in, measured, options)
+    cost = cost_in or measure_cost(
+        _head_shape(loaded.info),
+        options.lengths,
+        device=loaded.model.device,
+        dtype=loaded.model.dtype,
+        tile=measured.tile,
+        families=options.families,
+        backend=options.backend,
+        offload=options.offload and "decode" in options.phases,
+        progress=progress,
+    )
     if cost_out is not None:
         write_cost(cost, cost_out)
-    found = _until_verified(loaded, settled, measured, cost, progress)
-    reasons = found.verification.reasons if found.verification else ()
-    told = (
-        *tightened_remarks(settled, found.options, measured),
-        *remarks(found.plan, found.options, measured, cost),
-    )
-    return PlanResult(found.plan, time.monotonic() - started, found.attempts, (*reasons, *told))
+    return cost
 
 
-def compile_once(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
-    """One plan from what was measured, unverified.
-
-    Args:
-        model: what the plan is for, as the profile has it.
-        options: settled for the profile.
-        measured: the profile.
-        cost: of the device that the plan is for.
-
-    Raises:
-        UsageError, GateError: the profile does not reach the targets.
-    """
-    prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
-    decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
+def _chosen(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress) -> Plan:
+    """The third and fourth stage, and what the plan is predicted to cost."""
+    with progress.stage("allocate", total=1) as step:
+        prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
+        step.advance()
+    with progress.stage("filter layers", total=1) as step:
+        decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
+        step.advance()
     return Plan(
         status="unverified",
         model=model,
@@ -173,97 +299,24 @@ def compile_once(model: ModelInfo, options: PlanOptions, measured: Profile, cost
     )
 
 
-def remarks(plan: Plan, options: PlanOptions, measured: Profile, cost: DeviceCost) -> tuple[str, ...]:
-    """What to know about a plan that its figures do not say; `options` are those it was compiled with."""
-    prefill = crossover_remarks(measured, cost, plan.prefill, options) if plan.prefill else ()
-    return (*prefill, *(offload_remarks(measured, cost, plan.decode) if plan.decode else ()))
+def _with_quality(plan: Plan, verdict: Verification) -> Plan:
+    status = "verified" if verdict.conclusive else "unverified"
+    return plan.model_copy(update={"status": status, "quality": verdict.quality})
 
 
-def _profiled(
-    loaded: LoadedModel,
-    options: PlanOptions,
-    profile_in: Profile | None,
-    profile_out: Path | None,
-    progress: Progress | None,
-) -> tuple[PlanOptions, Profile]:
-    asked, measured = options, profile_in
-    if profile_in is not None:
-        check_model(profile_in, loaded.info)
-        asked, measured = for_profile(options, profile_in)
-    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
-    if measured is None:
-        measured = profile(loaded, settled, progress, profile_out)
-    if profile_out is not None:
-        write_profile(profile_in or measured, profile_out)
-        discard_partial(profile_out)
-    return settled, measured
-
-
-def _measured_cost(
-    loaded: LoadedModel, options: PlanOptions, measured: Profile, progress: Progress | None
-) -> DeviceCost:
-    return measure_cost(
-        _head_shape(loaded.info),
-        options.lengths,
-        device=loaded.model.device,
-        dtype=loaded.model.dtype,
-        tile=measured.tile,
-        backend=options.backend,
-        offload=options.offload and "decode" in options.phases,
-        progress=progress,
-    )
+def _tightened(options: PlanOptions, measured: Profile, verdict: Verification, attempts: int) -> PlanOptions:
+    stricter = tightened(options, measured, verdict.missed)
+    if stricter is None or attempts == MOST_ATTEMPTS:
+        raise GateError(
+            f"expected a plan that keeps the accuracy of dense, found none in {attempts} attempts; the last one missed "
+            f"it in {'; '.join(verdict.reasons)}. {after_a_missed_gate(options, set(verdict.missed))}"
+        )
+    return stricter
 
 
 def _head_shape(model: ModelInfo) -> HeadShape:
     group = next((group for group in model.attention if group.kind == "full"), model.attention[0])
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
-
-
-def check_cost(cost: DeviceCost, profile: Profile) -> None:
-    """Prices of other tiles or heads would move every crossover without a word.
-
-    Raises:
-        UsageError: the cost is of others than the profile.
-    """
-    expected, found = (_head_shape(profile.model), profile.tile), (cost.shape, cost.tile)
-    if expected != found:
-        raise UsageError(
-            f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
-            f"{found[1]!r}; measure again (leave --cost out)"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A plan, the options it came of, and what verification made of it (None: it was left out)."""
-
-    plan: Plan
-    options: PlanOptions
-    verification: Verification | None
-    attempts: int
-
-
-def _until_verified(
-    loaded: LoadedModel, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None
-) -> _Found:
-    plan = compile_once(loaded.info, options, measured, cost)
-    if not options.verify_samples:
-        return _Found(plan, options, None, 0)
-    kit = prepare(loaded.tokenizer, Split.EVALUATION)
-    for attempt in range(1, MOST_ATTEMPTS + 1):
-        found = verify(loaded, plan, options, progress, kit)
-        if found.passed:
-            status = "verified" if found.conclusive else "unverified"
-            sound = plan.model_copy(update={"status": status, "quality": found.quality})
-            return _Found(sound, options, found, attempt)
-        stricter = tightened(options, measured, found.missed)
-        if stricter is None:
-            break
-        options, plan = stricter, compile_once(loaded.info, stricter, measured, cost)
-    raise GateError(
-        f"expected a plan that keeps the accuracy of dense, found none in {attempt} attempts; the last one missed it "
-        f"in {'; '.join(found.reasons)}. {after_a_missed_gate(options, set(found.missed))}"
-    )
 
 
 def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Provenance:
@@ -296,47 +349,6 @@ def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     if tokenizer is None:
         raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")
     return LoadedModel(model, tokenizer, describe_model(model))
-
-
-_NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
-_NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
-
-
-def compile_files(
-    name: str,
-    options: PlanOptions,
-    measured: Profile,
-    cost: DeviceCost,
-    *,
-    profile_out: Path | None = None,
-    cost_out: Path | None = None,
-) -> PlanResult:
-    """Compiles a plan and leaves it unverified: verifying would run the model.
-
-    Args:
-        name: the model: an alias, hub id or folder.
-        options: what to plan, with `verify_samples` 0.
-        measured: the profile.
-        cost: of the device that the plan is for.
-        profile_out, cost_out: where to write the two again.
-
-    Raises:
-        PlanMismatchError: the profile is of another architecture.
-        UsageError, GateError: the profile does not reach what was asked for, or there is no such model.
-    """
-    started = time.monotonic()
-    if options.verify_samples != 0:
-        raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
-    told = _checked(name, measured)
-    asked, kept = for_profile(options, measured)
-    settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
-    check_cost(cost, measured)
-    plan = compile_once(measured.model, settled, kept, cost)
-    if profile_out is not None:
-        write_profile(measured, profile_out)
-    if cost_out is not None:
-        write_cost(cost, cost_out)
-    return PlanResult(plan, time.monotonic() - started, 0, (*remarks(plan, settled, kept, cost), told))
 
 
 def _checked(name: str, measured: Profile) -> str:

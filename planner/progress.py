@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -38,6 +38,17 @@ class NoProgress:
     def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
         """See `Progress`."""
         yield _Silent()
+
+
+class Stages:
+    """Numbers the stages of a longer run: "cost (2 of 5)"."""
+
+    def __init__(self, progress: Progress | None, names: Sequence[str]) -> None:
+        self._progress, self._names = progress or NoProgress(), tuple(names)
+
+    def stage(self, name: str, total: float | None = None) -> AbstractContextManager[Step]:
+        """See `Progress`. The name is one of those numbered."""
+        return self._progress.stage(f"{name} ({self._names.index(name) + 1} of {len(self._names)})", total)
 
 
 class _Bar:
@@ -85,7 +96,7 @@ class BarProgress:
             self._console.print(f"{name}: done in {time.monotonic() - started:.0f} s", highlight=False)
             return
         columns = (
-            TextColumn("{task.description:<14}"),
+            TextColumn("{task.description:<22}"),
             BarColumn(),
             TaskProgressColumn(),
             TimeElapsedColumn(),

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from sparsekv.planner.eval_results import EvalResult, TaskResult, merged
-from sparsekv.planner.evaluation import Mode, PhaseName, PlanMode, evaluate_modes, prompts_at_once
+from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import PrefillBucket
@@ -85,38 +85,29 @@ def verify(
     """
     if not planned_phases(plan):
         raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
-    source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     modes: dict[str, Mode] = {
         phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in planned_phases(plan)
     }
-    by_length = {
-        length: evaluate_modes(
-            loaded,
-            modes,
-            options.tasks,
-            length,
-            options.verify_samples or 0,
-            batch=options.batch or prompts_at_once(loaded.model, length),
-            seed=options.seed + _SEED_APART,
-            prefill_chunk=options.prefill_chunk,
-            kit=source,
-            progress=progress,
-        )
-        for length in options.verify_lengths
-    }
-    pooled = {phase: merged(results[phase] for results in by_length.values()) for phase in planned_phases(plan)}
+    samples = EvalSamples(
+        options.tasks,
+        options.verify_lengths,
+        options.verify_samples or 0,
+        options.batch,
+        options.seed + _SEED_APART,
+        options.prefill_chunk,
+    )
+    parts = evaluate(loaded, modes, samples, kit, progress)
+    pooled = {phase: merged(parts[phase]) for phase in planned_phases(plan)}
     for phase, result in pooled.items():
         _check_finite(result, phase)
-    parts = {phase: [results[phase] for results in by_length.values()] for phase in pooled}
-    misses = {phase: misses_of(some, options.gate) for phase, some in parts.items()}
-    missed = {
-        phase: _worst({length: results[phase] for length, results in by_length.items()}, options.gate)
-        for phase, lines in misses.items()
-        if lines
-    }
+    misses = {phase: misses_of(parts[phase], options.gate) for phase in pooled}
+    missed = {phase: _worst(parts[phase], options.gate) for phase, lines in misses.items() if lines}
     reasons = tuple(f"{phase}: {line}" for phase, lines in misses.items() for line in lines)
     quality = Quality(**{phase: _measurement(result, phase) for phase, result in pooled.items()})
-    remarks = (*_weaknesses(parts, options.gate), *_untouched(plan, options.verify_lengths))
+    remarks = (
+        *_weaknesses([parts[phase] for phase in pooled], options.gate),
+        *_untouched(plan, options.verify_lengths),
+    )
     return Verification(quality, not missed, not remarks, reasons or remarks, missed)
 
 
@@ -167,19 +158,19 @@ def _drop_points(task: TaskResult) -> float:
     return 100.0 * lost / len(task.dense)
 
 
-def _worst(by_length: Mapping[int, EvalResult], gate: Gate) -> tuple[int, ...]:
+def _worst(results: Sequence[EvalResult], gate: Gate) -> tuple[int, ...]:
     """The lengths that miss the gate by themselves; all of them where only the sum does."""
-    alone = tuple(length for length, result in by_length.items() if misses_of([result], gate))
-    return alone or tuple(by_length)
+    alone = [result for result in results if misses_of([result], gate)]
+    return tuple(length for result in alone or results for length in result.lengths)
 
 
-def _weaknesses(parts: Mapping[PhaseName, Sequence[EvalResult]], gate: Gate) -> tuple[str, ...]:
+def _weaknesses(parts: Sequence[Sequence[EvalResult]], gate: Gate) -> tuple[str, ...]:
     """Why accuracy says too little about the plan, if it does."""
     if gate.max_kl is not None:
         return ()
     answers = min(
         sum(len(task.dense) for result in results for task in result.tasks.values() if _is_solved(task, gate))
-        for results in parts.values()
+        for results in parts
     )
     if not answers:
         return (_VACUOUS.format(share=gate.solved),)

@@ -15,6 +15,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
@@ -124,7 +125,7 @@ class PrefillBucket(Part):
     dense: Flag = False
     extrapolated: Flag = False
     same_as: Length | None = None
-    heads: tuple[HeadGroup, ...] = ()
+    heads: Annotated[tuple[HeadGroup, ...], FailFast()] = ()  # a flood of wrong groups is refused at the first
     reuse: tuple[Reuse, ...] = ()
 
     @model_validator(mode="after")

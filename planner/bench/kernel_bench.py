@@ -6,14 +6,14 @@ attention over that index, and both in one call, in turn with the fastest dense 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
-from sparsekv.kernels.index.build import BUILDERS, BuilderName, build_index, builds_by_triton
+from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
 from sparsekv.planner.bench.planted import (
     Planted,
@@ -24,7 +24,7 @@ from sparsekv.planner.bench.planted import (
     plant,
     sample_rows,
 )
-from sparsekv.planner.bench.structure import FAMILIES, BenchFamily
+from sparsekv.planner.bench.structure import FAMILIES
 from sparsekv.planner.bench.timing import (
     BenchRow,
     Call,
@@ -38,12 +38,11 @@ from sparsekv.planner.bench.timing import (
 )
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.patterns import MOST_SAMPLED, Adaptive, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import device_name, dtype_name
 
-PatternMix = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive", "mixed"]
-MIXES: tuple[PatternMix, ...] = get_args(PatternMix)
+MIXED: tuple[str, ...] = ("vertical_slash", "a_shape", "block_sparse")  # what plans choose from by default
 PLANTED_NOTE = (
     "Queries and keys are planted, not taken from a model: sinks, local bands, runs of diagonals, scattered columns "
     "and hot tiles, at the stated densities. Indices come from the shipped builders."
@@ -60,9 +59,11 @@ class KernelBench:
     Attributes:
         densities: that structure is planted at; what comes of it is in the rows.
         backends: those to time; empty for all that there are.
-        patterns: one family for all heads, or "mixed": every family, dealt out to the heads in turn.
+        patterns: of each case, see `families_of`.
         builder: of indices, see `build_index`.
+        last_q: queries that vertical-slash heads sample; None: as the planner's own patterns.
         rounds: samples of each call.
+        build, attend: what builds indices, and what attends over them.
     """
 
     lengths: tuple[int, ...]
@@ -74,23 +75,25 @@ class KernelBench:
     head_dim: int = 128
     tile: TileShape = field(default_factory=TileShape)
     builder: BuilderName = "auto"
-    last_q: int | None = None  # queries that vertical-slash heads sample; None: as the planner's own patterns
+    last_q: int | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     seed: int = 0
     rounds: int = 3
+    build: Callable[..., TileIndex] = build_index
+    attend: Callable[..., AttentionOutput] = prefill_attention
 
     def __post_init__(self) -> None:
-        for what, found, known in (("backends", self.backends, _BACKENDS), ("patterns", self.patterns, MIXES)):
-            unknown = [name for name in found if name not in known]
-            if unknown:
-                raise UsageError(f"expected {what} of {', '.join(known)}, found {unknown[0]!r}")
         for what, numbers in (("length", self.lengths), ("density", self.densities), ("pattern", self.patterns)):
             if not numbers:
                 raise UsageError(f"expected at least one {what}, found none")
+        unknown = [name for name in self.backends if name not in _BACKENDS]
+        if unknown:
+            raise UsageError(f"expected backends of {', '.join(_BACKENDS)}, found {unknown[0]!r}")
+        families = {family for mix in self.patterns for family in families_of(mix, self.heads)}
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
             raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
-        if self.last_q is not None and not {"vertical_slash", "mixed"} & set(self.patterns):
+        if self.last_q is not None and "vertical_slash" not in families:
             raise UsageError(
                 f"expected --last-q with vertical_slash heads, which sample queries, found {', '.join(self.patterns)}"
             )
@@ -106,6 +109,22 @@ class KernelBench:
     def shape(self) -> str:
         """The layer in words."""
         return f"{self.heads}/{self.kv_heads} heads of size {self.head_dim}, {dtype_name(self.dtype)}"
+
+
+def families_of(mix: str, heads: int) -> tuple[str, ...]:
+    """The family of each query head: of one, or of several dealt out to the heads in turn.
+
+    Args:
+        mix: a family, several joined by `+`, or "mixed" for the three that plans choose from by default.
+
+    Raises:
+        UsageError: it names something else.
+    """
+    names = MIXED if mix == "mixed" else mix.split("+")
+    unknown = [name for name in names if name not in FAMILIES]
+    if unknown:
+        raise UsageError(f"expected patterns of {', '.join(FAMILIES)} (joined by +) or mixed, found {unknown[0]!r}")
+    return tuple(names[head % len(names)] for head in range(heads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +161,7 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
     """
     refused = {name: why for name in bench.backends or _BACKENDS if (why := _obstacle(bench, name))}
     for name, why in refused.items():
-        yield _blank(bench, bench.patterns[0], bench.lengths[0], bench.densities[0], name, note=why)
+        yield _blank(bench, bench.patterns[0], bench.lengths[0], bench.densities[0], name, None, why)
     backends = [name for name in bench.backends or _BACKENDS if name not in refused]
     cases = [(length, mix, share) for length in bench.lengths for mix in bench.patterns for share in bench.densities]
     peers: DensePeers | None = None
@@ -166,11 +185,10 @@ def _obstacle(bench: KernelBench, backend: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One planted layer, its index, and the dense kernels on it."""
+    """One planted layer and the dense kernels on it."""
 
+    bench: KernelBench
     planted: Planted
-    index: TileIndex
-    builder: BuilderName
     peers: DensePeers
     dense: dict[str, Call]  # the fastest, where any ran
 
@@ -187,22 +205,30 @@ class _Layer:
             device=bench.device,
             dtype=bench.dtype,
             seed=bench.seed,
+            last_q=bench.last_q,
         )
-        if bench.last_q is not None:
-            planted = replace(planted, patterns=tuple(_sampling(one, bench.last_q) for one in planted.patterns))
-        calls = dense_calls(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
+        tensors = (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
         if peers is None or peers.length != length:
-            peers = time_dense(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, bench.rounds)
-        dense = {"dense": calls[peers.fastest]} if peers.fastest else {}
-        return cls(planted, _index(planted, bench.builder), bench.builder, peers, dense)
+            peers = time_dense(*tensors, bench.rounds)
+        dense = {"dense": dense_calls(*tensors)[peers.fastest]} if peers.fastest else {}
+        return cls(bench, planted, peers, dense)
 
-    def calls(self, backend: str) -> dict[str, Call]:
+    def index(self) -> TileIndex:
+        planted = self.planted
+        tensors = (planted.q_BHSD, planted.k_BGSD, planted.chunk, planted.tile)
+        return self.bench.build(planted.patterns, *tensors, scale=planted.scale, builder=self.bench.builder)
+
+    def attend(self, index: TileIndex, backend: str) -> AttentionOutput:
+        planted = self.planted
+        tensors = (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
+        return self.bench.attend(*tensors, index, planted.chunk, scale=planted.scale, backend=backend)
+
+    def calls(self, index: TileIndex, backend: str) -> dict[str, Call]:
         """What is timed in turn."""
-        planted, builder = self.planted, self.builder
         return self.dense | {
-            "index": lambda: _index(planted, builder),
-            "attention": lambda: _attend(planted, self.index, backend),
-            "whole": lambda: _attend(planted, _index(planted, builder), backend),
+            "index": self.index,
+            "attention": lambda: self.attend(index, backend),
+            "whole": lambda: self.attend(self.index(), backend),
         }
 
 
@@ -211,25 +237,25 @@ def _case(
 ) -> Iterator[KernelRow]:
     try:
         layer = _Layer.prepare(bench, mix, length, share, peers)
+        index = layer.index()
     except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
         for name in backends:
-            yield _blank(bench, mix, length, share, name, note=in_short(error))
+            yield _blank(bench, mix, length, share, name, None, in_short(error))
         return
     for name in backends:
         blank = _blank(bench, mix, length, share, name, layer.peers)
         try:
-            yield _timed(bench, blank, layer)
+            yield _timed(blank, layer, index)
         except Exception as error:
             yield replace(blank, note=in_short(error))
 
 
-def _timed(bench: KernelBench, blank: KernelRow, layer: _Layer) -> KernelRow:
-    planted, index = layer.planted, layer.index
-    out_BHSD = _attend(planted, index, blank.backend).out_BHSD
-    checked = check_rows(planted, index, sample_rows(blank.length), out_BHSD)
+def _timed(blank: KernelRow, layer: _Layer, index: TileIndex) -> KernelRow:
+    bench, planted = layer.bench, layer.planted
+    checked = check_rows(planted, index, sample_rows(blank.length), layer.attend(index, blank.backend).out_BHSD)
     if checked.error is not None and checked.error > WRONG:
         raise BackendError(f"its output is wrong by {checked.error:.3g} and was not timed")
-    times = measure(layer.calls(blank.backend), bench.device, bench.rounds)
+    times = measure(layer.calls(index, blank.backend), bench.device, bench.rounds)
     dense_ms = times.get("dense")
     return replace(
         blank,
@@ -247,49 +273,8 @@ def _timed(bench: KernelBench, blank: KernelRow, layer: _Layer) -> KernelRow:
     )
 
 
-def _sampling(pattern: Pattern, last_q: int) -> Pattern:
-    return pattern.model_copy(update={"last_q": last_q}) if isinstance(pattern, VerticalSlash) else pattern
-
-
-def families_of(mix: str, heads: int) -> tuple[BenchFamily, ...]:
-    """The family of each query head."""
-    known = [family for family in FAMILIES if family != "adaptive" or Adaptive in BUILDERS]
-    dealt = known if mix == "mixed" else [family for family in FAMILIES if family == mix]
-    return tuple(dealt[head % len(dealt)] for head in range(heads))
-
-
-def _index(planted: Planted, builder: BuilderName) -> TileIndex:
-    return build_index(
-        planted.patterns,
-        planted.q_BHSD,
-        planted.k_BGSD,
-        planted.chunk,
-        planted.tile,
-        scale=planted.scale,
-        builder=builder,
-    )
-
-
-def _attend(planted: Planted, index: TileIndex, backend: str) -> AttentionOutput:
-    return prefill_attention(
-        planted.q_BHSD,
-        planted.k_BGSD,
-        planted.v_BGSD,
-        index,
-        planted.chunk,
-        scale=planted.scale,
-        backend=backend,
-    )
-
-
 def _blank(
-    bench: KernelBench,
-    mix: str,
-    length: int,
-    share: float,
-    backend: str,
-    peers: DensePeers | None = None,
-    note: str = "",
+    bench: KernelBench, mix: str, length: int, share: float, backend: str, peers: DensePeers | None, note: str = ""
 ) -> KernelRow:
     """A row with what is known before the backend runs."""
     dense_ms = peers.timed_ms[peers.fastest] if peers and peers.fastest else None
@@ -314,6 +299,4 @@ def _tflops(planted: Planted, index: TileIndex, milliseconds: float) -> float:
 
 
 def _dense_tflops(bench: KernelBench, length: int, milliseconds: float | None) -> float | None:
-    if milliseconds is None:
-        return None
-    return dense_tflops(bench.heads, bench.head_dim, length, milliseconds)
+    return None if milliseconds is None else dense_tflops(bench.heads, bench.head_dim, length, milliseconds)

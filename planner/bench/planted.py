@@ -24,7 +24,6 @@ from sparsekv.kernels.tiles import Chunk, TileIndex, unpack_bits
 from sparsekv.planner.bench.structure import (
     SINK,
     SMALLEST_HEAD,
-    BenchFamily,
     Group,
     HeadSizes,
     HeadTruth,
@@ -43,7 +42,6 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Pattern, TileShape
 
 _FEWEST_TILES = 8
-BLOCK_ROWS = 1 << 14  # of temporaries
 _BASE_SPREAD = 0.4  # standard deviation of the logits of what was not planted
 _SINK_SHARE = 0.25  # of the sinks' mass over that of the rest
 _HOT_LEAD = 5.0  # log of the hot tiles' mass over that of the others
@@ -68,7 +66,7 @@ class Planted:
 
 
 def plant(
-    families: Sequence[BenchFamily],
+    families: Sequence[str],
     *,
     kv_heads: int,
     head_dim: int,
@@ -78,6 +76,8 @@ def plant(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
+    last_q: int | None = None,
+    block_rows: int = 1 << 14,
 ) -> Planted:
     """Attention of one layer of `length` tokens, its heads sparse at about `density`.
 
@@ -87,6 +87,8 @@ def plant(
         density: computed tiles over causal tiles that patterns with these budgets come to; short prompts, where the
             tiles that every pattern computes are more, come to more.
         tile: hot tiles are whole tiles of this shape.
+        last_q: queries that vertical-slash patterns sample; None: as the planner's own.
+        block_rows: rows of temporaries.
 
     Raises:
         UsageError: see `check_plantable`.
@@ -101,7 +103,7 @@ def plant(
     q_BHSD, k_BGSD, v_BGSD = (_empty(n, length, head_dim, device, dtype) for n in (len(families), kv_heads, kv_heads))
     noise = torch.Generator(device).manual_seed(seed)
     for g, drawn in enumerate(groups):
-        _fill(drawn, q_BHSD[0, g * group : (g + 1) * group], k_BGSD[0, g], tile, layout, noise)
+        _fill(drawn, q_BHSD[0, g * group : (g + 1) * group], k_BGSD[0, g], tile, layout, noise, block_rows)
         v_BGSD[0, g].normal_(generator=noise)
     return Planted(
         q_BHSD,
@@ -110,7 +112,7 @@ def plant(
         Chunk.uniform(1, 0, length),
         tile,
         tuple(truth for drawn in groups for truth in drawn.heads),
-        tuple(pattern_for(own, length, density, tile) for own in sizes),
+        tuple(pattern_for(own, length, density, tile, last_q) for own in sizes),
     )
 
 
@@ -143,12 +145,13 @@ def _fill(
     tile: TileShape,
     layout: Layout,
     noise: torch.Generator,
+    block_rows: int,
 ) -> None:
-    for start in range(0, k_SD.shape[0], BLOCK_ROWS):
-        position_J = torch.arange(start, min(start + BLOCK_ROWS, k_SD.shape[0]), device=k_SD.device)
-        k_SD[start : start + BLOCK_ROWS] = _keys(drawn, position_J, k_SD.shape[1], tile, layout, noise)
+    for start in range(0, k_SD.shape[0], block_rows):
+        position_J = torch.arange(start, min(start + block_rows, k_SD.shape[0]), device=k_SD.device)
+        k_SD[start : start + block_rows] = _keys(drawn, position_J, k_SD.shape[1], tile, layout, noise)
         for n in range(len(drawn.heads)):
-            q_NSD[n, start : start + BLOCK_ROWS] = _queries(drawn, n, position_J, k_SD, tile, layout, noise)
+            q_NSD[n, start : start + block_rows] = _queries(drawn, n, position_J, k_SD, tile, layout, noise)
 
 
 def _base(position_J: torch.Tensor, head_dim: int, layout: Layout, noise: torch.Generator) -> torch.Tensor:
@@ -224,7 +227,6 @@ def _slash_query(drawn: Group, truth: HeadTruth, position_J: torch.Tensor) -> to
     return codes_J2F * weights_2F
 
 
-_BLOCK_ELEMENTS = 1 << 26  # of a block of scores
 _ROW_TILES = 64  # that hot tiles are looked for in
 _LARGEST_TILE = 128  # rows
 _COPRIME = 37  # to the rows of any tile
@@ -286,23 +288,28 @@ def find_planted(planted: Planted, index: TileIndex) -> Recall:
 
 
 def check_rows(
-    planted: Planted, index: TileIndex, rows: Sequence[int], out_BHSD: torch.Tensor | None = None
+    planted: Planted,
+    index: TileIndex,
+    rows: Sequence[int],
+    out_BHSD: torch.Tensor | None = None,
+    block_elements: int = 1 << 26,
 ) -> RowCheck:
     """Attention mass of an index on these rows, and how far an output is from what the index stands for.
 
     Args:
         rows: tokens of the prompt.
         out_BHSD: what a backend made of the index.
+        block_elements: of a block of scores.
     """
     kept_H, worst = [], 0.0
     group = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1]
-    per_block = max(1, _BLOCK_ELEMENTS // planted.k_BGSD.shape[2])
+    per_block = max(1, block_elements // planted.k_BGSD.shape[2])
     for head in range(planted.q_BHSD.shape[1]):
-        k_SD, v_SD = planted.k_BGSD[0, head // group], planted.v_BGSD[0, head // group]
+        v_SD = planted.v_BGSD[0, head // group]
         shares = []
         for start in range(0, len(rows), per_block):
             some = list(rows[start : start + per_block])
-            scores_XS = _scores(planted, head, k_SD, some)
+            scores_XS = causal_scores(planted, head, some)
             kept_XS = scores_XS.masked_fill(~_kept_keys(planted, index, head, some), -torch.inf)
             shares.append((kept_XS.logsumexp(1) - scores_XS.logsumexp(1)).exp())
             if out_BHSD is not None:
@@ -313,10 +320,11 @@ def check_rows(
     return RowCheck(sum(kept_H) / len(kept_H), min(kept_H), None if out_BHSD is None else worst)
 
 
-def _scores(planted: Planted, head: int, k_SD: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Causal scores in float32: [X, S]."""
-    scores_XS = planted.q_BHSD[0, head, rows].float() @ k_SD.float().T * planted.scale
-    i_X1 = torch.tensor(rows, device=k_SD.device)[:, None]
+def causal_scores(planted: Planted, head: int, rows: Sequence[int]) -> torch.Tensor:
+    """Scores of these rows of a query head in float32, -inf beyond the diagonal: [X, S]."""
+    k_SD = planted.k_BGSD[0, head // (planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1])]
+    scores_XS = planted.q_BHSD[0, head, list(rows)].float() @ k_SD.float().T * planted.scale
+    i_X1 = torch.tensor(list(rows), device=k_SD.device)[:, None]
     return scores_XS.masked_fill_(torch.arange(len(k_SD), device=k_SD.device) > i_X1, -torch.inf)
 
 

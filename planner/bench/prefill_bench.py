@@ -12,13 +12,13 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendWarning, choose_backend
 from sparsekv.planner.bench.random_model import BenchModel
@@ -32,6 +32,7 @@ from sparsekv.planner.bench.timing import (
     free_memory,
     in_short,
     part_of,
+    try_each,
     wait_for,
 )
 from sparsekv.planner.progress import NoProgress, Progress
@@ -46,9 +47,12 @@ from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import attention_groups, decoder_of, device_name, dtype_name
 from sparsekv.runtime.hf.generate import piece_sizes
 
-MakeCache = Callable[[int], Cache]
-Told = tuple[RunStats | None, str | None, str]  # see Run
-Way = Callable[[], AbstractContextManager[tuple[MakeCache, Callable[[], Told]]]]
+SPARSE = "by the plan"
+_SDPA, _OURS, _FLASH_ATTN = "transformers, SDPA", "sparsekv dense", f"transformers, {FLASH_ATTN}"
+# A first run as long as this is no warm-up: what is prepared once does not show in it.
+_LONG_MS = 5000.0
+_WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
+_OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,121 +60,107 @@ class Run:
     """One prefill."""
 
     milliseconds: float
-    peak: int | None  # most bytes of device memory, weights included; None on a CPU
-    stats: RunStats | None  # where a plan was applied
+    peak: int | None = None  # most bytes of device memory, weights included; None on a CPU
+    stats: RunStats | None = None  # where a plan was applied
     backend: str | None = None  # that computed prefill in the end, where a plan was applied: one that fails is replaced
     builder_failed: str = ""  # why torch built the indices in place of Triton
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What all runs share."""
+@dataclass(frozen=True)
+class PrefillRuns:
+    """Prefills of one model: by its plan, and in every way that there is to run dense."""
 
     model: PreTrainedModel
     plan: Plan
-    backend: str
-    kv_host_layers: int | None
-    chunk: int | None  # most tokens given to the model at once; None is all
+    backend: str = "auto"
+    kv_host_layers: int | None = None
+    chunk: int | None = None  # most tokens given to the model at once; None is all
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.model.device
+    def dense(self) -> tuple[str, ...]:
+        """The unmodified model, this runtime, and the model with flash-attn-4, wherever that is installed."""
+        return (_SDPA, _OURS, _FLASH_ATTN) if self.model.device.type == "cuda" else (_SDPA, _OURS)
 
-    def sparse(self) -> Way:
-        """By the plan."""
-        return lambda: _applied(self, True)
+    def run(self, way: str, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
+        """Prefills once.
 
-    def dense(self) -> dict[str, Way]:
-        """Every way to run dense: the unmodified model, this runtime, and the model with flash-attn-4 in its place."""
-        model = self.model
-        ways: dict[str, Way] = {
-            "transformers, SDPA": lambda: _unmodified(model),
-            "sparsekv dense": lambda: _applied(self, False),  # by the backend's own dense kernel
-        }
-        if self.device.type == "cuda":  # whatever the backend is: where it is installed, it counts
-            ways[f"transformers, {FLASH_ATTN}"] = lambda: _captured(model, _by_flash_attn)
-        return ways
+        Args:
+            way: SPARSE, or one of `dense`.
+            layers: only the first of the model's; None for all.
 
+        Raises:
+            Whatever the model raises: out of memory, a kernel that does not run here.
+        """
+        device, length = self.model.device, ids_1S.shape[1]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        with torch.no_grad(), self._prepared(way) as prepared, _first_layers(self.model, layers):
+            handle = prepared if isinstance(prepared, Handle) else None
+            # Room for layers that do not run may be more than there is.
+            room = length if layers is None else 1
+            cache: Any = handle.new_cache(room) if handle else DynamicCache(config=self.model.config)
+            for layer in cache.layers[: layers or 0]:
+                if isinstance(layer, SparseLayer):
+                    layer.reserve(length)
+            wait_for(device)
+            start = time.perf_counter()
+            at = 0
+            for size in [length] if self.chunk is None else piece_sizes(length, self.chunk):
+                self.model(ids_1S[:, at : at + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                at += size
+            wait_for(device)
+            elapsed = (time.perf_counter() - start) * 1e3
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            told = (handle.stats(), handle.backend.name, handle.builder_failed) if handle else ()
+            return Run(elapsed, peak, *told)
 
-def run_prefill(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
-    """Prefills once.
+    def warmed(self, way: str, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
+        """A run after kernels were compiled: by a short prompt, and by one layer, because long prompts may take others.
 
-    Args:
-        layers: only the first of the model's; None for all.
+        A run that is short is repeated, so that nothing is new to it.
+        """
+        if self.model.device.type == "cuda":
+            self.run(way, ids_1S[:, :_WARM_UP_TOKENS], layers)
+            self.run(way, ids_1S, 1)
+        run = self.run(way, ids_1S, layers)
+        return run if run.milliseconds > _LONG_MS else self.run(way, ids_1S, layers)
 
-    Raises:
-        Whatever the model raises: out of memory, a kernel that does not run here.
-    """
-    device, length = setting.device, ids_1S.shape[1]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    with torch.no_grad(), way() as (new_cache, told), _first_layers(setting.model, layers):
-        # Room for layers that do not run may be more than there is.
-        cache: Any = new_cache(length if layers is None else 1)
-        for layer in cache.layers[: layers or 0]:
-            if isinstance(layer, SparseLayer):
-                layer.reserve(length)
-        wait_for(device)
-        start = time.perf_counter()
-        at = 0
-        for size in [length] if setting.chunk is None else piece_sizes(length, setting.chunk):
-            setting.model(ids_1S[:, at : at + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            at += size
-        wait_for(device)
-        elapsed = (time.perf_counter() - start) * 1e3
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        return Run(elapsed, peak, *told())
+    def multiplied(self, way: str, ids_1S: torch.Tensor, layers: int) -> Run:
+        """The whole model's time, from one layer and from `layers` more."""
+        one = self.warmed(way, ids_1S, 1)
+        more = self.warmed(way, ids_1S, 1 + layers)
+        each = (more.milliseconds - one.milliseconds) / layers
+        if each <= 0.0:
+            raise RuntimeError("a layer more took no longer, which cannot be multiplied; measure more --dense-layers")
+        return Run(one.milliseconds + (self.model.config.num_hidden_layers - 1) * each)
+
+    def _prepared(self, way: str) -> AbstractContextManager[object]:
+        if way == _SDPA:
+            return nullcontext()
+        if way == _FLASH_ATTN:
+            return capture_attention(self.model, _by_flash_attn)
+        return apply(
+            self.model,
+            self.plan,
+            prefill=way == SPARSE,  # else by the backend's own dense kernel
+            backend=self.backend,
+            allow_mismatch=True,  # asked before anything was timed
+            kv_host_layers=self.kv_host_layers,
+        )
 
 
 @contextmanager
 def _first_layers(model: PreTrainedModel, count: int | None) -> Iterator[None]:
     """The model without its layers from `count` on, for what one layer costs."""
-    if count is None:
-        yield
-        return
     decoder: Any = decoder_of(model)
     whole = decoder.layers
-    decoder.layers = whole[:count]
+    if count is not None:
+        decoder.layers = whole[:count]
     try:
         yield
     finally:
         decoder.layers = whole
-
-
-def layer_flops(model: PreTrainedModel, tokens: int) -> float:
-    """Operations of the matrix products of the decoder layers, attention aside."""
-    decoder: Any = decoder_of(model)
-    weights: Iterator[torch.Tensor] = decoder.layers.parameters()
-    return 2.0 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)
-
-
-@contextmanager
-def _unmodified(model: PreTrainedModel) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
-    yield lambda length: DynamicCache(config=model.config), lambda: (None, None, "")
-
-
-@contextmanager
-def _applied(setting: Setting, sparse: bool) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
-    handle: Handle = apply(
-        setting.model,
-        setting.plan,
-        prefill=sparse,
-        backend=setting.backend,
-        allow_mismatch=True,  # asked before anything was timed
-        kv_host_layers=setting.kv_host_layers,
-    )
-    with handle:
-        yield handle.new_cache, lambda: (handle.stats(), handle.backend.name, handle.builder_failed)
-
-
-@contextmanager
-def _captured(
-    model: PreTrainedModel, observer: Callable[[AttentionCall], torch.Tensor | None]
-) -> Iterator[tuple[MakeCache, Callable[[], Told]]]:
-    with capture_attention(model, observer):
-        yield lambda length: DynamicCache(config=model.config), lambda: (None, None, "")
 
 
 def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:
@@ -180,12 +170,11 @@ def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:
     return flash_attn_4(call.q_BHSD, *(x[:, :, : call.chunk.longest] for x in (call.k_BGKD, call.v_BGKD)))
 
 
-Found = TypeVar("Found")
-
-# A first run as long as this is no warm-up: what is prepared once does not show in it.
-_LONG_MS = 5000.0
-_WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
-_OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
+def layer_flops(model: PreTrainedModel, tokens: int) -> float:
+    """Operations of the matrix products of the decoder layers, attention aside."""
+    decoder: Any = decoder_of(model)
+    weights: Iterator[torch.Tensor] = decoder.layers.parameters()
+    return 2.0 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +187,7 @@ class PrefillBench:
         backend: of sparse attention, or "auto".
         kv_host_layers: layers whose keys and values go to host memory, in place of what the plan says.
         dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
+        ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.
     """
 
     lengths: tuple[int, ...]
@@ -208,6 +198,7 @@ class PrefillBench:
     dense_layers: int | None = None
     seed: int = 0
     allow_mismatch: bool = False
+    ranked_from: int = RANKED_FROM
 
     def __post_init__(self) -> None:
         if not self.lengths or self.repeats < 1:
@@ -253,12 +244,18 @@ class PrefillRow(BenchRow):
 
 
 def bench_prefill(
-    subject: BenchModel, plan: Plan, words: str, bench: PrefillBench, progress: Progress | None = None
+    subject: BenchModel,
+    plan: Plan,
+    words: str,
+    bench: PrefillBench,
+    progress: Progress | None = None,
+    runs: type[PrefillRuns] = PrefillRuns,
 ) -> Iterator[PrefillRow]:
     """Times every length, and gives one row each as soon as it is known.
 
     Args:
         words: what the plan is, for the rows.
+        runs: what runs prefills.
 
     Raises:
         PromptError: a length is beyond the model's context.
@@ -278,7 +275,7 @@ def bench_prefill(
     check_plan(plan, info, bench.allow_mismatch)
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
-    setting = Setting(model, plan, bench.backend, bench.kv_host_layers, bench.chunk)
+    ways = runs(model, plan, bench.backend, bench.kv_host_layers, bench.chunk)
     with (progress or NoProgress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the plan warns of was said above
         warnings.simplefilter("default", BackendWarning)
@@ -295,146 +292,88 @@ def bench_prefill(
                 layers=info.layers,
                 note=subject.note,
             )
-            yield _row(blank, setting, bench)
+            yield _row(blank, ways, bench)
             free_memory(model.device)
             step.advance()
 
 
-def _row(blank: PrefillRow, setting: Setting, bench: PrefillBench) -> PrefillRow:
-    ids_1S = _prompt(setting, blank.length, bench.seed)
-    try:
-        sparse = [_warmed(setting, setting.sparse(), ids_1S)]
-    except Exception as error:  # out of memory, or a kernel that fails
-        blank, sparse = _noted(blank, f"sparse: {in_short(error)}"), []
-    tried, refused = _try_dense(setting, bench, ids_1S)
-    ways, dense_note = setting.dense(), ""
-    if bench.dense_layers is not None:
-        dense_note = f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once"
-        if 0 < (bench.kv_host_layers or 0) < blank.layers:
-            dense_note += ", without the copies of layers in host memory"
-    again = tried if bench.dense_layers is None else {}
-    broken = _alternate(setting, ways, again, sparse, ids_1S, bench.repeats)
-    timed_ms = {name: statistics.median(run.milliseconds for run in runs) for name, runs in tried.items()}
-    peers = DensePeers(blank.length, timed_ms, refused)
-    row = _noted(_noted(replace(blank, dense_peers=peers), dense_note), broken)
+def _row(blank: PrefillRow, runs: PrefillRuns, bench: PrefillBench) -> PrefillRow:
+    random = torch.Generator().manual_seed(bench.seed)
+    ids_1S = torch.randint(1, runs.model.config.vocab_size, (1, blank.length), generator=random).to(runs.model.device)
+    sparse, failed = try_each([SPARSE], lambda way: [runs.warmed(way, ids_1S)])
+    dense, refused = _try_dense(runs, bench, ids_1S)
+    notes = [blank.note, *(f"sparse: {why}" for why in failed.values())]
+    if bench.dense_layers is None:
+        least = min((found[0].milliseconds for found in dense.values()), default=0.0)
+        near = {way: found for way, found in dense.items() if found[0].milliseconds <= _OUT_OF_REACH * least}
+        notes.append(_repeat(runs, near | sparse, ids_1S, bench.repeats))
+    else:
+        copies = ", without the copies of layers in host memory"
+        notes.append(f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once")
+        notes[-1] += copies if 0 < (bench.kv_host_layers or 0) < blank.layers else ""
+        notes.append(_repeat(runs, sparse, ids_1S, bench.repeats))
+    timed_ms = {way: statistics.median(run.milliseconds for run in found) for way, found in dense.items()}
+    row = replace(blank, dense_peers=(peers := DensePeers(blank.length, timed_ms, refused)))
     if peers.fastest:
-        row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak=_peak(tried[peers.fastest], bench))
-    return _with_sparse(row, setting, sparse) if sparse else row
+        peaks = [run.peak for run in dense[peers.fastest] if run.peak is not None]
+        row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak=max(peaks, default=None))
+    if sparse:
+        row = _with_sparse(row, runs, sparse[SPARSE], notes)
+    return replace(row, note="; ".join(filter(None, notes)))
 
 
 def _try_dense(
-    setting: Setting, bench: PrefillBench, ids_1S: torch.Tensor
+    runs: PrefillRuns, bench: PrefillBench, ids_1S: torch.Tensor
 ) -> tuple[dict[str, list[Run]], dict[str, str]]:
     """One run of each way, and why others do not run."""
-    ways, few = setting.dense(), bench.dense_layers
+    few = bench.dense_layers
 
-    def whole(name: str) -> list[Run]:
+    def whole(way: str) -> list[Run]:
         try:
-            way = ways[name]
-            return [_warmed(setting, way, ids_1S) if few is None else _extrapolated(setting, way, ids_1S, few)]
+            return [runs.warmed(way, ids_1S) if few is None else runs.multiplied(way, ids_1S, few)]
         finally:
-            free_memory(setting.device)
+            free_memory(runs.model.device)
 
     # A model of one layer has no second one, by which ways are compared.
-    if ids_1S.shape[1] < RANKED_FROM or setting.model.config.num_hidden_layers == 1:
-        return _each(ways, whole)
+    if ids_1S.shape[1] < bench.ranked_from or runs.model.config.num_hidden_layers == 1:
+        return try_each(runs.dense, whole)
     part_1S = ids_1S[:, : part_of(ids_1S.shape[1])]
-    on_part, failed = _each(ways, lambda name: _extrapolated(setting, ways[name], part_1S, 1).milliseconds)
+    on_part, failed = try_each(runs.dense, lambda way: runs.multiplied(way, part_1S, 1).milliseconds)
     tried, refused = fastest_that_runs(on_part, ids_1S.shape[1], whole)
     return tried, failed | refused
 
 
-def _each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
-    """What every way gives, and why others do not run."""
-    found: dict[str, Found] = {}
-    refused: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = run(name)
-        except Exception as error:
-            refused[name] = in_short(error)
-    return found, refused
-
-
-def _alternate(
-    setting: Setting,
-    ways: dict[str, Way],
-    tried: dict[str, list[Run]],
-    sparse: list[Run],
-    ids_1S: torch.Tensor,
-    repeats: int,
-) -> str:
-    """The other repeats: dense ways that may be the fastest, and sparse, every other round backwards.
+def _repeat(runs: PrefillRuns, turns: Mapping[str, list[Run]], ids_1S: torch.Tensor, repeats: int) -> str:
+    """The other repeats, appended to the first runs, every other round backwards.
 
     What fails ends the repeats, as the others would no longer be timed in turn with it; returns what there is to say.
     """
-    least = min((runs[0].milliseconds for runs in tried.values()), default=0.0)
-    near = [name for name, runs in tried.items() if runs[0].milliseconds <= _OUT_OF_REACH * least]
-    turns = [(tried[name], ways[name]) for name in near] + ([(sparse, setting.sparse())] if sparse else [])
     for number in range(1, repeats):
-        for runs, way in turns[:: -1 if number % 2 else 1]:
+        for way in list(turns)[:: -1 if number % 2 else 1]:
             try:
-                runs.append(run_prefill(setting, way, ids_1S))
+                turns[way].append(runs.run(way, ids_1S))
             except Exception as error:
                 return f"repeat {number + 1} failed, and the ones before it are shown: {in_short(error)}"
     return ""
 
 
-def _warmed(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int | None = None) -> Run:
-    """A run after kernels were compiled: by a short prompt, and by one layer, because long prompts may take others.
-
-    A run that is short is repeated, so that nothing is new to it.
-    """
-    if setting.device.type == "cuda":
-        run_prefill(setting, way, ids_1S[:, :_WARM_UP_TOKENS], layers)
-        run_prefill(setting, way, ids_1S, 1)
-    run = run_prefill(setting, way, ids_1S, layers)
-    return run if run.milliseconds > _LONG_MS else run_prefill(setting, way, ids_1S, layers)
-
-
-def _extrapolated(setting: Setting, way: Way, ids_1S: torch.Tensor, layers: int) -> Run:
-    """The whole model's time, from one layer and from `layers` more."""
-    count = setting.model.config.num_hidden_layers
-    one = _warmed(setting, way, ids_1S, 1)
-    more = _warmed(setting, way, ids_1S, 1 + layers)
-    each = (more.milliseconds - one.milliseconds) / layers
-    if each <= 0.0:
-        raise RuntimeError("a layer more took no longer, which cannot be multiplied; measure more --dense-layers")
-    return Run(one.milliseconds + (count - 1) * each, None, None)
-
-
-def _with_sparse(row: PrefillRow, setting: Setting, runs: list[Run]) -> PrefillRow:
-    milliseconds = statistics.median(run.milliseconds for run in runs)
-    stats, plan, ran = runs[-1].stats, setting.plan.prefill, runs[-1].backend
-    if ran is not None and ran != row.backend:
-        row = _noted(replace(row, backend=ran), f"{row.backend} failed, and {ran} took over")
-    if runs[-1].builder_failed:
-        row = _noted(row, f"torch built the indices, which is slower: Triton failed ({runs[-1].builder_failed})")
-    if stats is None:
-        return replace(row, sparse_ms=milliseconds, sparse_peak=runs[-1].peak)
-    tile = plan.tile if plan else TileShape()  # what the runtime counts in where there is no plan
-    head_dim = attention_groups(setting.model.config)[0].head_dim
-    attention = 4.0 * head_dim * tile.query * tile.key * stats.prefill_tiles_computed
+def _with_sparse(row: PrefillRow, runs: PrefillRuns, found: list[Run], notes: list[str]) -> PrefillRow:
+    last, milliseconds = found[-1], statistics.median(run.milliseconds for run in found)
+    if last.backend not in (None, row.backend):
+        notes.append(f"{row.backend} failed, and {last.backend} took over")
+    if last.builder_failed:
+        notes.append(f"torch built the indices, which is slower: Triton failed ({last.builder_failed})")
+    row = replace(row, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak=last.peak)
+    if last.stats is None:
+        return row
+    # Without a plan, tiles are what the runtime counts in.
+    tile = runs.plan.prefill.tile if runs.plan.prefill else TileShape()
+    head_dim = attention_groups(runs.model.config)[0].head_dim
+    attention = 4.0 * head_dim * tile.query * tile.key * last.stats.prefill_tiles_computed
     return replace(
         row,
-        sparse_ms=milliseconds,
-        sparse_peak=runs[-1].peak,
-        density=stats.prefill_density,
-        tflops=(layer_flops(setting.model, row.length) + attention) / milliseconds / 1e9,
-        kv_device=stats.kv_bytes_device,
-        kv_host=stats.kv_bytes_host,
+        density=last.stats.prefill_density,
+        tflops=(layer_flops(runs.model, row.length) + attention) / milliseconds / 1e9,
+        kv_device=last.stats.kv_bytes_device,
+        kv_host=last.stats.kv_bytes_host,
     )
-
-
-def _prompt(setting: Setting, length: int, seed: int) -> torch.Tensor:
-    random = torch.Generator().manual_seed(seed)
-    return torch.randint(1, setting.model.config.vocab_size, (1, length), generator=random).to(setting.device)
-
-
-def _peak(runs: list[Run], bench: PrefillBench) -> int | None:
-    peaks = [run.peak for run in runs if run.peak is not None]
-    return max(peaks) if peaks and bench.dense_layers is None else None
-
-
-def _noted(row: PrefillRow, note: str) -> PrefillRow:
-    return replace(row, note="; ".join(part for part in (row.note, note) if part))

@@ -7,14 +7,14 @@ are among them, though no time depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparsekv.planner.bench.structure import BenchFamily, diffuse_pattern
+from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
@@ -26,63 +26,60 @@ from sparsekv.runtime.hf.describe import check_supported, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config
 
 
-@dataclass(frozen=True, slots=True)
-class PublicShape:
-    """What a config says that time and memory depend on."""
-
-    model_type: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    rope_theta: float
-    context: int
-    head_dim: int = 128
-
-    def config(self) -> dict[str, Any]:
-        """As transformers names it."""
-        return {
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": self.context,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "tie_word_embeddings": False,
-            "bos_token_id": 0,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
+def _shape(
+    model_type: str,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    rope_theta: float,
+    context: int,
+    head_dim: int = 128,
+) -> dict[str, Any]:
+    """What a config says that time and memory depend on, as transformers names it."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
 
 
-def _llama(context: int, rope_theta: float) -> PublicShape:
-    return PublicShape("llama", 32, 4096, 14336, 32, 8, 128256, rope_theta, context)
+def _llama(context: int, rope_theta: float) -> dict[str, Any]:
+    return _shape("llama", 32, 4096, 14336, 32, 8, 128256, rope_theta, context)
 
 
-def _qwen2(context: int, rope_theta: float) -> PublicShape:
-    return PublicShape("qwen2", 28, 3584, 18944, 28, 4, 152064, rope_theta, context)
+def _qwen2(context: int, rope_theta: float) -> dict[str, Any]:
+    return _shape("qwen2", 28, 3584, 18944, 28, 4, 152064, rope_theta, context)
 
 
 # By alias, see plans/aliases.py.
-PUBLIC_SHAPES: dict[str, PublicShape] = {
+PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(8192, 5e5),
     "llama3-8b-262k": _llama(262144, 283461213.0),
     "llama3-8b-1m": _llama(1048576, 3580165449.0),
     "llama3.1-8b": _llama(131072, 5e5),
-    "llama3.1-70b": PublicShape("llama", 80, 8192, 28672, 64, 8, 128256, 5e5, 131072),
-    "yi-9b-200k": PublicShape("llama", 48, 4096, 11008, 32, 4, 64000, 1e7, 262144),
-    "mistral-7b": PublicShape("mistral", 32, 4096, 14336, 32, 8, 32768, 1e6, 32768),
+    "llama3.1-70b": _shape("llama", 80, 8192, 28672, 64, 8, 128256, 5e5, 131072),
+    "yi-9b-200k": _shape("llama", 48, 4096, 11008, 32, 4, 64000, 1e7, 262144),
+    "mistral-7b": _shape("mistral", 32, 4096, 14336, 32, 8, 32768, 1e6, 32768),
     "qwen2-7b": _qwen2(32768, 1e6),
     "qwen2.5-7b": _qwen2(32768, 1e6),
     "qwen2.5-7b-1m": _qwen2(1010000, 1e7),
-    "qwen2.5-14b-1m": PublicShape("qwen2", 48, 5120, 13824, 40, 8, 152064, 1e7, 1010000),
-    "qwen3-8b": PublicShape("qwen3", 36, 4096, 12288, 32, 8, 151936, 1e6, 40960),
-    "qwen3-14b": PublicShape("qwen3", 40, 5120, 17408, 40, 8, 151936, 1e6, 40960),
+    "qwen2.5-14b-1m": _shape("qwen2", 48, 5120, 13824, 40, 8, 152064, 1e7, 1010000),
+    "qwen3-8b": _shape("qwen3", 36, 4096, 12288, 32, 8, 151936, 1e6, 40960),
+    "qwen3-14b": _shape("qwen3", 40, 5120, 17408, 40, 8, 151936, 1e6, 40960),
 }
 
 
@@ -110,11 +107,12 @@ def random_model(
     longest: int,
     layers: int | None = None,
     seed: int = 0,
+    shapes: Mapping[str, dict[str, Any]] = PUBLIC_SHAPES,
 ) -> BenchModel:
     """A model of `name`'s shape with random weights, which never exist in main memory.
 
     Args:
-        name: an alias, folder or hub id: its config is used where it can be had, else the table in shapes.py.
+        name: an alias, folder or hub id: its config is used where it can be had, else `shapes`.
         longest: tokens that it must take; a shorter context is stretched, and the note says so.
         layers: only so many layers, for what one layer costs.
 
@@ -122,7 +120,7 @@ def random_model(
         UsageError: no config and no known shape of that name, or it has not so many layers.
         UnsupportedError: its architecture is not supported.
     """
-    config, notes = _config_of(name)
+    config, notes = _config_of(name, shapes)
     notes = ["weights are random, so that attention is diffuse and answers mean nothing", *notes]
     if config.max_position_embeddings < longest:
         notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
@@ -137,18 +135,17 @@ def random_model(
     return BenchModel(model, describe_model(model, _short(name)), _short(name), "random", "; ".join(notes))
 
 
-def _config_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
+def _config_of(name: str, shapes: Mapping[str, dict[str, Any]]) -> tuple[PreTrainedConfig, list[str]]:
     source = resolve_model(name)
     try:
         return load_config(source), []
     except UsageError as error:
         alias = next((alias.name for alias in ALIASES if name.lower() in (alias.name, alias.checkpoint.lower())), "")
-        if alias not in PUBLIC_SHAPES:
-            error.add_note(f"Shapes known without a config: {', '.join(PUBLIC_SHAPES)}")
+        if alias not in shapes:
+            error.add_note(f"Shapes known without a config: {', '.join(shapes)}")
             raise
-    shape = PUBLIC_SHAPES[alias]
-    check_supported(shape.model_type)
-    return AutoConfig.for_model(shape.model_type, **shape.config()), ["its shape is from a table: no config to be had"]
+    check_supported(shapes[alias]["model_type"])
+    return AutoConfig.for_model(**shapes[alias]), ["its shape is from a table: no config to be had"]
 
 
 def _cut(config: Any, layers: int) -> None:
@@ -169,27 +166,25 @@ def hand_plan(
     lengths: Sequence[int],
     densities: Sequence[float],
     tile: TileShape,
-    families: Sequence[BenchFamily] = ("vertical_slash", "a_shape"),
-) -> Plan:
-    """A bucket for each length, families dealt out to the heads of every full-attention layer in turn.
+    families: Sequence[str] = ("vertical_slash", "a_shape"),
+) -> tuple[Plan, str]:
+    """A bucket for each length, families dealt out to the heads of every full-attention layer in turn; and in words.
 
     Budgets are such that they come to the density where attention is diffuse, as it is with random weights: the
     diagonals of vertical_slash heads are then scattered, and `max_tiles` is what binds.
 
     Args:
-        lengths: ascending.
         densities: one for all lengths, or one for each.
 
     Raises:
-        UsageError: lengths and densities do not pair up, or a family has no fixed density.
+        UsageError: lengths and densities do not pair up, or a family is unknown or has no fixed density.
     """
     if len(densities) not in (1, len(lengths)):
-        raise UsageError(f"expected one density, or one for each of the {len(lengths)} lengths, found {len(densities)}")
-    shares = tuple(densities) * len(lengths) if len(densities) == 1 else densities
-    last = len(lengths) - 1
+        raise UsageError(f"expected one --density, or one for each of {len(lengths)} lengths, found {len(densities)}")
+    paired = sorted(zip(lengths, tuple(densities) * len(lengths) if len(densities) == 1 else densities, strict=True))
     buckets = tuple(
         PrefillBucket(
-            up_to=None if place == last else length,
+            up_to=length if length < max(lengths) else None,
             heads=tuple(
                 group
                 for layers in info.attention
@@ -197,19 +192,15 @@ def hand_plan(
                 for group in _groups(layers, length, share, tile, families)
             ),
         )
-        for place, (length, share) in enumerate(zip(lengths, shares, strict=True))
+        for length, share in paired
     )
-    return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets))
-
-
-def in_words(families: Sequence[BenchFamily], densities: Sequence[float], tile: TileShape) -> str:
-    """What the plan is, for those who read the numbers."""
-    shares = ", ".join(f"{share:g}" for share in densities)
-    return f"made by hand: {' and '.join(families)} in turn, sized for a density of {shares}, {tile.key} tiles"
+    shares = ", ".join(f"{share:g}" for _, share in paired)
+    words = f"made by hand: {' and '.join(families)} in turn, sized for a density of {shares}, {tile.key} tiles"
+    return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets)), words
 
 
 def _groups(
-    layers: AttentionGroup, length: int, density: float, tile: TileShape, families: Sequence[BenchFamily]
+    layers: AttentionGroup, length: int, density: float, tile: TileShape, families: Sequence[str]
 ) -> list[HeadGroup]:
     patterns = [diffuse_pattern(family, length, density, tile) for family in families]
     return [

@@ -29,7 +29,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
 
 import torch
 
@@ -37,8 +36,7 @@ from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
 
-BenchFamily = Literal["vertical_slash", "a_shape", "block_sparse", "adaptive"]
-FAMILIES: tuple[BenchFamily, ...] = get_args(BenchFamily)
+FAMILIES = ("vertical_slash", "a_shape", "block_sparse", "adaptive")
 
 SINK = 4  # tokens that every head looks at
 _MANDATORY = 3  # tiles of a row
@@ -54,7 +52,7 @@ _ROOM = 1.15  # of `max_tiles` over the fullest row that is planted
 class HeadSizes:
     """One head of a family at a density. What a family does not have is 0 or empty."""
 
-    family: BenchFamily
+    family: str
     window: int = 0  # tokens of the local band of an a_shape
     run: int = 0  # diagonals in a run
     runs: tuple[float, ...] = ()  # the diagonal in the middle of each, as a share of the prompt
@@ -62,7 +60,7 @@ class HeadSizes:
     clusters: int = 0  # one key tile in so many is hot for a row tile
 
 
-def sizes_for(family: BenchFamily, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
+def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
     """What to plant in a head so that the pattern of `pattern_for` computes about `density` of the tiles.
 
     Args:
@@ -83,7 +81,7 @@ def sizes_for(family: BenchFamily, length: int, density: float, tile: TileShape,
     return HeadSizes("adaptive", clusters=max(2, min(_tiles(length, tile), round(1 / max(share, 1e-9)))))
 
 
-def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape) -> Pattern:
+def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, last_q: int | None = None) -> Pattern:
     """The pattern with budgets for what was planted."""
     if sizes.family == "a_shape":
         return AShape(sink=tokens(SINK), window=tokens(sizes.window + 1))
@@ -92,18 +90,18 @@ def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape) 
     if sizes.family == "adaptive":
         most = _tiles(length, tile) / sizes.clusters + _MANDATORY + 1
         return Adaptive(mass=_ADAPTIVE_MASS, max_tiles=_whole_tiles(_ROOM * most, tile))
-    last_q = last_q_for(length)
+    sampled = last_q_for(length)
     # The sinks are columns too, and each sampled query sees them on a far diagonal of its own.
     most = len(sizes.runs) * _run_tiles(sizes.run, tile) + _MANDATORY
     return VerticalSlash(
         vertical=tokens(sizes.columns + SINK),
-        slash=tokens(planted_diagonals(sizes) + last_q + SINK),
-        last_q=last_q,
+        slash=tokens(planted_diagonals(sizes) + sampled + SINK),
+        last_q=last_q or sampled,
         max_tiles=_whole_tiles(_ROOM * most, tile),
     )
 
 
-def diffuse_pattern(family: BenchFamily, length: int, density: float, tile: TileShape) -> Pattern:
+def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -> Pattern:
     """A pattern of that density where attention is diffuse: diagonals are then scattered, and `max_tiles` binds.
 
     Raises:
@@ -115,8 +113,10 @@ def diffuse_pattern(family: BenchFamily, length: int, density: float, tile: Tile
         columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some lie in tiles
         bound = _whole_tiles((1 - _COLUMN_SHARE) * seen_last + _MANDATORY, tile)
         return VerticalSlash(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
-    if family == "adaptive":
-        raise UsageError("expected patterns whose budgets fix their density, found 'adaptive'; leave it out")
+    if family not in ("a_shape", "block_sparse"):
+        raise UsageError(
+            f"expected vertical_slash, a_shape or block_sparse, whose budgets fix their density, found {family!r}"
+        )
     return pattern_for(sizes_for(family, length, density, tile), length, density, tile)
 
 
@@ -184,7 +184,7 @@ class Layout:
         return self.parts[structure]
 
 
-def layout_for(families: Collection[BenchFamily], head_dim: int, group: int) -> Layout:
+def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
     """Gives slashes, which need the most, what the others leave. `head_dim` is at least SMALLEST_HEAD."""
     slashes, tiles = "vertical_slash" in families, bool({"block_sparse", "adaptive"} & set(families))
     columns = min(group, head_dim // 8) if slashes else 0
@@ -253,7 +253,7 @@ _LIFETIMES = 4  # of an a_shape's window: what lies beyond it holds exp(-4) of t
 class HeadTruth:
     """What was planted for one query head, on the host. What its family does not have is empty."""
 
-    family: BenchFamily
+    family: str
     window: int  # tokens of the local band
     runs: tuple[tuple[int, int], ...]  # diagonals [first, stop)
     columns_C: torch.Tensor  # int64, ascending

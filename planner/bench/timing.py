@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -109,6 +110,18 @@ def part_of(length: int) -> int:
     return length // _PARTS
 
 
+def try_each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
+    """What each gives, and why the others do not run."""
+    found: dict[str, Found] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = run(name)
+        except Exception as error:  # each library has its own
+            refused[name] = in_short(error)
+    return found, refused
+
+
 def fastest_that_runs(
     part_ms: Mapping[str, float], length: int, run: Callable[[str], Found]
 ) -> tuple[dict[str, Found], dict[str, str]]:
@@ -144,6 +157,8 @@ _KERNELS = {
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+# What torch warns of at every kernel that it does not take; that it was refused stands in the row.
+_WHY_NOT = r"(?s).*Triggered internally at .*sdp_utils"
 # A peer this much slower than the fastest in one run cannot turn out to be the fastest.
 _OUT_OF_REACH = 1.5
 
@@ -226,14 +241,22 @@ def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor
     }
 
 
-def time_dense(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, rounds: int) -> DensePeers:
+def time_dense(
+    q_BHSD: torch.Tensor,
+    k_BGSD: torch.Tensor,
+    v_BGSD: torch.Tensor,
+    rounds: int,
+    *,
+    ranked_from: int = RANKED_FROM,
+    kernels: Callable[..., Mapping[str, Call]] = dense_calls,
+) -> DensePeers:
     """Milliseconds of every dense kernel that runs on these tensors; of a very long prompt, of the fastest alone."""
     length, device = q_BHSD.shape[2], q_BHSD.device
-    calls = dense_calls(q_BHSD, k_BGSD, v_BGSD)
-    if length < RANKED_FROM:
+    calls = kernels(q_BHSD, k_BGSD, v_BGSD)
+    if length < ranked_from:
         return time_calls(calls, length, device, rounds)
     part = part_of(length)
-    on_part = time_calls(dense_calls(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
+    on_part = time_calls(kernels(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
     found, refused = fastest_that_runs(
         on_part.timed_ms, length, lambda name: measure({name: calls[name]}, device, rounds)[name]
     )
@@ -242,14 +265,14 @@ def time_dense(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor,
 
 def time_calls(calls: Mapping[str, Call], length: int, device: torch.device, rounds: int) -> DensePeers:
     """Tries every call once, and times those again, in turn, that may be the fastest."""
-    first_ms: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    for name, call in calls.items():
-        try:
-            call()
-            first_ms[name] = once(call, device)
-        except Exception as error:  # each library has its own
-            refused[name] = in_short(error)
+
+    def first(name: str) -> float:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_WHY_NOT, category=UserWarning)
+            calls[name]()
+        return once(calls[name], device)
+
+    first_ms, refused = try_each(calls, first)
     near = {name for name, ms in first_ms.items() if ms <= _OUT_OF_REACH * min(first_ms.values())}
     if rounds > 1 and len(near) > 1:
         first_ms |= measure({name: calls[name] for name in near}, device, rounds)

@@ -4,7 +4,7 @@ Between two profiled lengths A < B the patterns of B hold. Where they are not pr
 runs, even if the patterns of A paid at A: those were never measured on contexts longer than A, while patterns in
 tokens lose nothing on shorter ones, and dense loses nothing anywhere. Profiling more lengths gives more buckets.
 
-Within a length (`Fallback`), from the inside out. A head: do its tiles and its part of the index cost less than a dense
+Within a length (`Savings`), from the inside out. A head: do its tiles and its part of the index cost less than a dense
 head of the same launch? A family in a layer: do its heads together save what its index launch costs? A layer: is
 sparse attention with all its indices faster than the dense kernel?
 
@@ -90,7 +90,7 @@ def _refined(pays_at: Callable[[int], bool], losing: int, paying: int) -> int:
 Mask = npt.NDArray[np.bool_]
 
 
-class Fallback:
+class Savings:
     """What sparse saves over dense at one length, on one device."""
 
     def __init__(self, cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> None:
@@ -126,6 +126,12 @@ class Fallback:
         tables, entry = self._tables, self._tables.entry
         causal = causal_tiles(entry.length, self._tile)
         _, _, tile_us, column_us = self._cost.prefill_sparse.prices
-        index_C = np.array([self._cost.index_head_us(one.family, entry.length) for one in entry.candidates])
+        # Families that were profiled but not priced are not among those asked for (`check_cost`).
+        index_C = np.array(
+            [
+                self._cost.index_head_us(one.family, entry.length) if one.family in self._cost.index else np.inf
+                for one in entry.candidates
+            ]
+        )
         spent_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal + index_C[None, :, None]
         return np.asarray(causal * tile_us - spent_LCH)

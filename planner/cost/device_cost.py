@@ -12,7 +12,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sparsekv.planner.families import Family
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text
@@ -117,16 +116,12 @@ class DeviceCost(Part):
         return index + self.prefill_sparse.at(1.0, float(rows), tiles, columns)
 
     def index_us(self, name: Family, heads: int, length: int) -> float:
-        """Building the index of `heads` heads of a pattern.
-
-        Raises:
-            UsageError: this pattern was not measured.
-        """
-        return self._index(name).at(1.0, float(heads * length), float(heads) * length * length)
+        """Building the index of `heads` heads of a pattern that was measured."""
+        return self.index[name].at(1.0, float(heads * length), float(heads) * length * length)
 
     def index_launch_us(self, name: Family) -> float:
         """What the first head of a pattern costs a layer before it adds any work."""
-        return self._index(name).prices[0]
+        return self.index[name].prices[0]
 
     def index_head_us(self, name: Family, length: int) -> float:
         """What one head more adds to building the index of a pattern that other heads follow too."""
@@ -147,11 +142,3 @@ class DeviceCost(Part):
     def decode_host_us(self, tokens: int, cold: float) -> float | None:
         """One step of an offloaded layer over `tokens` chosen ones, `cold` of which lie on the host; None: unknown."""
         return None if self.decode_host is None else self.decode_host.at(1.0, float(tokens), cold)
-
-    def _index(self, name: Family) -> Line:
-        if name not in self.index:
-            raise UsageError(
-                f"expected a device cost with prices of {', '.join(sorted({*self.index, name}))}, found none of "
-                f"{name}; measure again (leave --cost out)"
-            )
-        return self.index[name]

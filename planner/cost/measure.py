@@ -8,7 +8,7 @@ Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size, N chosen 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -26,7 +26,7 @@ from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
-from sparsekv.planner.families import KNOWN_FAMILIES, Family
+from sparsekv.planner.families import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
@@ -50,6 +50,7 @@ def measure_cost(
     device: torch.device,
     dtype: torch.dtype,
     tile: TileShape,
+    families: Collection[Family] = FAMILIES,
     backend: str = "auto",
     offload: bool = False,
     progress: Progress | None = None,
@@ -64,6 +65,7 @@ def measure_cost(
         device: where to measure.
         dtype: of queries, keys and values.
         tile: the plan's tile shape.
+        families: whose index building is timed besides that of the default ones.
         backend: of sparse prefill, or "auto".
         offload: time decode over rows in host memory too.
         progress: where to report.
@@ -72,7 +74,8 @@ def measure_cost(
         BackendError: the backend cannot run here.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
-    bench = Bench(shape, device, dtype, tile, choice.name, offload)
+    timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
+    bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload)
     timed = timed_lengths(shape, lengths, device.type)
     timings: list[Timing] = []
     with (progress or NoProgress()).stage("cost", total=len(timed)) as step:
@@ -88,7 +91,7 @@ def measure_cost(
         versions=versions(),
         prefill_dense=fit_line(timings, "dense prefill"),
         prefill_sparse=fit_line(timings, "sparse prefill"),
-        index={name: fit_line(timings, f"index {name}") for name in KNOWN_FAMILIES},
+        index={name: fit_line(timings, f"index {name}") for name in timed_families},
         decode_dense=fit_line(timings, "dense decode"),
         decode_sparse=fit_line(timings, "sparse decode"),
         decode_choose=fit_line(timings, "choose"),
@@ -145,6 +148,7 @@ class Bench:
     device: torch.device
     dtype: torch.dtype
     tile: TileShape
+    families: tuple[Family, ...]
     backend: str
     offload: bool  # whether steps over rows in host memory are timed too
 
@@ -162,6 +166,8 @@ class Bench:
         dense_us = self._us(lambda: dense_prefill(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=self.backend))
         yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
         for name, pattern in _patterns(length):
+            if name not in self.families:
+                continue
             build = partial(build_index, (pattern,) * heads, q_BHSD, k_BGSD, chunk, self.tile, scale=scale)
             work = float(heads * length)
             yield _timing(f"index {name}", length, (1.0, work, work * length), self._us(build))

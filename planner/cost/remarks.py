@@ -12,7 +12,14 @@ from sparsekv.planner.families import ROUNDING
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillPlan
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
+
+
+def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+    """A line for each thing to know about a plan; `options` are those it was compiled with."""
+    prefill = crossover_remarks(profile, cost, plan.prefill, options) if plan.prefill else ()
+    return (*prefill, *(offload_remarks(profile, cost, plan.decode) if plan.decode else ()))
 
 
 def crossover_remarks(

@@ -1,21 +1,28 @@
 """Dense and sparse on the same samples: what is counted, and that a full plan changes nothing."""
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
+from transformers import PreTrainedModel
 
+from sparsekv.planner import evaluation
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.evaluation import (
     Batch,
+    EvalSamples,
+    Mode,
     PlanMode,
     answered,
     batches,
     divergence,
     evaluate,
-    evaluate_modes,
     forced_logits,
     log_likelihood,
 )
@@ -48,9 +55,55 @@ def sample(answer: str, prompt_ids: list[int], answer_ids: list[int]) -> Sample:
     return Sample(np.array(prompt_ids, np.int32), np.array(answer_ids, np.int32), answer, "kv_retrieval", 64)
 
 
+def scored(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    kit: Kit,
+    tasks: tuple[str, ...] = ("perplexity",),
+    samples: int = 2,
+    **options: Any,
+) -> dict[str, EvalResult]:
+    found = evaluate(loaded, modes, EvalSamples(tasks, (LENGTH,), samples, **options), kit)
+    return {name: result for name, (result,) in found.items()}
+
+
+class Counted:
+    """A plan's mode that counts how often it is switched on."""
+
+    def __init__(self, mode: PlanMode) -> None:
+        self.stepwise, self._mode, self.times = mode.stepwise, mode, 0
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        self.times += 1
+        with self._mode.running(model) as spent:
+            yield spent
+
+
+TWICE = EvalSamples(("kv_retrieval", "perplexity"), (LENGTH, 2 * LENGTH), 2, batch=1)
+
+
+def test_a_plan_is_applied_once_for_all_batches_tasks_and_lengths(loaded: LoadedModel, kit: Kit) -> None:
+    plan = sparse_plan(loaded)
+    modes = {phase: Counted(PlanMode(plan, phase)) for phase in ("prefill", "decode")}
+    found = evaluate(loaded, modes, TWICE, kit)
+    assert [mode.times for mode in modes.values()] == [1, 1]
+    for place, length in enumerate(TWICE.lengths):
+        alone = evaluate(loaded, {"prefill": PlanMode(plan, "prefill")}, replace(TWICE, lengths=(length,)), kit)
+        assert found["prefill"][place] == alone["prefill"][0]
+
+
+def test_logits_that_cannot_wait_all_at_once_give_the_same_results(loaded, kit, monkeypatch) -> None:
+    modes = {"both": Counted(PlanMode(sparse_plan(loaded)))}
+    whole = evaluate(loaded, modes, TWICE, kit)
+    monkeypatch.setattr(evaluation, "_WAITING_BYTES", 1)
+    assert evaluate(loaded, modes, TWICE, kit) == whole
+    assert modes["both"].times == 1 + 2 * 2 * 2
+
+
 def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: Kit) -> None:
     modes = {phase: PlanMode(full_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
-    found = evaluate_modes(loaded, modes, ("kv_retrieval", "perplexity"), LENGTH, 2, kit=kit)
+    found = scored(loaded, modes, kit, ("kv_retrieval", "perplexity"))
     for phase in modes:
         assert found[phase].kl == pytest.approx(0.0, abs=1e-6)
         for name, task in found[phase].tasks.items():
@@ -63,14 +116,7 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
 
 
 def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
-    found = evaluate_modes(
-        loaded,
-        {p: PlanMode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")},
-        ("perplexity",),
-        LENGTH,
-        2,
-        kit=kit,
-    )
+    found = scored(loaded, {p: PlanMode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")}, kit)
     assert found["prefill"].prefill_density < 0.7
     assert found["decode"].prefill_density == 1.0
     assert found["decode"].decode_share < 0.6
@@ -80,7 +126,7 @@ def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: Loa
 
 
 def test_without_a_plan_dense_is_on_both_sides(loaded: LoadedModel) -> None:
-    found = evaluate(loaded, None, ("kv_retrieval",), LENGTH, 1)
+    (found,) = evaluate(loaded, {}, EvalSamples(("kv_retrieval",), (LENGTH,), 1))["dense"]
     task = found.tasks["kv_retrieval"]
     assert task.dense == task.sparse
     assert found.prefill_density == 1.0
@@ -88,9 +134,7 @@ def test_without_a_plan_dense_is_on_both_sides(loaded: LoadedModel) -> None:
 
 def test_batches_score_as_single_samples_do(loaded: LoadedModel, kit: Kit) -> None:
     one, many = (
-        evaluate_modes(
-            loaded, {"both": PlanMode(sparse_plan(loaded))}, ("perplexity",), LENGTH, 4, batch=size, kit=kit
-        )["both"].tasks["perplexity"]
+        scored(loaded, {"both": PlanMode(sparse_plan(loaded))}, kit, samples=4, batch=size)["both"].tasks["perplexity"]
         for size in (1, 4)
     )
     np.testing.assert_allclose([o.nll for o in one.sparse], [o.nll for o in many.sparse], rtol=1e-4)
@@ -100,10 +144,7 @@ def test_batches_score_as_single_samples_do(loaded: LoadedModel, kit: Kit) -> No
 def test_prefill_in_chunks_scores_as_in_one_piece(loaded: LoadedModel, kit: Kit) -> None:
     plan = full_plan(loaded)
     whole, pieces = (
-        evaluate_modes(loaded, {"both": PlanMode(plan)}, ("perplexity",), LENGTH, 1, prefill_chunk=chunk, kit=kit)[
-            "both"
-        ]
-        for chunk in (None, 100)
+        scored(loaded, {"both": PlanMode(plan)}, kit, samples=1, prefill_chunk=chunk)["both"] for chunk in (None, 100)
     )
     a, b = whole.tasks["perplexity"], pieces.tasks["perplexity"]
     np.testing.assert_allclose([o.nll for o in a.sparse], [o.nll for o in b.sparse], rtol=1e-4)
@@ -152,8 +193,8 @@ def test_likelihood_and_divergence_are_those_of_the_definition() -> None:
 def test_only_samples_of_equal_shape_share_a_batch() -> None:
     shapes = [(5, 2), (6, 2), (5, 2), (5, 3), (5, 2)]
     made = [sample("x", [1] * prompt, [2] * answer) for prompt, answer in shapes]
-    found = list(batches(made, 2, torch.device("cpu")))
-    assert [(len(b.samples), *b.prompt_BS.shape[1:], *b.answer_BA.shape[1:]) for b in found] == [
+    found = list(batches(made, 2))
+    assert [(len(some), len(some[0].prompt_ids), len(some[0].answer_ids)) for some in found] == [
         (2, 5, 2),
         (1, 5, 2),
         (1, 5, 3),
@@ -170,9 +211,9 @@ def test_evaluation_samples_are_not_those_of_calibration(loaded: LoadedModel, ki
 
 def test_an_unknown_task_and_a_length_too_short_are_named(loaded: LoadedModel, kit: Kit) -> None:
     with pytest.raises(UsageError, match="chess"):
-        evaluate(loaded, None, ("chess",), LENGTH, 1)
+        evaluate(loaded, {}, EvalSamples(("chess",), (LENGTH,), 1))
     with pytest.raises(PromptError, match="kv_retrieval at 32 tokens"):
-        evaluate(loaded, None, ("kv_retrieval",), 32, 1)
+        evaluate(loaded, {}, EvalSamples(("kv_retrieval",), (32,), 1))
 
 
 def test_results_of_several_lengths_are_pooled() -> None:

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from sparsekv.planner import plan
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.families import FAMILIES
 from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -105,6 +106,19 @@ def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, co
     other = made_up_cost(shape=HeadShape(heads=8, kv_heads=2, head_dim=32))
     with pytest.raises(UsageError, match="expected a device cost measured for"):
         compile_files(str(folder), OPTIONS, measured, other)
+
+
+def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
+    loaded: LoadedModel, cost: DeviceCost, folder: Path
+) -> None:
+    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "adaptive"))
+    searched = profile(loaded, options.settled(4096, "cpu"))
+    without = cost.model_copy(update={"index": {name: cost.index[name] for name in FAMILIES}})
+    with pytest.raises(UsageError, match=r"found none of adaptive; measure again.*--cost.*leave adaptive out"):
+        compile_files(str(folder), options, searched, without)
+    narrow = replace(options, families=("a_shape",))
+    found, same = (compile_files(str(folder), narrow, searched, one).plan for one in (without, cost))
+    assert found.prefill == same.prefill
 
 
 def test_the_files_are_written_again_where_asked_for(

@@ -9,7 +9,7 @@ from torch_threads import torch_threads
 
 from sparsekv.planner.cost.device_cost import HeadShape
 from sparsekv.planner.eval_results import EvalResult
-from sparsekv.planner.evaluation import PlanMode, evaluate_modes
+from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profiler import profile
@@ -58,7 +58,7 @@ def results(reference: LoadedModel, plan: Plan) -> dict[str, EvalResult]:
         "decode": PlanMode(plan, "decode"),
         "random": RandomTiles(plan.prefill, seed=0),
     }
-    return evaluate_modes(reference, modes, TASKS, LENGTH, 5)
+    return {name: found for name, (found,) in evaluate(reference, modes, EvalSamples(TASKS, (LENGTH,), 5)).items()}
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

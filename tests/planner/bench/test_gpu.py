@@ -5,6 +5,7 @@ import torch
 
 from sparsekv.planner.bench.kernel_bench import KernelBench, bench_kernels, families_of
 from sparsekv.planner.bench.planted import plant
+from sparsekv.planner.bench.structure import FAMILIES
 from sparsekv.plans.patterns import TileShape
 
 pytestmark = pytest.mark.gpu
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 def test_structure_is_the_same_on_a_gpu_as_on_the_host():
     options = {"kv_heads": 1, "head_dim": 128, "length": 1024, "density": 0.35, "seed": 3, "dtype": torch.float32}
-    tile, families = TileShape(query=64, key=64), families_of("mixed", 4)
+    tile, families = TileShape(query=64, key=64), families_of("+".join(FAMILIES), 4)
     host, gpu = (plant(families, tile=tile, device=torch.device(name), **options) for name in ("cpu", "cuda"))
     assert len(host.heads) == 4
     for one, other in zip(host.heads, gpu.heads, strict=True):
@@ -26,7 +27,7 @@ def test_every_backend_that_can_run_computes_what_its_index_stands_for(tile):
     bench = KernelBench(
         lengths=(4096,),
         densities=(0.3,),
-        patterns=("mixed", "vertical_slash"),
+        patterns=("mixed", "vertical_slash", "adaptive"),
         heads=8,
         kv_heads=2,
         tile=TileShape(query=tile, key=tile),

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from sparsekv.planner.bench import kernel_bench as kernels
-from sparsekv.planner.bench.kernel_bench import MIXES, KernelBench, bench_kernels, families_of
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.planner.bench.kernel_bench import KernelBench, bench_kernels, families_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -37,15 +38,14 @@ def test_every_length_density_and_pattern_is_a_row_with_all_of_its_numbers():
     assert len(rows) == 4
 
 
-def test_vertical_slash_heads_sample_as_many_queries_as_asked_for(monkeypatch):
-    sampled, original = set(), kernels.build_index
+def test_vertical_slash_heads_sample_as_many_queries_as_asked_for():
+    sampled = set()
 
     def build(patterns, *tensors, **options):
         sampled.update(getattr(pattern, "last_q", None) for pattern in patterns)
-        return original(patterns, *tensors, **options)
+        return build_index(patterns, *tensors, **options)
 
-    monkeypatch.setattr(kernels, "build_index", build)
-    list(bench_kernels(bench(patterns=("vertical_slash", "a_shape"), last_q=17)))
+    list(bench_kernels(bench(patterns=("vertical_slash", "a_shape"), last_q=17, build=build)))
     assert sampled == {17, None}
     with pytest.raises(UsageError, match="sampled"):
         bench(last_q=0)
@@ -66,58 +66,48 @@ def test_backends_that_cannot_run_are_rows_with_a_reason():
     assert [row.backend for row in rows if row.sparse_ms is not None] == ["cpu"]
 
 
-def test_a_length_that_does_not_fit_is_a_row_and_the_others_go_on(monkeypatch):
-    original = kernels.plant
-
-    def plant(families, **options):
-        if options["length"] == 640:
+def test_a_length_that_does_not_fit_is_a_row_and_the_others_go_on():
+    def build(patterns, q, *rest, **options):
+        if q.shape[2] == 640:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(families, **options)
+        return build_index(patterns, q, *rest, **options)
 
-    monkeypatch.setattr(kernels, "plant", plant)
-    rows = list(bench_kernels(bench(lengths=(512, 640, 768), patterns=("a_shape",))))
+    rows = list(bench_kernels(bench(lengths=(512, 640, 768), patterns=("a_shape",), build=build)))
     assert [row.note for row in rows] == ["", "out of memory", ""]
     assert rows[1].as_data()["speedup"] is None
 
 
-def test_a_kernel_that_fails_is_a_row_that_keeps_the_dense_times(monkeypatch):
+def test_a_kernel_that_fails_is_a_row_that_keeps_the_dense_times():
     def broken(*args, **options):
         raise RuntimeError("does not compile")
 
-    monkeypatch.setattr(kernels, "prefill_attention", broken)
-    (row,) = bench_kernels(bench(patterns=("a_shape",)))
+    (row,) = bench_kernels(bench(patterns=("a_shape",), attend=broken))
     assert row.note == "RuntimeError: does not compile"
     assert row.sparse_ms is None
     assert row.dense_ms > 0
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 0.5])
-def test_a_wrong_output_has_no_time(monkeypatch, wrong):
-    real = kernels.prefill_attention
-
+def test_a_wrong_output_has_no_time(wrong):
     def off(*args, **options):
-        found = real(*args, **options)
+        found = prefill_attention(*args, **options)
         return type(found)(found.out_BHSD + wrong, found.lse_BHS)
 
-    monkeypatch.setattr(kernels, "prefill_attention", off)
-    (row,) = bench_kernels(bench(patterns=("a_shape",)))
+    (row,) = bench_kernels(bench(patterns=("a_shape",), attend=off))
     assert "wrong" in row.note
     assert row.sparse_ms is None
     assert row.speedup is None
 
 
 @pytest.mark.parametrize("mix", ["vertical_slash", "a_shape", "block_sparse"])
-def test_an_output_that_sees_the_whole_diagonal_tile_has_no_time(monkeypatch, mix):
-    real = kernels.prefill_attention
-
+def test_an_output_that_sees_the_whole_diagonal_tile_has_no_time(mix):
     def leaky(q, k, v, index, chunk, *, scale, backend):
         """Right in the last row of every tile, which sees all of it."""
-        found = real(q, k, v, index, chunk, scale=scale, backend=backend)
+        found = prefill_attention(q, k, v, index, chunk, scale=scale, backend=backend)
         last_S1 = (torch.arange(q.shape[2]) % index.tile.query == index.tile.query - 1)[:, None]
         return type(found)(torch.where(last_S1, found.out_BHSD, _uncausal(q, k, v, index, scale)), found.lse_BHS)
 
-    monkeypatch.setattr(kernels, "prefill_attention", leaky)
-    (row,) = bench_kernels(bench(lengths=(1024,), patterns=(mix,)))
+    (row,) = bench_kernels(bench(lengths=(1024,), patterns=(mix,), attend=leaky))
     assert "wrong" in row.note
     assert row.sparse_ms is None
 
@@ -129,11 +119,13 @@ def _uncausal(q, k, v, index, scale):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=True)
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_every_mix_deals_a_family_to_each_head(mix):
-    families = families_of(mix, 8)
-    assert len(families) == 8
-    assert len(set(families)) == (4 if mix == "mixed" else 1)
+def test_adaptive_heads_are_timed_only_where_they_are_named():
+    default = {family for mix in KernelBench(lengths=(8192,)).patterns for family in families_of(mix, 8)}
+    assert default == set(families_of("mixed", 8)) == {"vertical_slash", "a_shape", "block_sparse"}
+    assert families_of("adaptive", 2) == ("adaptive", "adaptive")
+    assert families_of("a_shape+adaptive", 3) == ("a_shape", "adaptive", "a_shape")
+    (row,) = bench_kernels(bench(patterns=("a_shape+adaptive",)))
+    assert (row.name, row.note) == ("a_shape+adaptive", "")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sparsekv.planner.bench.structure import FAMILIES, SINK
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Dense, TileShape
 
+ALL = "+".join(FAMILIES)
 S, TILE = 1024, TileShape(query=64, key=64)
 
 
@@ -51,7 +52,7 @@ def promised(p: Planted, head: int) -> torch.Tensor:
     return seen & (j <= i)
 
 
-@pytest.mark.parametrize("mix", [*FAMILIES, "mixed"])
+@pytest.mark.parametrize("mix", [*FAMILIES, ALL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_planted_places_hold_the_bulk_of_the_softmax_of_every_head(mix, dtype):
     p = planted(mix, heads=4, kv_heads=2, dtype=dtype)
@@ -101,31 +102,27 @@ def test_the_builders_find_it_at_about_the_stated_density(mix):
 
 
 def test_a_seed_gives_the_same_structure_and_numbers_and_another_one_others():
-    first, again, other = planted("mixed", heads=4), planted("mixed", heads=4), planted("mixed", heads=4, seed=4)
+    first, again, other = planted(ALL, heads=4), planted(ALL, heads=4), planted(ALL, heads=4, seed=4)
     assert torch.equal(first.q_BHSD, again.q_BHSD)
     assert torch.equal(first.k_BGSD, again.k_BGSD)
     assert torch.equal(first.v_BGSD, again.v_BGSD)
     assert first.heads[0].runs == again.heads[0].runs != other.heads[0].runs
 
 
-def test_blocks_of_rows_do_not_show_in_the_structure(monkeypatch):
-    from sparsekv.planner.bench import planted as module
-
-    whole = planted("vertical_slash")
-    monkeypatch.setattr(module, "BLOCK_ROWS", 300)
-    pieces = planted("vertical_slash")
+def test_blocks_of_rows_do_not_show_in_the_structure():
+    whole, pieces = planted("vertical_slash"), planted("vertical_slash", block_rows=300)
     assert whole.heads[0].runs == pieces.heads[0].runs
     assert (weights(pieces, 0) * promised(pieces, 0)).sum(-1)[S // 2 :].mean() > 0.75
 
 
 def test_tensors_lie_token_by_token_as_models_make_them():
-    p = planted("mixed", heads=4, kv_heads=2)
+    p = planted(ALL, heads=4, kv_heads=2)
     assert p.q_BHSD.transpose(1, 2).is_contiguous()
     assert p.k_BGSD.transpose(1, 2).is_contiguous()
 
 
 def test_a_ragged_length_is_planted_to_its_end():
-    p = planted("mixed", heads=4, length=S + 37)
+    p = planted(ALL, heads=4, length=S + 37)
     assert p.q_BHSD.shape[2] == p.v_BGSD.shape[2] == p.chunk.longest == S + 37
     assert torch.isfinite(p.q_BHSD).all()
     dense = build_index((Dense(),) * 4, p.q_BHSD, p.k_BGSD, p.chunk, p.tile, scale=p.scale)

@@ -9,10 +9,8 @@ import torch
 from tiny_models import tiny_model
 from tiny_plans import every_head, info_of, plan_for
 
-from sparsekv.planner.bench import prefill_bench as prefill
-from sparsekv.planner.bench import random_model
-from sparsekv.planner.bench.prefill_bench import PrefillBench, Setting, bench_prefill, layer_flops, run_prefill
-from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, BenchModel, hand_plan, in_words
+from sparsekv.planner.bench.prefill_bench import SPARSE, PrefillBench, PrefillRuns, bench_prefill, layer_flops
+from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, BenchModel, hand_plan
 from sparsekv.planner.bench.random_model import random_model as make
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
@@ -34,8 +32,19 @@ def plan(subject):
     return plan_for(subject.model, every_head(subject.model, STATIC))
 
 
-def rows_of(subject, plan, **options):
-    return list(bench_prefill(subject, plan, "static", PrefillBench(**{"lengths": (512,), "repeats": 1} | options)))
+def rows_of(subject, plan, runs=PrefillRuns, **options):
+    bench = PrefillBench(**{"lengths": (512,), "repeats": 1} | options)
+    return list(bench_prefill(subject, plan, "static", bench, runs=runs))
+
+
+def changed(change):
+    """Runs prefills, and gives back what `change` makes of (way, ids, layers, run), or raises what it raises."""
+
+    class Changed(PrefillRuns):
+        def run(self, way, ids_1S, layers=None):
+            return change(way, ids_1S, layers, super().run(way, ids_1S, layers))
+
+    return Changed
 
 
 def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, plan):
@@ -70,107 +79,71 @@ def test_in_pieces_the_same_tiles_are_computed(subject, plan):
 @pytest.mark.parametrize("hosted", [None, 2])
 def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan, hosted):
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert "transformers, flash-attn-4" in Setting(on_gpu, plan, "auto", hosted, None).dense()
+    assert "transformers, flash-attn-4" in PrefillRuns(on_gpu, plan, kv_host_layers=hosted).dense
 
 
-def test_layers_go_to_the_host_where_that_is_asked_for(subject, plan, monkeypatch):
-    from sparsekv.planner.bench import prefill_bench as prefill_runs
-
-    asked, real = [], prefill_runs.apply
-
-    def apply(*args, **options):
-        asked.append(options)
-        return real(*args, **options)
-
-    monkeypatch.setattr(prefill_runs, "apply", apply)
-    (row,) = rows_of(subject, plan, kv_host_layers=2)
-    assert {options["kv_host_layers"] for options in asked} == {2}
-    assert {options["prefill"] for options in asked} == {True, False}  # dense has its rows in the same place
-    assert row.sparse_ms > 0
-
-
-def timed_as(monkeypatch, milliseconds):
+def timed_as(milliseconds):
     """Runs of 1 and of 2 layers take so long."""
-    real = prefill._warmed
-
-    def warmed(setting, way, ids, layers=None):
-        run = real(setting, way, ids, layers)
-        return run if layers is None else replace(run, milliseconds=milliseconds[layers - 1])
-
-    monkeypatch.setattr(prefill, "_warmed", warmed)
+    return changed(
+        lambda way, ids, layers, run: run if layers is None else replace(run, milliseconds=milliseconds[layers - 1])
+    )
 
 
-def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan, monkeypatch):
-    timed_as(monkeypatch, (30.0, 50.0))
-    (row,) = rows_of(subject, plan, dense_layers=1)
+def test_dense_of_a_layer_is_multiplied_and_the_row_says_so(subject, plan):
+    (row,) = rows_of(subject, plan, timed_as((30.0, 50.0)), dense_layers=1)
     assert row.dense_ms == 30 + 1 * 20
     assert row.dense_peers.timed_ms.keys() == {"transformers, SDPA", "sparsekv dense"}
     assert "1 measured layer" in row.note
 
 
 @pytest.mark.parametrize("options", [{"dense_layers": 1}, {}])
-def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, monkeypatch, options):
-    sparse, real = [], prefill.run_prefill
+def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, options):
+    sparse = []
 
-    def run(setting, way, ids, layers=None):
-        found = real(setting, way, ids, layers)
-        if found.stats is not None and found.stats.prefill_density < 1:
-            sparse.append(found)
-            return found
-        if not options:
+    def watch(way, ids, layers, run):
+        if way == SPARSE:
+            sparse.append(run)
+        elif not options:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return found
+        return run
 
-    monkeypatch.setattr(prefill, "run_prefill", run)
-    (row,) = rows_of(subject, plan, repeats=4, **options)
+    (row,) = rows_of(subject, plan, changed(watch), repeats=4, **options)
     assert len(sparse) == 1 + 4  # one warms up
     assert row.sparse_ms == statistics.median(run.milliseconds for run in sparse[1:])
     assert (row.dense_ms is None) == (not options) or "took no longer" in str(row.dense_peers.refused)
 
 
-def test_a_layer_that_takes_no_time_is_not_multiplied(subject, plan, monkeypatch):
-    timed_as(monkeypatch, (50.0, 30.0))
-    (row,) = rows_of(subject, plan, dense_layers=1)
+def test_a_layer_that_takes_no_time_is_not_multiplied(subject, plan):
+    (row,) = rows_of(subject, plan, timed_as((50.0, 30.0)), dense_layers=1)
     assert row.dense_ms is None
     assert row.speedup is None
     assert "cannot be multiplied" in row.dense_peers.refused["sparsekv dense"]
 
 
-def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_of_it_runs_alone(subject, plan, monkeypatch):
-    ran, real = [], prefill._warmed
+def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_of_it_runs_alone(subject, plan):
+    ran = []
 
-    def warmed(setting, way, ids, layers=None):
-        found = real(setting, way, ids, layers)
-        is_ours = found.stats is not None
-        if is_ours and found.stats.prefill_density < 1:
-            return found
-        ran.append((is_ours, ids.shape[1], layers))
-        return found if layers is None else replace(found, milliseconds=layers * (50.0 if is_ours else 80.0))
+    def ours_is_faster(way, ids, layers, run):
+        if way == SPARSE:
+            return run
+        ran.append((way, ids.shape[1], layers))
+        return run if layers is None else replace(run, milliseconds=layers * (50.0 if "sparsekv" in way else 80.0))
 
-    monkeypatch.setattr(prefill, "RANKED_FROM", 512)
-    monkeypatch.setattr(prefill, "_warmed", warmed)
-    (row,) = rows_of(subject, plan)
-    assert ran == [(False, 128, 1), (False, 128, 2), (True, 128, 1), (True, 128, 2), (True, 512, None)]
-    assert list(row.dense_peers.timed_ms) == ["sparsekv dense"]
-    assert row.dense_peers.refused == {
-        "transformers, SDPA": "1.60 times the time of sparsekv dense at 128 tokens",
-    }
+    (row,) = rows_of(subject, plan, changed(ours_is_faster), ranked_from=512)
+    theirs, ours = "transformers, SDPA", "sparsekv dense"
+    parts = [(way, 128, layers) for way in (theirs, ours) for layers in (1, 2)]
+    assert list(dict.fromkeys(ran)) == [*parts, (ours, 512, None)]
+    assert list(row.dense_peers.timed_ms) == [ours]
+    assert row.dense_peers.refused == {theirs: "1.60 times the time of sparsekv dense at 128 tokens"}
 
 
-def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(subject, plan, monkeypatch):
-    real = prefill._warmed
-
-    def warmed(setting, way, ids, layers=None):
-        found = real(setting, way, ids, layers)
-        if found.stats is not None and found.stats.prefill_density < 1:
-            return found
-        if layers is None and found.stats is None:
+def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(subject, plan):
+    def theirs_is_faster(way, ids, layers, run):
+        if layers is None and way == "transformers, SDPA":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return found if layers is None else replace(found, milliseconds=layers * (80.0 if found.stats else 50.0))
+        return run if layers is None else replace(run, milliseconds=layers * (80.0 if "sparsekv" in way else 50.0))
 
-    monkeypatch.setattr(prefill, "RANKED_FROM", 512)
-    monkeypatch.setattr(prefill, "_warmed", warmed)
-    (row,) = rows_of(subject, plan)
+    (row,) = rows_of(subject, plan, changed(theirs_is_faster), ranked_from=512)
     assert list(row.dense_peers.timed_ms) == ["sparsekv dense"]
     assert row.dense_peers.refused == {"transformers, SDPA": "out of memory"}
 
@@ -194,33 +167,28 @@ def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, p
     assert row.density < 1
 
 
-def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, monkeypatch):
-    real = prefill.run_prefill
-
-    def failing(setting, way, ids, layers=None):
-        run = real(setting, way, ids, layers)
-        if run.stats and run.stats.prefill_density < 1:
+def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan):
+    def failing(way, ids, layers, run):
+        if way == SPARSE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run
 
-    monkeypatch.setattr(prefill, "run_prefill", failing)
-    (row,) = rows_of(subject, plan)
+    (row,) = rows_of(subject, plan, changed(failing))
     assert row.sparse_ms is None
     assert row.dense_ms > 0
     assert "sparse: out of memory" in row.note
 
 
-def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, monkeypatch):
-    real, runs = prefill.run_prefill, []
+def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan):
+    runs = []
 
-    def failing(setting, way, ids, layers=None):
-        runs.append(real(setting, way, ids, layers))
+    def failing(way, ids, layers, run):
+        runs.append(run)
         if len(runs) == 8:  # each of the three ways runs twice, and then they take turns
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return runs[-1]
+        return run
 
-    monkeypatch.setattr(prefill, "run_prefill", failing)
-    (row,) = rows_of(subject, plan, repeats=5)
+    (row,) = rows_of(subject, plan, changed(failing), repeats=5)
     assert len(runs) == 8
     assert row.sparse_ms > 0
     assert row.dense_ms > 0
@@ -264,19 +232,22 @@ def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
 @pytest.mark.parametrize("name", ["transformers, SDPA", "sparsekv dense"])
 def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan, name):
     seen = []
-    setting = Setting(subject.model, plan, "auto", None, None)
+    runs = PrefillRuns(subject.model, plan)
     ids = torch.ones(1, 64, dtype=torch.long)
     whole = layer_flops(subject.model, 64)
     hook = attention_modules(subject.model)[1].register_forward_hook(lambda *call: seen.append(1))
-    run_prefill(setting, setting.dense()[name], ids, layers=1)
+    runs.run(name, ids, layers=1)
     assert not seen
-    run_prefill(setting, setting.dense()[name], ids)
+    runs.run(name, ids)
     hook.remove()
     assert seen
     assert layer_flops(subject.model, 64) == whole
 
 
-def test_layers_that_run_alone_have_their_room_before_the_clock_starts(subject, plan, monkeypatch):
+@pytest.mark.parametrize("way", [SPARSE, "sparsekv dense"])
+def test_layers_go_to_the_host_in_every_way_and_have_their_room_before_the_clock_starts(
+    subject, plan, monkeypatch, way
+):
     from sparsekv.runtime.stores.pinned import HostMemory
 
     running, taken, real = [], [], HostMemory.take
@@ -287,19 +258,18 @@ def test_layers_that_run_alone_have_their_room_before_the_clock_starts(subject, 
 
     monkeypatch.setattr(HostMemory, "take", take)
     hook = subject.model.register_forward_pre_hook(lambda *call: running.append(1))
-    setting = Setting(subject.model, plan, "auto", 2, None)  # every layer's rows in host memory
-    run_prefill(setting, setting.dense()["sparsekv dense"], torch.ones(1, 512, dtype=torch.long), layers=1)
+    runs = PrefillRuns(subject.model, plan, kv_host_layers=2)  # every layer's rows in host memory
+    runs.run(way, torch.ones(1, 512, dtype=torch.long), layers=1)
     hook.remove()
     assert running
     assert taken
     assert not any(in_time for in_time, _ in taken)
 
 
-def test_a_model_of_one_layer_runs_every_way_also_at_great_length(monkeypatch):
+def test_a_model_of_one_layer_runs_every_way_also_at_great_length():
     model = tiny_model(layers=1, context=1024)
     one = BenchModel(model, info_of(model), "tiny", "random", "")
-    monkeypatch.setattr(prefill, "RANKED_FROM", 512)
-    (row,) = rows_of(one, plan_for(model, every_head(model, STATIC)))
+    (row,) = rows_of(one, plan_for(model, every_head(model, STATIC)), ranked_from=512)
     assert row.dense_peers.timed_ms.keys() == {"transformers, SDPA", "sparsekv dense"}
     assert not row.dense_peers.refused
 
@@ -308,14 +278,14 @@ def test_a_model_of_one_layer_runs_every_way_also_at_great_length(monkeypatch):
 
 
 def test_a_plan_by_hand_has_a_bucket_a_length_and_a_pattern_for_every_head(subject):
-    made = hand_plan(subject.info, (512, 1024), (0.5, 0.3), TILE)
+    made, words = hand_plan(subject.info, (1024, 512), (0.3, 0.5), TILE)
     assert [bucket.up_to for bucket in made.prefill.lengths] == [512, None]
     for bucket in made.prefill.lengths:
         kinds = {pattern.pattern for layer in range(2) for pattern in bucket.patterns(layer, 4)}
         assert kinds == {"vertical_slash", "a_shape"}
     (row,) = rows_of(subject, made, lengths=(1024,))
     assert row.density == pytest.approx(0.3, abs=0.1)
-    assert "made by hand" in in_words(("a_shape",), (0.3,), TILE)
+    assert "made by hand: vertical_slash and a_shape in turn, sized for a density of 0.5, 0.3" in words
     with pytest.raises(UsageError, match="densit"):
         hand_plan(subject.info, (512, 1024), (0.5, 0.3, 0.1), TILE)
 
@@ -341,10 +311,10 @@ def test_random_weights_leave_the_random_state_as_it_was():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_known_shape_stands_in_where_no_config_can_be_had(monkeypatch):
-    smaller = {"llama3-8b": PUBLIC_SHAPES["llama3-8b"].__class__("llama", 2, 64, 96, 4, 2, 100, 1e4, 512, 16)}
-    monkeypatch.setattr(random_model, "PUBLIC_SHAPES", smaller)
-    made = make("llama3-8b", device=CPU, dtype=torch.float32, longest=512)
+def test_a_known_shape_stands_in_where_no_config_can_be_had():
+    smaller = PUBLIC_SHAPES["llama3-8b"] | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+    smaller |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100}
+    made = make("llama3-8b", device=CPU, dtype=torch.float32, longest=512, shapes={"llama3-8b": smaller})
     assert (made.info.layers, made.info.attention[0].kv_heads) == (2, 2)
     assert "table" in made.note
     with pytest.raises(UsageError) as unknown:
@@ -355,10 +325,9 @@ def test_a_known_shape_stands_in_where_no_config_can_be_had(monkeypatch):
 def test_public_shapes_are_of_aliases_and_of_supported_architectures():
     types = {alias.name: alias.model_type for alias in ALIASES}
     for name, shape in PUBLIC_SHAPES.items():
-        assert types[name] == shape.model_type in SUPPORTED
-        assert shape.heads % shape.kv_heads == 0
+        assert types[name] == shape["model_type"] in SUPPORTED
+        assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
     assert {"llama3-8b", "llama3.1-8b", "qwen2.5-7b-1m", "qwen3-8b", "yi-9b-200k"} <= PUBLIC_SHAPES.keys()
-    assert PUBLIC_SHAPES["llama3-8b"].config()["num_key_value_heads"] == 8
 
 
 def test_more_layers_than_there_are_cannot_be_kept():

@@ -10,6 +10,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
 from sparsekv.planner.bench.kernel_bench import families_of
 from sparsekv.planner.bench.planted import check_rows, find_planted, plant, sample_rows
+from sparsekv.planner.bench.structure import FAMILIES
 from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
 
 S, TILE = 1024, TileShape(query=64, key=64)
@@ -18,7 +19,7 @@ S, TILE = 1024, TileShape(query=64, key=64)
 @pytest.fixture(scope="module")
 def p():
     return plant(
-        families_of("mixed", 4),
+        families_of("+".join(FAMILIES), 4),
         kv_heads=2,
         head_dim=64,
         length=S,
@@ -73,17 +74,14 @@ def test_what_no_head_has_is_none_and_not_zero(p):
     assert (found.columns, found.diagonals, found.tiles) == (None, None, None)
 
 
-def test_mass_and_error_are_those_of_the_oracle(p, monkeypatch):
-    from sparsekv.planner.bench import planted as recall
-
+def test_mass_and_error_are_those_of_the_oracle(p):
     index, rows = index_of(p, p.patterns), list(sample_rows(S, 7))
     mask = mask_of(index, p.chunk, S)
     oracle = reference_attention(p.q_BHSD, p.k_BGSD, p.v_BGSD, mask, scale=p.scale)
     causal = torch.ones(S, S, dtype=torch.bool).tril().expand(1, 4, S, S)
     whole = reference_attention(p.q_BHSD, p.k_BGSD, p.v_BGSD, causal, scale=p.scale)
     mass = (oracle.lse_BHS - whole.lse_BHS).exp()[:, :, rows].mean()
-    monkeypatch.setattr(recall, "_BLOCK_ELEMENTS", 3 * S)  # three rows at a time
-    checked = check_rows(p, index, rows, oracle.out_BHSD)
+    checked = check_rows(p, index, rows, oracle.out_BHSD, block_elements=3 * S)  # three rows at a time
     assert checked.mass == pytest.approx(float(mass), rel=1e-4)
     assert checked.error < 1e-4
     wrong = oracle.out_BHSD.clone()

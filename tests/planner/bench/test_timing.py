@@ -1,12 +1,12 @@
 """Calls are timed in turn, and what does not run is named, not dropped."""
 
 import time
+import warnings
 from functools import partial
 
 import pytest
 import torch
 
-from sparsekv.planner.bench import timing as dense_peers
 from sparsekv.planner.bench.timing import (
     DensePeers,
     dense_calls,
@@ -39,6 +39,18 @@ def test_a_dense_kernel_that_does_not_run_is_refused_with_its_reason():
     assert peers.refused == {"broken": "RuntimeError: no such kernel"}
 
 
+def test_why_torch_does_not_take_a_kernel_is_no_warning_and_others_are_passed_on():
+    def refused():
+        warnings.warn(
+            "Flash attention kernel not used because:\n(Triggered internally at /a/sdp_utils.cpp:9.)", stacklevel=1
+        )
+        raise RuntimeError("no such kernel")
+
+    with warnings.catch_warnings(record=True) as told:
+        time_calls({"refused": refused, "odd": lambda: warnings.warn("odd", stacklevel=1)}, 128, CPU, rounds=1)
+    assert {str(warning.message) for warning in told} == {"odd"}
+
+
 def test_without_any_dense_kernel_there_is_no_fastest():
     assert DensePeers(128, {}, {"all": "reason"}).fastest is None
 
@@ -66,7 +78,7 @@ def test_rates_count_the_causal_half():
     assert dense_tflops(1, 1, 3, 1e3) == pytest.approx(4 * 6 / 1e12)
 
 
-def test_of_a_very_long_prompt_only_the_kernel_that_is_fastest_on_a_part_of_it_is_timed(monkeypatch):
+def test_of_a_very_long_prompt_only_the_kernel_that_is_fastest_on_a_part_of_it_is_timed():
     q, k, v = (torch.randn(1, heads, 256, 16) for heads in (4, 2, 2))
     sleeps = {"slow": 0.02, "fast": 0.001}
     lengths = []
@@ -78,16 +90,14 @@ def test_of_a_very_long_prompt_only_the_kernel_that_is_fastest_on_a_part_of_it_i
 
         return {name: partial(sleep, name) for name in sleeps}
 
-    monkeypatch.setattr(dense_peers, "RANKED_FROM", 256)
-    monkeypatch.setattr(dense_peers, "dense_calls", calls)
-    peers = time_dense(q, k, v, rounds=1)
+    peers = time_dense(q, k, v, rounds=1, ranked_from=256, kernels=calls)
     assert (peers.length, list(peers.timed_ms)) == (256, ["fast"])
     assert "times the time of fast at 64 tokens" in peers.refused["slow"]
     assert {place for place in lengths if place[1] == 256} == {("fast", 256, 256)}
     assert ("slow", 64, 64) in lengths
 
 
-def test_of_a_very_long_prompt_the_next_kernel_is_timed_where_the_fastest_does_not_run(monkeypatch):
+def test_of_a_very_long_prompt_the_next_kernel_is_timed_where_the_fastest_does_not_run():
     q, k, v = (torch.randn(1, heads, 256, 16) for heads in (4, 2, 2))
 
     def calls(q_BHSD, k_BGSD, v_BGSD):
@@ -97,8 +107,6 @@ def test_of_a_very_long_prompt_the_next_kernel_is_timed_where_the_fastest_does_n
 
         return {"fast": fast, "slow": lambda: time.sleep(0.01)}
 
-    monkeypatch.setattr(dense_peers, "RANKED_FROM", 256)
-    monkeypatch.setattr(dense_peers, "dense_calls", calls)
-    peers = time_dense(q, k, v, rounds=1)
+    peers = time_dense(q, k, v, rounds=1, ranked_from=256, kernels=calls)
     assert list(peers.timed_ms) == ["slow"]
     assert peers.refused == {"fast": "out of memory"}

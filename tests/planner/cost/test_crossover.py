@@ -17,7 +17,6 @@ from sparsekv.planner.cost.predict import LayerTimes, ScoreTables, choice_of, la
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import PrefillPlan
 
@@ -280,12 +279,6 @@ def test_without_a_crossover_nothing_is_dense() -> None:
     ]
     assert len(patterns) == 48
     assert not any(isinstance(pattern, Dense) for pattern in patterns)
-
-
-def test_a_family_that_the_device_cost_has_no_price_of_is_refused() -> None:
-    cost = made_up_cost(index={"a_shape": Line(prices=(0.0, 0.0, 0.0))})
-    with pytest.raises(UsageError, match="found none of vertical_slash; measure again"):
-        allocate(profile_with(), cost, PlanOptions(target_density=(0.3,)))
 
 
 def test_decode_goes_dense_below_the_crossing_of_each_bucket() -> None:

@@ -10,9 +10,8 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.measure import fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost.predict import causal_tiles, predict
-from sparsekv.planner.families import KNOWN_FAMILIES
+from sparsekv.planner.families import FAMILIES
 from sparsekv.planner.options import PlanOptions
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 
@@ -66,7 +65,19 @@ def test_it_says_where_it_was_measured(measured: DeviceCost) -> None:
     assert measured.backend == "cpu"
     assert measured.dtype == "float32"
     assert measured.device.startswith("cpu")
-    assert set(measured.index) == set(KNOWN_FAMILIES)
+
+
+def test_adaptive_is_timed_when_asked_for_alone(measured: DeviceCost) -> None:
+    def families(cost: DeviceCost) -> set[str]:
+        return set(cost.index) | {
+            timing.what.removeprefix("index ") for timing in cost.timings if "index" in timing.what
+        }
+
+    assert families(measured) == set(FAMILIES)
+    asked = measure_cost(
+        SHAPE, (512,), device=torch.device("cpu"), dtype=torch.float32, tile=TILE, families=("adaptive",)
+    )
+    assert families(asked) == {*FAMILIES, "adaptive"}
 
 
 def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(measured: DeviceCost) -> None:
@@ -102,8 +113,6 @@ def test_the_first_head_of_a_family_pays_its_launch_and_every_head_its_work() ->
     assert cost.index_launch_us("a_shape") == 100.0
     assert cost.index_head_us("a_shape", 10) == pytest.approx(5.1)
     assert cost.index_us("a_shape", 3, 10) == pytest.approx(100.0 + 3 * 5.1)
-    with pytest.raises(UsageError, match="prices of a_shape, adaptive, found none of adaptive"):
-        cost.index_us("adaptive", 1, 10)
 
 
 def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
