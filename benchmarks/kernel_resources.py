@@ -34,8 +34,8 @@ import attention_cases
 from attention_cases import Case
 
 from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.index.build import room_for
-from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.build import empty_index
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
@@ -168,11 +168,12 @@ def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     ):  # fmt: skip
         pattern = VerticalSlash(vertical=tokens(100), slash=tokens(50), last_q=last_q, max_tiles=tokens(500))
         q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
-        call = IndexCall(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+        call = IndexCall.of(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+        group = HeadGroup.of((pattern,) * 8, range(8))
 
-        def build(call: IndexCall = call, patterns: tuple[VerticalSlash, ...] = (pattern,) * 8) -> object:
-            prepared = vertical_slash.prepare(patterns, range(8), call)
-            return prepared.fill(room_for([prepared.widths], call, ()))
+        def build(call: IndexCall = call, group: HeadGroup = group) -> object:
+            prepared = vertical_slash.prepare(group, call)
+            return prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
         yield f"head size {dim}, last_q {last_q}, {tile.query} tiles{', window' if window else ''}", build
 
@@ -181,11 +182,11 @@ def block_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Building the index of block-sparse heads."""
     for dim, window, tile in ((64, None, TILE), (128, None, TILE), (128, 200, SMALL_TILE)):
         q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
-        call = IndexCall(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+        call = IndexCall.of(q, k, Chunk((0,), (600,)), tile, 0.1, window)
 
         def build(call: IndexCall = call) -> object:
-            prepared = block_sparse.prepare((BlockSparse(keep=tokens(300)),) * 8, range(8), call)
-            return prepared.fill(room_for([prepared.widths], call, ()))
+            prepared = block_sparse.prepare(HeadGroup.of((BlockSparse(keep=tokens(300)),) * 8, range(8)), call)
+            return prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
         yield f"head size {dim}, {tile.query} tiles{', window' if window else ''}", build
 
