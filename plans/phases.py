@@ -54,16 +54,15 @@ def check_ascending(buckets: Sequence[Bucket]) -> None:
     Raises:
         FieldError: the bounds do not ascend, or the last bucket is not open-ended, or another one is.
     """
-    if not buckets or buckets[-1].up_to is not None:
+    bounds = [bucket.up_to for bucket in buckets]
+    if not bounds or bounds[-1] is not None:
         raise FieldError("expected a last bucket with `up_to: null`, for every longer context", "lengths")
-    bounds = [bucket.up_to for bucket in buckets[:-1]]
-    for position, bound in enumerate(bounds):
-        if bound is None:
+    for position, (shorter, longer) in enumerate(pairwise(bounds)):
+        if shorter is None:
             raise FieldError("expected `up_to: null` in the last bucket only", "lengths", position, "up_to")
-    for position, (shorter, longer) in enumerate(pairwise(bound for bound in bounds if bound is not None), start=1):
-        if shorter >= longer:
+        if longer is not None and shorter >= longer:
             message = f"expected ascending lengths, found {shorter} before {longer}"
-            raise FieldError(message, "lengths", position, "up_to")
+            raise FieldError(message, "lengths", position + 1, "up_to")
 
 
 def bucket_of(buckets: Sequence[AnyBucket], length: int) -> AnyBucket:
@@ -204,13 +203,13 @@ def _merged(groups: Iterable[HeadGroup]) -> tuple[HeadGroup, ...]:
     together: dict[tuple[int, Pattern], list[HeadGroup]] = {}
     for group in groups:
         together.setdefault((group.layer, group.pattern), []).append(group)
-    merged = [same[0] if len(same) == 1 else _joined(same) for same in together.values()]
+    merged = [
+        same[0]
+        if len(same) == 1
+        else HeadGroup(layer=layer, heads=tuple(sorted(h for group in same for h in group.heads)), pattern=pattern)
+        for (layer, pattern), same in together.items()
+    ]
     return tuple(sorted(merged, key=lambda group: (group.layer, group.heads[0])))
-
-
-def _joined(groups: list[HeadGroup]) -> HeadGroup:
-    heads = tuple(sorted(head for group in groups for head in group.heads))
-    return HeadGroup(layer=groups[0].layer, heads=heads, pattern=groups[0].pattern)
 
 
 def _layer_key(key: Any) -> Any:
