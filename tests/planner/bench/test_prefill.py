@@ -151,7 +151,7 @@ def test_of_a_very_long_prompt_the_next_way_runs_where_the_fastest_does_not_fit(
 def test_a_row_names_the_backend_that_ran_and_not_the_one_that_failed(subject, plan):
     (row,) = rows_of(subject, plan, changed(lambda way, ids, layers, run: replace(run, backend="slower")))
     assert row.backend == "slower"
-    assert "cpu failed, and slower took over" in row.note
+    assert "cpu failed, and slower replaced it" in row.note
 
 
 def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan):
