@@ -58,8 +58,8 @@ class Request:
         queries: most questions about the context.
         statements: how many needles, pairs or chains to plant; None for the task's standard number at this length.
             Fewer are planted where they do not fit.
-        answer_room: tokens reserved for the one answer, whatever it needs of them: context and question then take exactly
-            the rest of the length, in every document. None: answers take what they need.
+        answer_room: tokens reserved for the one answer, whatever it needs of them: context and question then take
+            exactly the rest of the length, in every document. None: answers take what they need.
     """
 
     length: int
