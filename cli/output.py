@@ -148,8 +148,8 @@ class Failure:
         if isinstance(error, SparseKVError):
             return cls(kind, str(error), error.exit_code, notes, error.facts)
         if isinstance(error, OSError) and error.strerror:
-            place = f"{error.filename}: " if error.filename is not None else ""
-            return cls(kind, f"{place}{error.strerror}", FAILED, notes)
+            name = f"{error.filename}: " if error.filename is not None else ""
+            return cls(kind, f"{name}{error.strerror}", FAILED, notes)
         # Named, not imported: torch must stay out of the commands that do not need it.
         if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
             message = f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype"
@@ -191,7 +191,7 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Takes the place of `warnings.showwarning`: our own warnings are for users, not about a line of code."""
+    """Replaces `warnings.showwarning`: our own warnings are for users, not about a line of code."""
     if category.__module__.startswith("sparsekv."):
         tell(f"warning: {message}")
     else:

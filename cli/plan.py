@@ -226,7 +226,7 @@ class PlanFiles:
         """Finds out before hours of work whether the outputs can be written.
 
         Raises:
-            UsageError: a file is to be written where none can be, over one that is read, or two at one place.
+            UsageError: a file is to be written where none can be, over one that is read, or two to one file.
         """
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
         outputs = (
@@ -239,11 +239,11 @@ class PlanFiles:
         for flag, path in outputs:
             if path is None:
                 continue
-            place = os.path.realpath(path)
-            if place in taken:
-                raise UsageError(f"expected a file of its own for {flag}, found {taken[place]} there; name another one")
-            _check_writable(Path(place), path)
-            taken[place] = f"{flag} {path}"
+            real = os.path.realpath(path)
+            if real in taken:
+                raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
+            _check_writable(Path(real), path)
+            taken[real] = f"{flag} {path}"
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -268,7 +268,7 @@ class PlanFiles:
         return f"{self.out} was not written, and nothing was profiled yet"
 
 
-def _check_writable(place: Path, path: Path) -> None:
+def _check_writable(real: Path, path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -280,7 +280,7 @@ def _check_writable(place: Path, path: Path) -> None:
         raise UsageError(f"expected a file to write, found the folder {path}; name a file in it")
     if not stat.S_ISREG(mode):
         raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
-    if not place.parent.is_dir():
-        raise UsageError(f"expected a folder to write {place.name} in, found no {place.parent}; make it first")
-    if not os.access(place.parent, os.W_OK):
-        raise UsageError(f"expected a folder that can be written, found {place.parent}; choose another one")
+    if not real.parent.is_dir():
+        raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
+    if not os.access(real.parent, os.W_OK):
+        raise UsageError(f"expected a folder that can be written, found {real.parent}; choose another one")

@@ -194,7 +194,7 @@ def _unsupported(plan: Plan) -> Iterator[str]:
 
 
 def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> list[str]:
-    """What a user should be warned of before `plan` runs on `found`; empty when it is the very model.
+    """Warnings before `plan` runs on `found`; empty when it is the model that was planned.
 
     Raises:
         PlanMismatchError: the architecture differs and `allow_mismatch` is off, or the plan names layers or heads
@@ -246,10 +246,10 @@ def json_schema() -> dict[str, Any]:
 
 def _flat(group: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """A head group as it stands in a file: the pattern's fields beside `layer` and `heads`."""
-    place = {name: group["properties"][name] for name in ("layer", "heads")}
+    own = {name: group["properties"][name] for name in ("layer", "heads")}
     members = []
     for reference in group["properties"]["pattern"]["oneOf"]:
         pattern = definitions.pop(reference["$ref"].removeprefix("#/$defs/"))
-        required = [*place, "pattern", *pattern.get("required", ())]
-        members.append(pattern | {"properties": place | pattern["properties"], "required": required})
+        required = [*own, "pattern", *pattern.get("required", ())]
+        members.append(pattern | {"properties": own | pattern["properties"], "required": required})
     return {"description": group["description"], "oneOf": members}
