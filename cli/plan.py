@@ -18,10 +18,7 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.options import PlanOptions
     from sparsekv.planner.plan import PlanResult
-    from sparsekv.planner.profile.profile_data import Profile
 
 _File = Path | None
 
@@ -95,7 +92,10 @@ def plan(
     from sparsekv.cli.prompts import own_prompts
     from sparsekv.planner.data_files import read_cost, read_profile
     from sparsekv.planner.options import Gate, PlanOptions
+    from sparsekv.planner.plan import compile_files, compile_plan
     from sparsekv.planner.profile.profile_data import for_profile
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
 
     asked: dict[str, Any] = {
         "lengths": _read(options.lengths_from, lengths, "--lengths"),
@@ -127,7 +127,23 @@ def plan(
     if profiled is not None:
         for_profile(wanted, profiled)  # says what is not in it before a model is loaded
     with files.telling_what_is_saved():
-        result = _compiled(options.Subject(model), wanted, files, profiled, measured, device, dtype)
+        outputs = {"profile_out": profile_out, "cost_out": cost_out}
+        if profiled and measured and no_verify:
+            result = compile_files(model, wanted, profiled, measured, **outputs)
+        else:
+            loaded = options.Subject(model).load(device, dtype)
+            result = compile_plan(
+                loaded,
+                wanted,
+                profile_in=profiled,
+                cost_in=measured,
+                resume=files.resume,
+                progress=BarProgress(),
+                **outputs,
+            )
+        write_plan(result.plan, out)
+    if profiled is None:
+        files.resume.unlink(missing_ok=True)
     _tell(result, out, as_json)
 
 
@@ -135,71 +151,34 @@ def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
     return None if text is None else how(text, flag)
 
 
-def _compiled(
-    subject: options.Subject,
-    wanted: PlanOptions,
-    files: PlanFiles,
-    profile: Profile | None,
-    cost: DeviceCost | None,
-    device: str | None,
-    dtype: str | None,
-) -> PlanResult:
-    """Compiles a plan and writes it; without the model's weights where all was measured and nothing is verified."""
-    from sparsekv.planner.plan import compile_files, compile_plan
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
-
-    outputs = {"profile_out": files.profile_out, "cost_out": files.cost_out}
-    if profile and cost and wanted.verify_samples == 0:
-        result = compile_files(subject.model, wanted, profile, cost, **outputs)
-    else:
-        result = compile_plan(
-            subject.load(device, dtype),
-            wanted,
-            profile_in=profile,
-            cost_in=cost,
-            resume=files.resume,
-            progress=BarProgress(),
-            **outputs,
-        )
-    write_plan(result.plan, files.out)
-    if profile is None:
-        files.resume.unlink(missing_ok=True)
-    return result
-
-
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     from sparsekv.plans.schema import to_data
 
-    quality = result.quality
+    quality, density, speedup = result.quality, result.prefill_density, result.predicted_speedup
     if as_json:
         emit_json(
             {
                 "path": str(out),
                 "status": result.plan.status,
-                "prefill_density": result.prefill_density,
-                "predicted_speedup": result.predicted_speedup,
+                "prefill_density": density,
+                "predicted_speedup": speedup,
                 "filter_layers": list(result.filter_layers),
                 "quality": None if quality is None else to_data(quality),
                 "seconds": round(result.seconds, 3),
             }
         )
     else:
-        emit("\n".join(_lines(result, out)))
+        if quality is not None:
+            emit(quality_table(quality) + "\n")
+        emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
+        if density is not None:
+            emit(f"prefill computes {density:.3f} of the tiles at the longest length")
+        if speedup is not None:
+            emit(f"predicted speedup of attention there: {speedup:.2f}x")
+        if result.filter_layers:
+            emit(f"filter layers of decode: {', '.join(map(str, result.filter_layers))}")
     for remark in result.remarks:
         tell(remark)
-
-
-def _lines(result: PlanResult, out: Path) -> Iterator[str]:
-    if result.quality is not None:
-        yield quality_table(result.quality) + "\n"
-    yield f"{out}: {result.plan.status}, in {result.seconds:.0f} s"
-    if result.prefill_density is not None:
-        yield f"prefill computes {result.prefill_density:.3f} of the tiles at the longest length"
-    if result.predicted_speedup is not None:
-        yield f"predicted speedup of attention there: {result.predicted_speedup:.2f}x"
-    if result.filter_layers:
-        yield f"filter layers of decode: {', '.join(map(str, result.filter_layers))}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

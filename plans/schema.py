@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.model import ModelInfo, check_fit, differences
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.types import (
     Count,
     Digest,
@@ -160,6 +160,12 @@ class Plan(Part):
         if self.status == "verified" and self.quality is None:
             raise FieldError("expected a measured quality in a verified plan, found none", "status")
         return self
+
+    @property
+    def buckets(self) -> tuple[PrefillBucket | DecodeBucket, ...]:
+        """The length buckets of both phases."""
+        prefill, decode = self.prefill, self.decode
+        return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
 
 
 def to_data(part: BaseModel) -> dict[str, Any]:
