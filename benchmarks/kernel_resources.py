@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
@@ -148,17 +148,24 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over chosen tokens."""
-    from sparsekv.kernels.decode import triton_backend
+    from sparsekv.kernels.decode import triton as backend
+    from sparsekv.kernels.keys import KeyView, resident
 
     for dim in (64, 128):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
-        rows = DecodeRows(torch.arange(0, 500, 2, dtype=torch.int32)[None, None], 590, 600)
+        chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
+        page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
+        table = torch.zeros((1, 10), dtype=torch.int32)
+        pages = KeyView(page, page, torch.tensor([100], dtype=torch.int32), table)
+        keys = resident(k, v)
+        selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
+        for name, view, chosen_tokens in (("selected", keys, selection), ("dense", keys, None), ("pages", pages, None)):
 
-        def call(q=q, k=k, v=v, rows=rows) -> object:  # type: ignore[no-untyped-def]
-            with mock.patch.object(triton_backend, "check_device"):
-                return triton_backend.decode(q, k, v, rows, scale=0.1)
+            def call(q=q, view=view, chosen_tokens=chosen_tokens) -> object:  # type: ignore[no-untyped-def]
+                with mock.patch.object(backend, "check_device"):
+                    return backend.decode(q, view, chosen_tokens, scale=0.1)
 
-        yield f"head size {dim}", call
+            yield f"head size {dim}, {name}", call
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -27,7 +27,7 @@ from sparsekv.planner.profile.profile_data import Profile, Reuse
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment
 
 Ints = npt.NDArray[np.int64]
 
@@ -191,10 +191,13 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     measured = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse is not None]
     if not measured:
         raise UsageError("expected a profile with decode statistics, found none; profile with the decode phase")
+    longest, reuse = measured[-1]
+    chosen = _assign(profile.model, longest, reuse, cost, options)
+    segments = tuple(_segment(segment, reuse, longest, options) for segment in chosen)
     buckets: list[DecodeBucket] = []
-    for length, reuse in measured:
+    for length, _ in measured:
         above = (buckets[-1].up_to or 0) if buckets else 0
-        buckets += _buckets(profile.model, length, above, reuse, cost, options)
+        buckets += _buckets(profile.model, length, above, segments, cost, options)
     lengths = (*_joined(buckets), buckets[-1].model_copy(update={"up_to": None}))
     return DecodePlan(lengths=lengths, offload=_offload(lengths) if options.offload else None)
 
@@ -205,30 +208,22 @@ def _joined(buckets: Sequence[DecodeBucket]) -> list[DecodeBucket]:
 
 
 def _buckets(
-    model: ModelInfo, length: int, above: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions
+    model: ModelInfo, length: int, above: int, segments: tuple[Segment, ...], cost: DeviceCost, options: PlanOptions
 ) -> tuple[DecodeBucket, ...]:
     """The bucket of a length, behind a dense one for the lengths from `above` on at which it would not pay."""
-    bucket = _bucket(model, length, reuse, cost, options)
+    bucket = DecodeBucket(up_to=length, dense=not segments, segments=segments)
+    if options.crossover and segments and not _pays(bucket, cost, length, model):
+        bucket = DecodeBucket(up_to=length, dense=True)
     if bucket.dense or not options.crossover:
         return (bucket,)
     below = longest_losing(lambda shorter: _pays(bucket, cost, shorter, model), length, above)
     return (DecodeBucket(up_to=below, dense=True), bucket) if below else (bucket,)
 
 
-def _bucket(model: ModelInfo, length: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions) -> DecodeBucket:
-    place = _budget_place(reuse.budgets, options.decode_budget, length)
-    kept = _square(reuse, place)
-    chosen = _segments(model, length, reuse, kept, cost, options)
-    segments = tuple(_segment(segment, reuse, options.decode_budget) for segment in chosen)
-    bucket = DecodeBucket(up_to=length, dense=not segments, segments=segments)
-    if options.crossover and segments and not _pays(bucket, cost, length, model):
-        return DecodeBucket(up_to=length, dense=True)
-    return bucket
-
-
-def _segments(
-    model: ModelInfo, length: int, reuse: Reuse, kept: Floats, cost: DeviceCost, options: PlanOptions
+def _assign(
+    model: ModelInfo, length: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions
 ) -> tuple[FilterSegment, ...]:
+    kept = _square(reuse, _budget_place(reuse.budgets, options.decode_budget, length))
     full = [layer for layer in range(model.layers) if model.group_of(layer).kind == "full"]
     if options.filter_rule == "fixed":
         return _after(_known(options.filter_layers, full), full, wait=0)
@@ -301,10 +296,17 @@ def _known(filters: Sequence[int], full: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(filters)))
 
 
-def _segment(found: FilterSegment, reuse: Reuse, budget: Budget) -> Segment:
-    choice = reuse.selectors[found.selector]
+def _segment(found: FilterSegment, reuse: Reuse, longest: int, options: PlanOptions) -> Segment:
+    choice, wanted = reuse.selectors[found.selector], options.decode_budget
+    at_most = None if wanted.fraction is None else wanted.resolve(longest)
     return Segment(
-        filter=found.filter, layers=found.layers, budget=budget, selector=choice.selector, window=choice.window
+        filter=found.filter,
+        layers=found.layers,
+        budget=DecodeBudget(tokens=wanted.tokens, fraction=wanted.fraction, at_most=at_most),
+        sink=options.decode_sink,
+        recent=options.decode_recent,
+        selector=choice.selector,
+        window=choice.window,
     )
 
 

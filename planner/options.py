@@ -132,7 +132,8 @@ class PlanOptions:
         gate: what verification asks for.
         verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
-        decode_budget: tokens that the layers of a segment attend to, besides generated ones.
+        decode_budget: tokens that a filter layer chooses.
+        decode_sink, decode_recent: first and last tokens that the layers of a segment attend to besides.
         decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance.
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
@@ -162,6 +163,8 @@ class PlanOptions:
     verify_samples: int | None = None
     verify_lengths: tuple[int, ...] = ()
     decode_budget: Budget = field(default_factory=lambda: fraction(0.1))
+    decode_sink: int = 4
+    decode_recent: int = 128
     decode_loss: float = 0.02
     filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()

@@ -11,7 +11,7 @@ from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
-from sparsekv.plans.phases import DecodePlan
+from sparsekv.plans.phases import DecodeBudget, DecodePlan
 
 ALWAYS = PlanOptions(crossover=False)
 
@@ -130,7 +130,7 @@ def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> No
     assert choose_filter_layers(profile_of(kept), made_up_cost(), between).bucket(8192).dense
     larger = PlanOptions(crossover=False, decode_budget=tokens(1000))
     plan = choose_filter_layers(profile_of(kept), made_up_cost(), larger)
-    assert plan.bucket(8192).segments[0].budget == tokens(1000)
+    assert plan.bucket(8192).segments[0].budget == DecodeBudget(tokens=1000)
 
 
 def test_a_budget_below_all_that_was_profiled_is_refused() -> None:

@@ -13,7 +13,7 @@ from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.families import FAMILIES
 from sparsekv.planner.options import PlanOptions
 from sparsekv.plans.patterns import AShape, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=32)
 
@@ -119,7 +119,7 @@ def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
     entry = made_up_length(8192, np.random.default_rng(0))
     profile, cost = made_up_profile(entry), made_up_cost()
     prefill = allocate(profile, cost, PlanOptions(target_density=(0.3,), crossover=False))
-    segment = Segment(filter=0, layers=(1, 2), budget=tokens(1000))
+    segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=1000), recent=1)
     decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
     (found,) = predict(profile, cost, prefill, decode).lengths
     tiles = 3 * 4 * causal_tiles(8192, TILE)
