@@ -50,7 +50,7 @@ def plan(
         str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
     ] = None,
     decode_budget: Annotated[
-        str | None, typer.Option(metavar="BUDGET", help="Tokens that sparse layers see: 2048, or a share: 10%.")
+        str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
     ] = None,
     decode_loss: Annotated[
         float | None, typer.Option(min=0.0, metavar="SHARE", help="Most attention mass lost to the choice.")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
@@ -77,7 +77,8 @@ def _size(value: Any) -> tuple[int, Any]:
 def text_of(value: Any) -> str:
     """A parameter as people read it: fractions in percent."""
     if isinstance(value, Budget):
-        return str(value.tokens) if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%"
+        most = f", at most {value.at_most}" if isinstance(value, DecodeBudget) and value.at_most is not None else ""
+        return str(value.tokens) if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%{most}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -210,10 +211,13 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
 
 
 def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
-    table = _table(title, "Filter", "Layers", "Budget", "Selector", "Window", "Heads", "Scope", numbers=("Filter",))
+    numbers = ("Filter", "Sink", "Recent")
+    columns = ("Filter", "Layers", "Budget", "Sink", "Recent", "Selector", "Window", "Heads", "Scope")
+    table = _table(title, *columns, numbers=numbers)
     for segment in bucket.segments:
         heads = segment.heads if isinstance(segment.heads, str) else "mapped"
-        chosen = (segment.selector, str(segment.window), heads, segment.scope)
+        always = (str(segment.sink), str(segment.recent))
+        chosen = (*always, segment.selector, str(segment.window), heads, segment.scope)
         _row(table, str(segment.filter), format_ids(segment.layers), text_of(segment.budget), *chosen)
     dense = format_ids(set(range(model.layers)) - bucket.sparse_layers)
     _row(table, "", dense, "everything")
