@@ -27,13 +27,12 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.families import check_targets
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
-from sparsekv.planner.profile.head_errors import Layer, rows_of, score_candidates
+from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Table
 from sparsekv.planner.profile.resume import LayerRecord, Records, collected
 from sparsekv.planner.profile.search_space import (
     Patterns,
     Prefix,
-    VerticalSlashRay,
     aims,
     decode_budgets,
     decode_selectors,
@@ -218,9 +217,9 @@ class _Observer:
 
     def _scores(self, call: AttentionCall, projection_WZ: torch.Tensor) -> dict[str, Any]:
         one, tile = self._one, self._one.options.tile_shape
-        sampled = [aim.ray.last_q for aim in self._aims if isinstance(aim.ray, VerticalSlashRay)]
+        sampled = [aim.patterns.last_q for aim in self._aims if aim.patterns.last_q]
         prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale).with_lines(sampled)
-        rows = rows_of(call.chunk.longest, one.prompt.tail_start, tile, one.options.row_stride or 1)
+        rows = Rows.of(call.chunk.longest, one.prompt.tail_start, tile, one.options.row_stride or 1)
         patterns = self._patterns(call.layer, prefix)
         scores = score_candidates(Layer(prefix, call.v_BGKD, projection_WZ, rows, one.backend), patterns)
         return {
@@ -235,7 +234,7 @@ class _Observer:
     def _patterns(self, layer: int, prefix: Prefix) -> Sequence[Patterns]:
         if self._one.sample > 0:
             return self._records[self._one.length, 0, layer].patterns
-        return [fit_to_target(prefix, aim.ray, aim.density * prefix.causal_tiles) for aim in self._aims]
+        return [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in self._aims]
 
 
 def _table(rows: Sequence[npt.NDArray[np.float64]] | npt.NDArray[np.float64]) -> Table:
