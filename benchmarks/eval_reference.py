@@ -15,30 +15,35 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from ablations import FrozenIndices, only
+from transformers import PreTrainedModel
 
-from sparsekv.kernels.backends import BACKENDS
+from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import TileIndex, computed_tiles
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_cost, read_profile
-from sparsekv.planner.eval_results import EvalResult
+from sparsekv.planner.eval_results import EvalResult, Spent
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
-from sparsekv.planner.families import FAMILIES
+from sparsekv.planner.families import FAMILIES, Family
 from sparsekv.planner.options import RETRIEVAL_TASKS, TASKS, PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile
 from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.phases import PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length, parse_lengths
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 
 _FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")
@@ -71,13 +76,13 @@ def main() -> None:
     )
     if args.plan:
         for length in args.at or args.lengths:
-            _measure(bench, _modes(load_plan(args.plan), args.phases, args.backends), TASKS, length)
+            _measure(bench, _modes(load_plan(args.plan), args.phases, args.backends), length)
         return
     plan, profile, cost = _planned(loaded, options, args.out, "plan")
     settled = options.settled(loaded.info.context_length, loaded.model.device.type)
     modes = _modes(plan, args.phases, args.backends)
     for length in args.at or args.lengths if args.measure in ("all", "phases") else ():
-        _measure(bench, modes, TASKS, length)
+        _measure(bench, modes, length)
     if args.measure in ("all", "ablations"):
         _ablate(bench, _ablations(bench, settled, plan, profile, cost), plan, args.at or args.lengths)
     if args.measure == "nothing":
@@ -143,15 +148,15 @@ def _preset(bench: Bench, lengths: tuple[int, ...]) -> Plan:
 def _ablate(bench: Bench, plans: Iterator[tuple[str, Plan]], plan: Plan, lengths: tuple[int, ...]) -> None:
     modes: dict[str, Mode] = {name: PlanMode(other, "prefill") for name, other in plans}
     for length in lengths:
-        _measure(bench, {**modes, "frozen indices": _frozen(bench, plan, length)}, TASKS, length)
+        _measure(bench, {**modes, "frozen indices": _frozen(bench, plan, length)}, length)
 
 
-def _measure(bench: Bench, modes: Mapping[str, Mode], tasks: tuple[str, ...], length: int) -> None:
+def _measure(bench: Bench, modes: Mapping[str, Mode], length: int) -> None:
     if time.monotonic() > bench.deadline:
         print(f"no time left for {', '.join(modes)} at {format_length(length)}", flush=True)
         return
     started = time.monotonic()
-    results = evaluate(bench.loaded, modes, EvalSamples(tasks, (length,), bench.samples), bench.kit)
+    results = evaluate(bench.loaded, modes, EvalSamples(TASKS, (length,), bench.samples), bench.kit)
     for name in modes:
         _write(bench, name, length, results[name][0], time.monotonic() - started)
 
@@ -187,6 +192,78 @@ def _write(bench: Bench, name: str, length: int, result: EvalResult, seconds: fl
         + " | ".join(cells)
         + f" | {text['dense']:.3f} {text['sparse']:.3f} | {seconds:.0f} s |",
         flush=True,
+    )
+
+
+# --- what a plan is compared with at equal density: one family for every head, and indices frozen once ----------------
+
+
+def only(profile: Profile, family: Family) -> Profile:
+    """The profile with the candidates of one family alone, from which `allocate` then makes a plan."""
+    return profile.model_copy(update={"lengths": tuple(_only(entry, family) for entry in profile.lengths)})
+
+
+def _only(entry: LengthProfile, family: Family) -> LengthProfile:
+    kept = [place for place, candidate in enumerate(entry.candidates) if candidate.family == family]
+
+    def rows(scores: LayerScores) -> LayerScores:
+        names = ("patterns", "error", "tail_error", "mass", "tiles", "columns")
+        return scores.model_copy(update={name: tuple(getattr(scores, name)[place] for place in kept) for name in names})
+
+    candidates = tuple(entry.candidates[place] for place in kept)
+    return entry.model_copy(update={"candidates": candidates, "layers": tuple(map(rows, entry.layers))})
+
+
+class FrozenIndices:
+    """The tiles that a plan computes on one prompt, used for every other: MInference 1.0's static ablation (4.4)."""
+
+    def __init__(self, loaded: LoadedModel, plan: PrefillPlan, prompt_ids: torch.Tensor) -> None:
+        self._plan, self._indices = plan, dict[int, TileIndex]()
+        model, info = loaded.model, loaded.info
+        self._backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim).name
+        self._computed, self._causal = torch.zeros(()), 0.0
+        with capture_attention(model, self._freeze), torch.no_grad():
+            model(input_ids=prompt_ids, use_cache=False, logits_to_keep=1)
+
+    @property
+    def stepwise(self) -> bool:
+        """See `planner.evaluation.Mode`: prefill alone."""
+        return False
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `planner.evaluation.Mode`: every prefill runs on the frozen indices."""
+        self._computed, self._causal = torch.zeros((), device=model.device), 0.0
+        with capture_attention(model, self._attend):
+            yield lambda: Spent(float(self._computed), self._causal)
+
+    def _freeze(self, call: AttentionCall) -> None:
+        heads, tile = call.q_BHSD.shape[1], self._plan.tile
+        patterns = self._plan.bucket(call.chunk.longest).patterns(call.layer, heads)
+        self._indices[call.layer] = build_index(
+            patterns, call.q_BHSD, call.k_BGKD, call.chunk, tile, scale=call.scale, window=call.window
+        )
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        batch, heads, queries, _ = call.q_BHSD.shape
+        index = _spread(self._indices[call.layer], batch, call.chunk.query_tiles(self._plan.tile, queries))
+        self._computed = self._computed + computed_tiles(index).sum()
+        self._causal += heads * call.chunk.causal_tiles(self._plan.tile)
+        return prefill_attention(
+            call.q_BHSD, call.k_BGKD, call.v_BGKD, index, call.chunk, scale=call.scale, backend=self._backend
+        ).out_BHSD
+
+
+def _spread(index: TileIndex, batch: int, rows: int) -> TileIndex:
+    """The first rows of an index of one prompt, for every row of a batch."""
+    same: Callable[[torch.Tensor], torch.Tensor] = lambda part: part.expand(batch, *part.shape[1:])  # noqa: E731
+    return TileIndex(
+        tile=index.tile,
+        tiles_BHTW=same(index.tiles_BHTW[:, :, :rows]),
+        counts_BHT=same(index.counts_BHT[:, :, :rows]),
+        columns_BHC=same(index.columns_BHC),
+        live_BHTN=same(index.live_BHTN[:, :, :rows]),
+        dense_H=index.dense_H,
     )
 
 

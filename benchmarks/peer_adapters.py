@@ -103,7 +103,9 @@ def minference(planted: Planted, root: Path, counts: tuple[int, int] | None = _P
         return runner.minfer_attention(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, config)
 
     fast = kernel.convert_vertical_slash_indexes_opt is not None
-    density = _watched(kernel, f"convert_vertical_slash_indexes{'_opt' if fast else ''}", call, planted)
+    found = _watched(kernel, f"convert_vertical_slash_indexes{'_opt' if fast else ''}", call)
+    area = sum(64.0 * 64.0 * float(blocks.sum()) + 64.0 * float(singles.sum()) for blocks, _, singles, _ in found)
+    density = area / 64**2 / _causal_tiles(planted, 64)
     said = "the kernel of SGLang or vLLM" if kernel.sparse_attn_func is not None else "its Triton kernel"
     columns, diagonals = counts or _planted_counts(planted, 0)
     return Ready(call, density, f"{columns} columns, {diagonals} diagonals a head; {said}")
@@ -122,23 +124,23 @@ def _planted_counts(planted: Planted, head: int) -> tuple[int, int]:
     return len(truth.columns_C) + 30, sum(stop - first for first, stop in truth.runs) + 164
 
 
-def _watched(module: Any, name: str, call: Attention, planted: Planted) -> float:
-    """Runs once with the index kernel watched: tiles and columns over the causal matrix."""
-    original, computed = getattr(module, name), []
+def _watched(module: Any, name: str, call: Attention) -> list[Any]:
+    """What a function of the peer returns each time while its attention runs once."""
+    original, found = getattr(module, name), []
 
     def watch(*args: Any, **options: Any) -> Any:
-        found = original(*args, **options)
-        block_count, _, column_count, _ = found
-        computed.append(64.0 * 64.0 * float(block_count.sum()) + 64.0 * float(column_count.sum()))
-        return found
+        found.append(original(*args, **options))
+        return found[-1]
 
-    setattr(module, name, watch)
-    try:
+    with mock.patch.object(module, name, watch):
         call()
-    finally:
-        setattr(module, name, original)
-    tiles = -(-planted.chunk.longest // 64)
-    return sum(computed) / (planted.q_BHSD.shape[1] * 64 * 64 * tiles * (tiles + 1) / 2)
+    return found
+
+
+def _causal_tiles(planted: Planted, side: int) -> float:
+    """Square tiles of all heads on and below the diagonal."""
+    tiles = -(-planted.chunk.longest // side)
+    return planted.q_BHSD.shape[1] * tiles * (tiles + 1) / 2
 
 
 # --- FlexPrefill ------------------------------------------------------------------------------------------------------
@@ -176,21 +178,8 @@ def flash_prefill(planted: Planted, root: Path) -> Ready:
         module.flash_prefill(q_BSHD, k_BSGD, v_BSGD, out_BSHD, 128, 2, 4, 0.18, 2, 0)
         return out_BSHD.transpose(1, 2)
 
-    counts: list[float] = []
-    original = module.deal_output_score
-
-    def watch(*args: Any, **options: Any) -> Any:
-        found = original(*args, **options)
-        counts.append(float(found[1].sum()))
-        return found
-
-    module.deal_output_score = watch
-    try:
-        call()
-    finally:
-        module.deal_output_score = original
-    tiles = -(-planted.chunk.longest // 128)
-    return Ready(call, counts[0] / (planted.q_BHSD.shape[1] * tiles * (tiles + 1) / 2), "alpha 0.18")
+    counts = _watched(module, "deal_output_score", call)[0][1]
+    return Ready(call, float(counts.sum()) / _causal_tiles(planted, 128), "alpha 0.18")
 
 
 def flash_prefill_v2(planted: Planted, root: Path) -> Ready:
@@ -256,7 +245,7 @@ def x_attention(planted: Planted, root: Path) -> Ready:
             return module.Xattention_prefill(q_BHSD, k_BHSD, v_BHSD, stride=16, threshold=0.9, block_size=128)
 
     tiles = -(-length // 128)
-    density = float(estimate()[:, :, :tiles, :tiles].sum()) / (q_BHSD.shape[1] * tiles * (tiles + 1) / 2)
+    density = float(estimate()[:, :, :tiles, :tiles].sum()) / _causal_tiles(planted, 128)
     note = "stride 16, threshold 0.9"
     if not has_kernel:
         return Ready(estimate, density, f"{note}; index building alone: block_sparse_attn is missing", False)

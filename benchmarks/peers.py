@@ -24,8 +24,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,11 +34,10 @@ from peer_adapters import PEERS, Peer, Ready
 
 from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import density
+from sparsekv.kernels.tiles import TileIndex, density
 from sparsekv.planner.bench.kernel_bench import families_of
-from sparsekv.planner.bench.planted import Planted, plant, sample_rows
+from sparsekv.planner.bench.planted import Planted, causal_scores, plant, sample_rows
 from sparsekv.planner.bench.timing import DensePeers, dense_calls, free_memory, in_short, measure, time_dense
-from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length, parse_lengths
 
@@ -58,39 +58,20 @@ class Row:
 
 def ours(planted: Planted, backend: str) -> Ready:
     """Index and attention of a backend of this repository."""
-    planted_call = (planted.q_BHSD, planted.k_BGSD)
+    q, k, v = planted.q_BHSD, planted.k_BGSD, planted.v_BGSD
+    choose_backend(q.device, q.dtype, q.shape[3], backend, planted.tile)
 
-    def index():
-        return build_index(planted.patterns, *planted_call, planted.chunk, planted.tile, scale=planted.scale)
+    def index() -> TileIndex:
+        return build_index(planted.patterns, q, k, planted.chunk, planted.tile, scale=planted.scale)
 
     def call() -> torch.Tensor:
-        return prefill_attention(
-            *planted_call, planted.v_BGSD, index(), planted.chunk, scale=planted.scale, backend=backend
-        ).out_BHSD
+        return prefill_attention(q, k, v, index(), planted.chunk, scale=planted.scale, backend=backend).out_BHSD
 
     return Ready(call, float(density(index(), planted.chunk)), f"{planted.tile.key} tiles")
 
 
-def everyone(planted: Planted, root: Path, wanted: list[str]) -> Iterator[tuple[str, Callable[[], Ready]]]:
-    """Names, and what prepares them; what cannot run raises there."""
-    for backend in BACKENDS:
-        if backend != "reference" and _wanted(f"sparsekv {backend}", wanted):
-            yield f"sparsekv {backend}", lambda backend=backend: _checked(planted, backend)
-    for peer in PEERS:
-        if _wanted(peer.name, wanted):
-            yield peer.name, lambda peer=peer: _found(peer, planted, root)
-
-
-def _wanted(name: str, wanted: list[str]) -> bool:
-    return not wanted or any(word.lower() in name.lower() for word in wanted)
-
-
-def _checked(planted: Planted, backend: str) -> Ready:
-    choose_backend(planted.q_BHSD.device, planted.q_BHSD.dtype, planted.q_BHSD.shape[3], backend, planted.tile)
-    return ours(planted, backend)
-
-
-def _found(peer: Peer, planted: Planted, root: Path) -> Ready:
+def theirs(planted: Planted, peer: Peer, root: Path) -> Ready:
+    """A peer, where everything that it needs is there."""
     missing = peer.missing(root)
     if missing:
         raise FileNotFoundError(f"missing: {', '.join(missing)}; see --list")
@@ -99,16 +80,19 @@ def _found(peer: Peer, planted: Planted, root: Path) -> Ready:
     return peer.prepare(planted, root)
 
 
+def everyone(planted: Planted, root: Path, wanted: list[str]) -> dict[str, Callable[[], Ready]]:
+    """Names, and what prepares them; what cannot run raises there."""
+    found = {f"sparsekv {name}": partial(ours, planted, name) for name in BACKENDS if name != "reference"}
+    found |= {peer.name: partial(theirs, planted, peer, root) for peer in PEERS}
+    return {name: call for name, call in found.items() if not wanted or any(w.lower() in name.lower() for w in wanted)}
+
+
 def relative_error(planted: Planted, out_BHSD: torch.Tensor, rows: list[int]) -> float:
     """|| out - dense || / || dense || on these rows, dense in float32."""
     off, size = 0.0, 0.0
     group = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1]
-    i_R1 = torch.tensor(rows, device=out_BHSD.device)[:, None]
     for head in range(planted.q_BHSD.shape[1]):
-        k_SD, v_SD = (x[0, head // group].float() for x in (planted.k_BGSD, planted.v_BGSD))
-        scores_RS = planted.q_BHSD[0, head, rows].float() @ k_SD.T * planted.scale
-        scores_RS.masked_fill_(torch.arange(len(k_SD), device=k_SD.device) > i_R1, -torch.inf)
-        expected_RD = scores_RS.softmax(1) @ v_SD
+        expected_RD = causal_scores(planted, head, rows).softmax(1) @ planted.v_BGSD[0, head // group].float()
         off += float((out_BHSD[0, head, rows].float() - expected_RD).square().sum())
         size += float(expected_RD.square().sum())
     return (off / size) ** 0.5
@@ -130,15 +114,15 @@ def run(options: argparse.Namespace, length: int) -> list[Row]:
     )
     calls = dense_calls(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
     dense = time_dense(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, options.rounds)
-    for row in _dense_rows(dense):
-        print_row(row)
     rows = _dense_rows(dense)
+    for row in rows:
+        print_row(row)
     fastest = {"dense": calls[dense.fastest]} if dense.fastest else {}
-    for name, prepare in everyone(planted, options.peers, options.only):
+    for name, prepare in everyone(planted, options.peers, options.only).items():
         row = Row(name, length)
         try:
             row = _timed(row, planted, prepare(), fastest, options.rounds)
-        except (BackendError, Exception) as error:  # every library has its own
+        except Exception as error:  # every library has its own
             row = replace(row, note=in_short(error))
         print_row(row)
         rows.append(row)

@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from sparsekv.cli.options import Backend, Device, Dtype, Json
+from sparsekv.cli.options import Backend, Device, Dtype, Json, device_and_dtype, settings
 from sparsekv.cli.output import emit, emit_json, size
 
 if TYPE_CHECKING:
@@ -24,15 +24,11 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Print what is installed, what the device can do, which kernel backend runs on it and why not the others."""
-    from sparsekv.runtime.hf.load import torch_device
-    from sparsekv.runtime.settings import read_settings
-
-    settings = read_settings()
-    place = torch_device(device or settings.device)
+    place, precision = device_and_dtype(device, dtype)
     report = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "device": _device(place),
-        "backend": _backend(place, dtype or settings.dtype, backend or settings.backend),
+        "backend": _backend(place, precision, settings(backend=backend).backend),
     }
     if as_json:
         emit_json(report)
@@ -66,14 +62,11 @@ def _device(place: torch.device) -> dict[str, Any]:
     }
 
 
-def _backend(place: torch.device, dtype: str, requested: str) -> dict[str, Any]:
-    import torch
-
+def _backend(place: torch.device, dtype: torch.dtype, requested: str) -> dict[str, Any]:
     from sparsekv.kernels.backends import choose_backend
 
-    default = "bfloat16" if place.type == "cuda" else "float32"
-    name = default if dtype == "auto" else dtype
-    choice = choose_backend(place, getattr(torch, name), _HEAD_DIM, requested)
+    choice = choose_backend(place, dtype, _HEAD_DIM, requested)
+    name = str(dtype).removeprefix("torch.")
     return {"name": choice.name, "reason": choice.reason, "dtype": name, "rejected": dict(choice.rejected)}
 
 

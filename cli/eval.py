@@ -17,17 +17,19 @@ from sparsekv.cli.options import (
     Model,
     PlanFile,
     Seed,
+    Subject,
     Target,
     Tasks,
     given,
+    lengths_from,
+    names_from,
+    settings,
 )
-from sparsekv.cli.output import columns, emit, emit_json
-from sparsekv.cli.scores import SCORE_HEADER, score_row
-from sparsekv.cli.values import lengths_from, names_from
+from sparsekv.cli.output import SCORE_HEADER, columns, emit, emit_json, score_row
 from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.eval_results import EvalResult, TaskResult
+    from sparsekv.planner.eval_results import EvalResult
 
 
 def evaluate(
@@ -36,13 +38,9 @@ def evaluate(
     plan: PlanFile = None,
     model: Model = None,
     tasks: Tasks = None,
-    length: Annotated[
-        str, typer.Option("--length", metavar="LENGTH", help="Most tokens of a prompt and its answer.")
-    ] = "4k",
-    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Samples a task.")] = 20,
-    phase: Annotated[
-        Literal["prefill", "decode", "both"], typer.Option("--phase", help="Phases that follow the plan.")
-    ] = "both",
+    length: Annotated[str, typer.Option(metavar="LENGTH", help="Most tokens of a prompt and its answer.")] = "4k",
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples a task.")] = 20,
+    phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
     seed: Seed = 0,
     batch: Batch = None,
     chunk: Chunk = None,
@@ -56,59 +54,48 @@ def evaluate(
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder) dense is measured alone.
     """
-    from sparsekv.cli.subject import backend_named, load, subject_of
-    from sparsekv.plans.schema import check_model
-
-    subject = subject_of(target, plan, model)
-    idle = [name for name in ("phase", "backend", "allow_mismatch") if name in given(context) and subject.plan is None]
+    subject = Subject.named(target, plan, model)
+    has_plan = subject.plan is not None
+    idle = [name for name in ("phase", "backend", "allow_mismatch") if name in given(context) and not has_plan]
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
-    most = _one_length(length)
+    lengths = lengths_from(length, "--length")
+    if len(lengths) != 1:
+        raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
     from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
     from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.schema import check_model
 
     names = TASKS if tasks is None else names_from(tasks, "--tasks")
-    loaded = load(subject, device, dtype)
-    if most > loaded.info.context_length:
+    loaded = subject.load(device, dtype)
+    if lengths[0] > loaded.info.context_length:
         raise PromptError(
-            f"expected a length within the model's context of {loaded.info.context_length} tokens, found {most}; "
+            f"expected a length within the model's context of {loaded.info.context_length} tokens, found {lengths[0]}; "
             "give a shorter --length"
         )
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:
-        modes[phase] = PlanMode(subject.plan, phase, backend_named(backend), allow_mismatch)
-    asked = EvalSamples(tuple(names), (most,), samples, batch, seed, chunk)
+        modes[phase] = PlanMode(subject.plan, phase, settings(backend=backend).backend, allow_mismatch)
+    asked = EvalSamples(tuple(names), lengths, samples, batch, seed, chunk)
     (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
-    has_plan = subject.plan is not None
     if as_json:
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
         emit(_text(result, samples, has_plan))
 
 
-def _one_length(text: str) -> int:
-    lengths = lengths_from(text, "--length")
-    if len(lengths) != 1:
-        raise UsageError(f"expected one --length, found {text!r}; call eval once for each")
-    return lengths[0]
-
-
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
-    tasks = {name: _task(task, has_plan) for name, task in result.tasks.items()}
-    report: dict[str, Any] = {"tasks": tasks, "prefill_density": None, "samples": samples, "length": result.lengths[0]}
+    scores = {name: task.score for name, task in result.tasks.items()}
+    tasks: dict[str, Any] = {name: {"dense": score.dense, "sparse": None} for name, score in scores.items()}
+    measured: dict[str, float | None] = {"prefill_density": None}
     if has_plan:
-        report |= {"prefill_density": result.prefill_density, "decode_share": result.decode_share, "kl": result.kl}
-    return report
-
-
-def _task(task: TaskResult, has_plan: bool) -> dict[str, Any]:
-    score = task.score
-    if not has_plan:
-        return {"dense": score.dense, "sparse": None}
-    return {"dense": score.dense, "sparse": score.sparse, "interval": list(score.interval)}
+        for name, score in scores.items():
+            tasks[name] |= {"sparse": score.sparse, "interval": list(score.interval)}
+        measured = {"prefill_density": result.prefill_density, "decode_share": result.decode_share, "kl": result.kl}
+    return {"tasks": tasks, "samples": samples, "length": result.lengths[0], **measured}
 
 
 def _text(result: EvalResult, samples: int, has_plan: bool) -> str:

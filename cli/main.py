@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
-from sparsekv.cli.failures import INTERRUPTED, Failure, report, show_warning
-from sparsekv.cli.output import emit, emit_json, prepare_streams, tell
+from sparsekv.cli.output import Failure, emit, emit_json, end_by_signals, prepare_streams, report, show_warning
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -100,11 +99,9 @@ app.add_typer(bench.app, name="bench")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line `arguments` (those of the process where None) and exits."""
     prepare_streams()
+    end_by_signals()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
-    except KeyboardInterrupt:
-        tell("interrupted")
-        sys.exit(INTERRUPTED)
-    except OSError as error:  # a help text that could not be printed: commands report their own
+    except (KeyboardInterrupt, OSError) as error:  # outside a command, which reports its own
         sys.exit(report(error, ""))
     sys.exit(0)

@@ -1,48 +1,63 @@
-"""Options and arguments that several commands share."""
+"""What a call asks for: options that several commands share, the values that their texts mean, model and plan by name.
+
+Whatever turns a text into a value raises UsageError where it means nothing; `flag` is what the message names.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from sparsekv.plans.aliases import PLAN_NAME, resolve_model
+from sparsekv.plans.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparsekv.plans.patterns import Budget, TileShape
+    from sparsekv.plans.schema import Plan
+    from sparsekv.runtime.hf.load import LoadedModel
+    from sparsekv.runtime.settings import Settings
+
+Value = TypeVar("Value")
+
+# Flags are named after their parameters.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="A model; a folder's sparsekv.yaml is its plan.")]
-PlanFile = Annotated[
-    Path | None, typer.Option("--plan", metavar="FILE", help="The plan; by default the one in the model's folder.")
-]
+PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The plan; by default that in the model's folder.")]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id or folder; the plan's own model by default."),
 ]
-Device = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ...; chosen by default.")
-]
+Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1 ...; chosen by default.")]
 Dtype = Annotated[
-    Literal["auto", "bfloat16", "float16", "float32"] | None,
-    typer.Option("--dtype", help="Precision; chosen by default."),
+    Literal["auto", "bfloat16", "float16", "float32"] | None, typer.Option(help="Precision; chosen by default.")
 ]
 Backend = Annotated[
     Literal["auto", "flash", "triton", "cpu", "reference"] | None,
-    typer.Option("--backend", help="Kernel backend; chosen by default, see `doctor`."),
+    typer.Option(help="Kernel backend; chosen by default, see `doctor`."),
 ]
 AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Go on although the plan was made for another architecture.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 32) - 1, help="Seed of samples and of sampling.")]
-Tasks = Annotated[
-    str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks, separated by commas; all of them by default.")
-]
+Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of samples and of sampling.")]
+Lengths = Annotated[str | None, typer.Option(metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")]
+Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
+Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most samples run at once.")]
+HeldOut = Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out samples a task and length.")]
 MaxAccuracyDrop = Annotated[
-    float | None,
-    typer.Option("--max-accuracy-drop", min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default."),
+    float | None, typer.Option(min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
 ]
 MaxKl = Annotated[
-    float | None, typer.Option("--max-kl", min=0.0, metavar="NATS", help="Most mean divergence; no bound by default.")
+    float | None, typer.Option(min=0.0, metavar="NATS", help="Most mean divergence; no bound by default.")
 ]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Most samples run at once.")]
 Chunk = Annotated[
     int | None,
     typer.Option("--prefill-chunk", min=1, metavar="N", help="Prefill in pieces of N tokens, which bounds memory."),
@@ -51,10 +66,178 @@ Chunk = Annotated[
 
 def given(context: typer.Context) -> dict[str, Any]:
     """The options that were typed, by name; not those left at their defaults."""
-    typed = (name for name in context.params if _is_typed(context, name))
-    return {name: context.params[name] for name in typed}
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    return {name: context.params[name] for name, source in sources if source and source.name == "COMMANDLINE"}
 
 
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def names_from(text: str, flag: str) -> tuple[str, ...]:
+    """Names separated by commas, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if "" in names:
+        raise UsageError(f"{flag}: expected names separated by commas, found {text!r:.40}")
+    return names
+
+
+def lengths_from(text: str, flag: str) -> tuple[int, ...]:
+    """Lengths such as 4k,16k, in the order given: densities may pair up with them."""
+    from sparsekv.plans.types import parse_length
+
+    lengths = tuple(_parsed(parse_length, part, flag) for part in text.split(","))
+    if len(set(lengths)) < len(lengths):
+        raise UsageError(f"{flag}: expected each length once, found {text!r:.40}")
+    return lengths
+
+
+def layers_from(text: str, flag: str) -> tuple[int, ...]:
+    """Layers such as 2,8-9."""
+    from sparsekv.plans.types import parse_ids
+
+    return _parsed(parse_ids, text, flag)
+
+
+def shares_from(text: str, flag: str) -> tuple[float, ...]:
+    """Shares such as 0.3 or 30%, separated by commas."""
+    shares = tuple(_share(part) for part in text.split(","))
+    if 0.0 in shares:
+        part = text.split(",")[shares.index(0.0)]
+        raise UsageError(f"{flag}: expected a share above 0 and up to 1, such as 0.3 or 30%, found {part!r:.40}")
+    return shares
+
+
+def budget_from(text: str, flag: str) -> Budget:
+    """A number of tokens (2048, 2k) or a share of the context (10%, 0.1)."""
+    from sparsekv.plans.patterns import fraction, tokens
+    from sparsekv.plans.types import parse_length
+
+    share = _share(text)
+    try:
+        return tokens(parse_length(text))
+    except UsageError:
+        if share:
+            return fraction(share)
+    raise UsageError(f"{flag}: expected tokens, such as 2048 or 2k, or a share up to 100%, found {text!r:.40}")
+
+
+def tile_from(side: str | None) -> TileShape:
+    """A square tile, of 128 by default."""
+    from sparsekv.plans.patterns import TileShape
+
+    return TileShape.model_validate({"query": int(side), "key": int(side)} if side else {})
+
+
+def _parsed(parse: Callable[[str], Value], text: str, flag: str) -> Value:
+    try:
+        return parse(text)
+    except (ValueError, UsageError) as error:
+        raise UsageError(f"{flag}: {error}") from error
+
+
+def _share(text: str) -> float:
+    """A share above 0 and up to 1; 0.0 where the text is none."""
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        return 0.0
+    return share if 0.0 < share <= 1.0 else 0.0
+
+
+# --- device, model and plan -------------------------------------------------------------------------------------------
+
+
+def settings(device: str | None = None, dtype: str | None = None, backend: str | None = None) -> Settings:
+    """Flags over SPARSEKV_* over "auto"."""
+    from sparsekv.runtime.settings import read_settings
+
+    flags = {"device": device, "dtype": dtype, "backend": backend}
+    return replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+
+
+def device_and_dtype(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
+    import torch
+
+    from sparsekv.runtime.hf.load import torch_device
+
+    asked = settings(device, dtype)
+    place = torch_device(asked.device)
+    default = "bfloat16" if place.type == "cuda" else "float32"
+    precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
+    return place, precision
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model by name, and the plan for it, if there is one."""
+
+    model: str
+    plan: Plan | None = None
+    path: Path | None = None  # of the plan
+    from_plan: bool = False  # the plan's own model, not named in the call
+
+    @classmethod
+    def named(cls, target: str | None, plan: Path | None, model: str | None) -> Subject:
+        """What a call names.
+
+        Args:
+            target: a model: a folder (whose sparsekv.yaml is the plan), an alias or a hub id.
+            plan: the plan, instead of the folder's own.
+            model: the model, instead of the target or the plan's own.
+
+        Raises:
+            UsageError: nothing was named, or the plan cannot be read.
+            PlanError: it is no plan.
+        """
+        from sparsekv.plans.files import load_plan
+
+        path = plan or _plan_beside(target)
+        found = None if path is None else load_plan(path)
+        name = target if model is None else model
+        if name is not None:
+            return cls(name, found, path)
+        if found is None:
+            raise UsageError(f"expected a model folder that holds {PLAN_NAME}, or --plan FILE; found neither")
+        return cls(found.model.id, found, path, from_plan=True)
+
+    def need_plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if self.plan is None:
+            raise UsageError(
+                f"expected a plan, found no {PLAN_NAME} beside {self.model}; name one with --plan FILE, "
+                f"or make it: sparsekv plan {self.model} -o {PLAN_NAME}"
+            )
+        return self.plan
+
+    def load(self, device: str | None, dtype: str | None) -> LoadedModel:
+        """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
+
+        Raises:
+            UsageError: there is no such model, or a setting is none of those allowed.
+        """
+        from transformers.utils import logging
+
+        from sparsekv.runtime.hf.load import load_model
+
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        asked = settings(device, dtype)
+        try:
+            return load_model(self.model, device=asked.device, dtype=asked.dtype)
+        except UsageError as error:
+            if self.from_plan:
+                error.add_note(f"The plan was made for {self.model}; say where that model is with --model MODEL")
+            raise
+
+
+def _plan_beside(target: str | None) -> Path | None:
+    if target is None:
+        return None
+    path = Path(resolve_model(target).path_or_id) / PLAN_NAME
+    return path if path.is_file() else None

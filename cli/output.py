@@ -1,4 +1,9 @@
-"""Data goes to standard output, everything said about it to standard error."""
+"""What a command prints: data on standard output, everything said about it on standard error, failures included.
+
+Exit codes: 0 done, 1 a check or gate failed (or something broke), 2 usage, 3 plan and model do not match, 128 + n
+ended by signal n (130 for Ctrl-C). With --json a failure is one JSON object on standard output too. Notes added to an
+exception (`error.add_note(...)`) are printed below its message: what was saved, what to try.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,24 @@ import io
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Collection, Sequence
-from typing import Any
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from sparsekv.plans.errors import SparseKVError
+
+if TYPE_CHECKING:
+    from sparsekv.plans.schema import Quality, Score
+
+FAILED = 1
+SCORE_HEADER = ("task", "dense", "sparse", "sparse - dense, 95%")
 
 
 def prepare_streams() -> None:
-    """Makes the standard streams fit for anything: a closed one leads nowhere, and no text is too strange to print."""
+    """Opens closed standard streams on nothing, and lets standard output escape what its encoding cannot express."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -41,22 +57,23 @@ def _finite(data: Any) -> Any:
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
         return [_finite(value) for value in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    return data
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Rows of equal length as text; the columns in `right` are aligned to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = (
+        [
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         for row in rows
     )
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 def size(count: int) -> str:
@@ -66,3 +83,124 @@ def size(count: int) -> str:
         value /= 1000
         units.pop(0)
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def score_row(task: str, score: Score, has_plan: bool = True) -> tuple[str, str, str, str]:
+    """One task: shares of right answers, or perplexities. Without a plan there is no sparse side."""
+    if not has_plan:
+        return task, f"{score.dense:.4g}", "", ""
+    low, high = score.interval
+    return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", f"{low:+.3g} to {high:+.3g}"
+
+
+def quality_table(quality: Quality) -> str:
+    """What was measured of a plan, phase by phase."""
+    rows = [("phase", "density", *SCORE_HEADER, "samples")]
+    for phase in ("prefill", "decode", "both"):
+        measured = getattr(quality, phase)
+        for task, score in measured.tasks.items() if measured else ():
+            rows.append((phase, f"{measured.density:.3f}", *score_row(task, score), str(score.samples)))
+    return columns(rows, right=(1, 3, 4, 6))
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal that asks the command to end, such as SIGTERM; handled like Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def end_by_signals() -> None:
+    """Makes SIGTERM and SIGHUP end a command like Ctrl-C, with what it saves and says. Ignored ones stay ignored."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise Terminated(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is told of an error, the same to people and to programs."""
+
+    kind: str
+    message: str
+    exit_code: int
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)  # found out before it failed
+    said_as: str = "error: "  # in front of the message
+
+    @classmethod
+    def of(cls, error: BaseException, command: str) -> Failure:
+        """What `error` means in `command`."""
+        kind, notes = type(error).__name__, tuple(getattr(error, "__notes__", ()))
+        if isinstance(error, KeyboardInterrupt):
+            number = error.number if isinstance(error, Terminated) else signal.SIGINT
+            word = f"ended by {signal.Signals(number).name}" if number != signal.SIGINT else "interrupted"
+            message = word if notes else f"{word}; nothing was written"
+            return cls("Interrupted", message, 128 + number, notes, said_as="")
+        if isinstance(error, SparseKVError):
+            return cls(kind, str(error), error.exit_code, notes, error.facts)
+        if isinstance(error, OSError) and error.strerror:
+            place = f"{error.filename}: " if error.filename is not None else ""
+            return cls(kind, f"{place}{error.strerror}", FAILED, notes)
+        # Named, not imported: torch must stay out of the commands that do not need it.
+        if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
+            message = f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype"
+            return cls(kind, message, FAILED, notes)
+        first_line = (str(error).splitlines() or [""])[0]
+        hint = f"run `sparsekv --debug {command} ...` for the traceback"
+        return cls(kind, f"unexpected {kind}: {first_line}", FAILED, (*notes, hint))
+
+    def as_data(self) -> dict[str, Any]:
+        """The JSON object: `error`, and beside it what had been found out."""
+        told = {"kind": self.kind, "message": self.message, "notes": list(self.notes), "exit_code": self.exit_code}
+        return {**self.facts, "error": told}
+
+
+def report(error: BaseException, command: str, as_json: bool = False) -> int:
+    """Tells what went wrong in `command`, with `as_json` on standard output too, and returns the exit code."""
+    if isinstance(error, BrokenPipeError):
+        _stop_writing(sys.stdout)
+        return FAILED
+    failure = Failure.of(error, command)
+    try:
+        tell("\n".join((f"{failure.said_as}{failure.message}", *failure.notes)))
+    except OSError:  # the terminal has gone
+        _stop_writing(sys.stderr)
+    try:
+        if as_json:
+            emit_json(failure.as_data())
+        sys.stdout.flush()
+    except OSError:  # standard output itself is what failed
+        _stop_writing(sys.stdout)
+    return failure.exit_code
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Takes the place of `warnings.showwarning`: our own warnings are for users, not about a line of code."""
+    if category.__module__.startswith("sparsekv."):
+        tell(f"warning: {message}")
+    else:
+        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _stop_writing(stream: TextIO) -> None:
+    """Lets the interpreter flush a stream into nowhere: nothing more can be written to it."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except (OSError, ValueError):
+        setattr(sys, "stderr" if stream is sys.stderr else "stdout", open(os.devnull, "w"))  # noqa: SIM115

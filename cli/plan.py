@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,88 +18,88 @@ from sparsekv.cli.options import (
     Chunk,
     Device,
     Dtype,
+    HeldOut,
     Json,
+    Lengths,
     MaxAccuracyDrop,
     MaxKl,
     Seed,
+    Subject,
     Tasks,
+    Tile,
+    budget_from,
     given,
+    layers_from,
+    lengths_from,
+    names_from,
+    settings,
+    shares_from,
+    tile_from,
 )
-from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.planning import PlanFiles, compile_to_file, recompile_to_file
-from sparsekv.cli.scores import quality_table
-from sparsekv.cli.values import budget_from, layers_from, lengths_from, names_from, shares_from, tile_from
+from sparsekv.cli.output import emit, emit_json, quality_table, tell
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.options import PlanOptions
     from sparsekv.planner.plan import PlanResult
+    from sparsekv.planner.profile.profile_data import Profile
+
+_File = Path | None
 
 
 def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
-    lengths: Annotated[
-        str | None, typer.Option("--lengths", metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")
-    ] = None,
+    lengths: Lengths = None,
     target_density: Annotated[
-        str | None,
-        typer.Option("--target-density", metavar="SHARES", help="Share of the tiles to compute: one, or one a length."),
+        str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,
     target_speedup: Annotated[
-        float | None,
-        typer.Option("--target-speedup", metavar="X", help="How much faster prefill attention must become, instead."),
+        float | None, typer.Option(metavar="X", help="How much faster prefill attention must become, instead.")
     ] = None,
-    only: Annotated[Literal["prefill", "decode"] | None, typer.Option("--only", help="Plan this phase alone.")] = None,
+    only: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Plan this phase alone.")] = None,
     no_crossover: Annotated[
         bool, typer.Option("--no-crossover", help="Sparse at every length, also where dense is faster.")
     ] = False,
-    preset: Annotated[
-        Literal["minference"] | None, typer.Option("--preset", help="A published search as it was.")
-    ] = None,
+    preset: Annotated[Literal["minference"] | None, typer.Option(help="A published search as it was.")] = None,
     families: Annotated[
-        str | None,
-        typer.Option("--families", metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse,adaptive."),
+        str | None, typer.Option(metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse,adaptive.")
     ] = None,
-    tile: Annotated[Literal["64", "128"] | None, typer.Option("--tile", help="Rows and columns of a tile.")] = None,
+    tile: Tile = None,
     filter_rule: Annotated[
-        Literal["dp", "omnikv", "fixed"] | None, typer.Option("--filter-rule", help="How filter layers are chosen.")
+        Literal["dp", "omnikv", "fixed"] | None, typer.Option(help="How filter layers are chosen.")
     ] = None,
     filter_layers: Annotated[
-        str | None, typer.Option("--filter-layers", metavar="LAYERS", help="These filter layers, such as 2,8,18.")
+        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
     ] = None,
     decode_budget: Annotated[
-        str | None,
-        typer.Option("--decode-budget", metavar="BUDGET", help="Tokens that sparse layers see: 2048, or a share: 10%."),
+        str | None, typer.Option(metavar="BUDGET", help="Tokens that sparse layers see: 2048, or a share: 10%.")
     ] = None,
     decode_loss: Annotated[
-        float | None,
-        typer.Option("--decode-loss", min=0.0, metavar="SHARE", help="Most attention mass lost to the choice."),
+        float | None, typer.Option(min=0.0, metavar="SHARE", help="Most attention mass lost to the choice.")
     ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Keep the rows of sparse layers in host memory.")] = False,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="Own calibration prompts: JSON lines, or a text.")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", min=1, metavar="N", help="Calibration samples a length.")
-    ] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
+    prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Calibration samples a length.")] = None,
     tasks: Tasks = None,
     max_accuracy_drop: MaxAccuracyDrop = None,
     max_kl: MaxKl = None,
-    verify_samples: Annotated[
-        int | None,
-        typer.Option("--verify-samples", min=1, metavar="N", help="Held-out samples a task and length."),
-    ] = None,
+    verify_samples: HeldOut = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
-    profile_out: Annotated[Path | None, typer.Option("--profile-out", metavar="FILE", help="Keep the profile.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="Use a profile that was kept.")
+    profile_out: Annotated[
+        _File,
+        typer.Option(
+            metavar="FILE",
+            help="Save the profile. Without it, what is profiled stays in PLAN.profile.partial until the plan is "
+            "written, and the same command goes on from there.",
+        ),
     ] = None,
-    cost_out: Annotated[
-        Path | None, typer.Option("--cost-out", metavar="FILE", help="Keep the measured device cost.")
-    ] = None,
-    cost: Annotated[
-        Path | None, typer.Option("--cost", metavar="FILE", help="Use a device cost that was kept.")
-    ] = None,
+    profile: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved profile.")] = None,
+    cost_out: Annotated[_File, typer.Option(metavar="FILE", help="Save the measured device cost.")] = None,
+    cost: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved device cost.")] = None,
     seed: Seed = 0,
     batch: Batch = None,
     prefill_chunk: Chunk = None,
@@ -108,13 +112,11 @@ def plan(
     from sparsekv.planner.options import check_used
 
     check_used(given(context))
-    from sparsekv.plans.aliases import resolve_model
-
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
-    from sparsekv.cli.calibration import own_prompts
-    from sparsekv.cli.subject import Subject, backend_named, load
+    from sparsekv.cli.prompts import own_prompts
+    from sparsekv.planner.data_files import read_cost, read_profile
     from sparsekv.planner.options import Gate, PlanOptions
     from sparsekv.planner.profile.profile_data import for_profile
 
@@ -126,7 +128,7 @@ def plan(
         "crossover": not no_crossover,
         "preset": preset,
         "families": _read(names_from, families, "--families"),
-        "tile": tile_from(tile),
+        "tile": tile_from(tile) if tile else None,
         "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
         "filter_layers": _read(layers_from, filter_layers, "--filter-layers"),
         "decode_budget": _read(budget_from, decode_budget, "--decode-budget"),
@@ -140,22 +142,53 @@ def plan(
         "seed": seed,
         "batch": batch,
         "prefill_chunk": prefill_chunk,
-        "backend": backend_named(backend),
+        "backend": settings(backend=backend).backend,
     }
     options = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
-    measured = files.read()
-    if measured.profile is not None:
-        for_profile(options, measured.profile)  # says what is not in it before a model is loaded
-    if no_verify and measured.profile is not None and measured.cost is not None:
-        result = recompile_to_file(model, options, files, measured.profile, measured.cost)
-    else:
-        loaded = load(Subject(model, None, None, from_plan=False), device, dtype)
-        result = compile_to_file(loaded, options, files, measured)
+    profiled = read_profile(profile) if profile else None
+    measured = read_cost(cost) if cost else None
+    if profiled is not None:
+        for_profile(options, profiled)  # says what is not in it before a model is loaded
+    with files.telling_what_is_saved():
+        result = _compiled(Subject(model), options, files, profiled, measured, device, dtype)
     _tell(result, out, as_json)
 
 
 def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
     return None if text is None else how(text, flag)
+
+
+def _compiled(
+    subject: Subject,
+    options: PlanOptions,
+    files: PlanFiles,
+    profile: Profile | None,
+    cost: DeviceCost | None,
+    device: str | None,
+    dtype: str | None,
+) -> PlanResult:
+    """Compiles a plan and writes it; without the model's weights where all was measured and nothing is verified."""
+    from sparsekv.planner.plan import compile_files, compile_plan
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
+
+    outputs = {"profile_out": files.profile_out, "cost_out": files.cost_out}
+    if profile and cost and not options.verify_samples and options.verify_samples is not None:
+        result = compile_files(subject.model, options, profile, cost, **outputs)
+    else:
+        result = compile_plan(
+            subject.load(device, dtype),
+            options,
+            profile_in=profile,
+            cost_in=cost,
+            resume=files.resume,
+            progress=BarProgress(),
+            **outputs,
+        )
+    write_plan(result.plan, files.out)
+    if profile is None:
+        files.resume.unlink(missing_ok=True)
+    return result
 
 
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
@@ -190,3 +223,87 @@ def _lines(result: PlanResult, out: Path) -> Iterator[str]:
         yield f"predicted speedup of attention there: {result.predicted_speedup:.2f}x"
     if result.filter_layers:
         yield f"filter layers of decode: {', '.join(map(str, result.filter_layers))}"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFiles:
+    """Where the plan goes, and the files between the steps: in instead of measuring, out to save what was measured."""
+
+    out: Path
+    profile: Path | None = None
+    profile_out: Path | None = None
+    cost: Path | None = None
+    cost_out: Path | None = None
+    prompts: Path | None = None
+
+    @property
+    def resume(self) -> Path:
+        """What has been profiled until the profile, or else the plan, is written; a rerun goes on from it."""
+        profile = self.profile_out or self.out.with_name(f"{self.out.name}.profile")
+        return profile.with_name(f"{profile.name}.partial")
+
+    def check(self) -> None:
+        """Finds out before hours of work whether the outputs can be written.
+
+        Raises:
+            UsageError: a file is to be written where none can be, over one that is read, or two at one place.
+        """
+        inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
+        outputs = (
+            ("--out", self.out),
+            ("--profile-out", self.profile_out),
+            ("an unfinished --profile-out", self.resume),
+            ("--cost-out", self.cost_out),
+        )
+        taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
+        for flag, path in outputs:
+            if path is None:
+                continue
+            place = os.path.realpath(path)
+            if place in taken:
+                raise UsageError(f"expected a file of its own for {flag}, found {taken[place]} there; name another one")
+            _check_writable(Path(place), path)
+            taken[place] = f"{flag} {path}"
+
+    @contextmanager
+    def telling_what_is_saved(self) -> Iterator[None]:
+        """Adds to an interruption, and to any failure that leaves a part of the profile, what a rerun will find."""
+        try:
+            yield
+        except BaseException as stop:
+            if isinstance(stop, KeyboardInterrupt) or self.resume.exists():
+                stop.add_note(self._saved())
+            raise
+
+    def _saved(self) -> str:
+        if self.resume.exists():
+            return f"saved what was profiled so far in {self.resume}; the same command goes on from there"
+        if self.profile_out is not None and self.profile_out.exists():
+            instead = "in place of --profile-out and of what only profiling reads"
+            return (
+                f"saved the profile in {self.profile_out}; `--profile {self.profile_out}` {instead} goes on from there"
+            )
+        if self.profile is not None:
+            return f"{self.out} was not written; the profile in {self.profile} is unchanged"
+        return f"{self.out} was not written, and nothing was profiled yet"
+
+
+def _check_writable(place: Path, path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"expected a file to write, found {path!s:.80}: {reason}; name another one") from error
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"expected a file to write, found the folder {path}; name a file in it")
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
+    if not place.parent.is_dir():
+        raise UsageError(f"expected a folder to write {place.name} in, found no {place.parent}; make it first")
+    if not os.access(place.parent, os.W_OK):
+        raise UsageError(f"expected a folder that can be written, found {place.parent}; choose another one")

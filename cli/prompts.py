@@ -1,10 +1,11 @@
-"""Where a prompt comes from: an option, a file, standard input, or a person at a terminal."""
+"""Prompts of the caller: to answer, from an option, a file or standard input; and to calibrate on, from a file."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from sparsekv.plans.errors import PromptError, UsageError
 
@@ -26,39 +27,61 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         raise UsageError("expected --prompt or --prompt-file, found both; leave one out")
     if text is not None:
         # What an argument holds beside UTF-8 reaches us as escapes that no tokenizer takes.
-        return _checked(_decoded(text.encode("utf-8", "surrogateescape"), "--prompt"), "--prompt")
+        return _text(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None and str(file) != "-":
-        return text_of(file)
+        return _text_of(file)
     if file is None and stream.isatty():
         return None
-    return _checked(_decoded(stream.buffer.read(), "standard input"), "standard input")
+    return _text(stream.buffer.read(), "standard input")
 
 
-def text_of(file: Path) -> str:
-    """The text in a file.
+def own_prompts(file: Path) -> tuple[str, ...]:
+    """Calibration prompts: JSON lines of {"prompt", "answer"?}, joined. A file not called .jsonl is one prompt.
 
     Raises:
-        UsageError: it cannot be read.
-        PromptError: it is empty or no text.
+        UsageError: the file cannot be read.
+        PromptError: it is no text, or a line is not what it should be.
     """
+    text = _text_of(file)
+    if file.suffix.lower() != ".jsonl":
+        return (text,)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return tuple(_prompt(file, number, line) for number, line in lines)
+
+
+def _prompt(file: Path, number: int, line: str) -> str:
+    expected = f'{file}, line {number}: expected {{"prompt": TEXT}}, with "answer": TEXT if there is one'
+    try:
+        found: Any = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise PromptError(f"{expected}, found no JSON") from error
+    if not isinstance(found, dict):
+        raise PromptError(f"{expected}, found a {type(found).__name__}")
+    unknown = set(found) - {"prompt", "answer"}
+    if unknown:
+        raise PromptError(f"{expected}, found also {', '.join(sorted(unknown))}")
+    prompt, answer = found.get("prompt"), found.get("answer", "")
+    if not isinstance(prompt, str) or not prompt.strip() or not isinstance(answer, str):
+        raise PromptError(f"{expected}, found {line.strip()[:60]}")
+    return prompt + answer
+
+
+def _text_of(file: Path) -> str:
     try:
         data = file.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
-    return _checked(_decoded(data, str(file)), str(file))
+    return _text(data, str(file))
 
 
-def _decoded(data: bytes, source: str) -> str:
+def _text(data: bytes, source: str) -> str:
     advice = "give a text file in UTF-8"
     if b"\0" in data:
         raise PromptError(f"expected text in {source}, found binary data (a zero byte at {data.index(0)}); {advice}")
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"expected UTF-8 text in {source}, found other bytes at {error.start}; {advice}") from error
-
-
-def _checked(text: str, source: str) -> str:
     if not text.strip():
         raise PromptError(f"expected a prompt, found nothing but blanks in {source}; write a question")
     return text

@@ -1,19 +1,35 @@
-"""`sparsekv run`: ask a model something, with its plan at work."""
+"""`sparsekv run`: ask a model something, with its plan applied."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekv.cli.options import AllowMismatch, Backend, Chunk, Device, Dtype, Json, Model, PlanFile, Seed, Target
-from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.cli.options import (
+    AllowMismatch,
+    Backend,
+    Chunk,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    PlanFile,
+    Seed,
+    Subject,
+    Target,
+    layers_from,
+    settings,
+)
+from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.cli.session import Session
+    from sparsekv.cli.chat import Answer, Session
 
 
 def run(
@@ -36,19 +52,16 @@ def run(
             "so that neither pays for being first.",
         ),
     ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Most tokens to generate.")
-    ] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
     seed: Seed = 0,
     chunk: Chunk = None,
     kv_host_layers: Annotated[
         str | None,
         typer.Option(
-            "--kv-host-layers",
             metavar="N|LAYERS",
-            help="Keep the keys and values of N layers, or of layers such as 4-7,9, in host memory, in place of those "
+            help="Store the keys and values of N layers, or of layers such as 4-7,9, in host memory, in place of those "
             "the plan moves. Dense decode reads them back at every step.",
         ),
     ] = None,
@@ -60,89 +73,70 @@ def run(
 ) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
     from sparsekv.cli.prompts import given_prompt
-    from sparsekv.cli.subject import backend_named, load, need_plan, subject_of
 
     if dense and compare:
         raise UsageError("expected --dense or --compare, found both; --compare runs dense as well")
-    placed = _host_layers(kv_host_layers, dense)
-    subject = subject_of(target, plan, model)
-    used = None if dense else need_plan(subject)
+    on_host = _host_layers(kv_host_layers, dense)
+    subject = Subject.named(target, plan, model)
+    used = None if dense else subject.need_plan()
     text = given_prompt(prompt, prompt_file)
     if text is None and (as_json or compare):
         raise UsageError("expected a prompt beside --json or --compare, found none; give --prompt or --prompt-file")
-    from sparsekv.cli.session import Session
+    from sparsekv.cli.chat import Session
     from sparsekv.runtime.hf.generate import Sampling
 
     session = Session(
-        loaded=load(subject, device, dtype),
+        loaded=subject.load(device, dtype),
         plan=used,
         prefill=not dense_prefill,
         decode=not dense_decode,
-        backend=backend_named(backend),
+        backend=settings(backend=backend).backend,
         allow_mismatch=allow_mismatch,
         chat=not raw,
         max_new_tokens=max_new_tokens,
         chunk=chunk,
-        kv_host_layers=placed,
+        kv_host_layers=on_host,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
     )
     if text is None:
         _talk(session)
     elif compare:
-        _compare(session, text, as_json)
+        dense_answer, sparse_answer = session.dense_and_sparse(text)
+        if as_json:
+            emit_json(_comparison(dense_answer, sparse_answer))
+        else:
+            emit(_comparison_text(dense_answer, sparse_answer))
+    elif as_json:
+        emit_json(session.once(text).as_data())
     else:
-        _answer(session, text, as_json)
+        _tell(session.once(text, _stream))
 
 
 def _host_layers(text: str | None, dense: bool) -> int | tuple[int, ...] | None:
-    from sparsekv.cli.values import layers_from
-
     if text is None:
         return None
     if dense:
         raise UsageError(
-            "expected --kv-host-layers with a plan at work, found --dense; "
+            "expected --kv-host-layers with a plan applied, found --dense; "
             "--dense-prefill and --dense-decode together run dense and place keys and values"
         )
     return int(text) if text.isdecimal() else layers_from(text, "--kv-host-layers")
 
 
-def _answer(session: Session, text: str, as_json: bool) -> None:
-    said = session.once(text, None if as_json else _stream)
-    if as_json:
-        emit_json(said.as_data())
-    else:
-        emit("")
-        tell(said.as_line())
-
-
-def _compare(session: Session, text: str, as_json: bool) -> None:
-    from sparsekv.cli.compare import comparison, comparison_text
-
-    dense, sparse = session.dense_and_sparse(text)
-    if as_json:
-        emit_json(comparison(dense, sparse))
-    else:
-        emit(comparison_text(dense, sparse))
-
-
 def _talk(session: Session) -> None:
     """Turn after turn over one cache, until the end of the input."""
-    from sparsekv.cli.answers import answer
+    from sparsekv.cli.chat import Conversation
 
     tell("type a prompt; Ctrl-D ends")
     with session.applied() as handle:
-        conversation = session.conversation()
+        conversation = Conversation(session, handle)
         while (text := _typed()) is not None:
             if not text.strip():
                 continue
             try:
-                said = answer(conversation, handle, text, _stream)
+                _tell(conversation.ask(text, _stream))
             except PromptError as error:
                 tell(f"error: {error}")
-            else:
-                emit("")
-                tell(said.as_line())
 
 
 def _typed() -> str | None:
@@ -153,3 +147,51 @@ def _typed() -> str | None:
 
 def _stream(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _tell(said: Answer) -> None:
+    emit("")
+    tell(said.as_line())
+
+
+# --- dense and sparse side by side ------------------------------------------------------------------------------------
+
+
+def _comparison(dense: Answer, sparse: Answer) -> dict[str, Any]:
+    """The JSON of a comparison: the keys of the sparse answer, the dense answer, and how they differ."""
+    return sparse.as_data() | {
+        "dense": dense.as_data(),
+        "first_diverging_token": _first_difference(dense, sparse),
+        "prefill_speedup": round(dense.generation.prefill_seconds / sparse.generation.prefill_seconds, 3),
+    }
+
+
+def _first_difference(dense: Answer, sparse: Answer) -> int | None:
+    """Index of the first new token that is not the same; None if all are."""
+    pairs = zip_longest(dense.generation.token_ids, sparse.generation.token_ids)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+
+
+def _comparison_text(dense: Answer, sparse: Answer) -> str:
+    facts: dict[str, Callable[[Answer], str]] = {
+        "prompt tokens": lambda answer: f"{answer.generation.prompt_tokens:,}",
+        "prefill": lambda answer: f"{answer.generation.prefill_seconds:.2f} s",
+        "prefill density": lambda answer: f"{answer.prefill_density:.3f}",
+        "new tokens": lambda answer: f"{answer.generation.new_tokens}",
+        "decode": lambda answer: answer.rate,
+        "KV on the device": lambda answer: size(answer.kv_bytes_device),
+        "KV on the host": lambda answer: size(answer.kv_bytes_host),
+    }
+    rows = [(name, show(dense), show(sparse)) for name, show in facts.items()]
+    index, count = _first_difference(dense, sparse), dense.generation.new_tokens
+    same = f"all {count} new tokens are the same"
+    return "\n".join(
+        [
+            f"dense:  {dense.generation.text.strip()}",
+            f"sparse: {sparse.generation.text.strip()}",
+            "",
+            columns([("", "dense", "sparse"), *rows], right=(1, 2)),
+            "",
+            same if index is None else f"the answers part at new token {index + 1} of {count}",
+        ]
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sparsekv.cli.failures import FAILED
 from sparsekv.cli.options import Json, PlanArgument
-from sparsekv.cli.output import emit, emit_json
+from sparsekv.cli.output import FAILED, emit, emit_json
 
 
 def validate(plan: PlanArgument, as_json: Json = False) -> None:

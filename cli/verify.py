@@ -13,18 +13,21 @@ from sparsekv.cli.options import (
     Chunk,
     Device,
     Dtype,
+    HeldOut,
     Json,
     MaxAccuracyDrop,
     MaxKl,
     Model,
     PlanFile,
     Seed,
+    Subject,
     Target,
     Tasks,
+    lengths_from,
+    names_from,
+    settings,
 )
-from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.scores import quality_table
-from sparsekv.cli.values import lengths_from, names_from
+from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.plans.errors import GateError, UsageError
 
 if TYPE_CHECKING:
@@ -38,12 +41,10 @@ def verify(
     plan: PlanFile = None,
     model: Model = None,
     lengths: Annotated[
-        str | None, typer.Option("--lengths", metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
+        str | None, typer.Option(metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
     tasks: Tasks = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", min=1, metavar="N", help="Held-out samples a task and length.")
-    ] = None,
+    samples: HeldOut = None,
     max_accuracy_drop: MaxAccuracyDrop = None,
     max_kl: MaxKl = None,
     write: Annotated[bool, typer.Option("--write", help="If the gate is met, write it into the plan.")] = False,
@@ -57,15 +58,13 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
-    from sparsekv.cli.subject import backend_named, load, need_plan, subject_of
-    from sparsekv.plans.files import write_plan
-    from sparsekv.plans.schema import check_model, to_data
-
-    subject = subject_of(target, plan, model)
-    found = need_plan(subject)
+    subject = Subject.named(target, plan, model)
+    found = subject.need_plan()
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.verify import verify as measure
+    from sparsekv.plans.files import write_plan
+    from sparsekv.plans.schema import check_model, to_data
 
     asked = PlanOptions(
         lengths=_sparse_lengths(found) if lengths is None else lengths_from(lengths, "--lengths"),
@@ -75,9 +74,9 @@ def verify(
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,
-        backend=backend_named(backend),
+        backend=settings(backend=backend).backend,
     )
-    loaded = load(subject, device, dtype)
+    loaded = subject.load(device, dtype)
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:
         _check_same_model(found, loaded.info, differs)

@@ -24,7 +24,7 @@ from sparsekv.planner.data_files import check_architecture, check_model, digest_
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
-from sparsekv.planner.profile.profiler import discard_partial, profile
+from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened, tightened_remarks, verify
@@ -68,6 +68,7 @@ def compile_plan(
     cost_in: DeviceCost | None = None,
     profile_out: Path | None = None,
     cost_out: Path | None = None,
+    resume: Path | None = None,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Profiles, measures, chooses and verifies.
@@ -77,8 +78,10 @@ def compile_plan(
         options: what to plan.
         profile_in: an earlier profile, instead of profiling.
         cost_in: an earlier device cost, instead of measuring.
-        profile_out: where to write the profile; an interrupted run goes on from what lies beside it.
+        profile_out: where to write the profile.
         cost_out: where to write the device cost.
+        resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
+            written.
         progress: where to report; stages are numbered.
 
     Raises:
@@ -87,7 +90,7 @@ def compile_plan(
         UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
     """
     started, stages = time.monotonic(), Stages(progress, STAGES)
-    asked, measured = _profiled(loaded, options, profile_in, profile_out, stages)
+    asked, measured = _profiled(loaded, options, profile_in, profile_out, resume, stages)
     cost = _priced(loaded, asked, measured, cost_in, cost_out, stages)
     used, attempts, verdict = asked, 0, None
     plan = _chosen(loaded.info, used, measured, cost, stages)
@@ -232,6 +235,7 @@ def _profiled(
     options: PlanOptions,
     profile_in: Profile | None,
     profile_out: Path | None,
+    resume: Path | None,
     progress: Progress,
 ) -> tuple[PlanOptions, Profile]:
     """The first stage: settled options, and the profile of the lengths that they ask for."""
@@ -241,10 +245,11 @@ def _profiled(
         asked, measured = for_profile(options, profile_in)
     settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
     if measured is None:
-        measured = profile(loaded, settled, progress, profile_out)
+        measured = profile(loaded, settled, progress, resume)
     if profile_out is not None:
         write_profile(profile_in or measured, profile_out)
-        discard_partial(profile_out)
+        if resume is not None:
+            resume.unlink(missing_ok=True)
     return settled, measured
 
 

@@ -242,12 +242,13 @@ def dump_plan(plan: Plan) -> str:
     """The text of a plan's file, signed.
 
     Raises:
-        PlanError: it is longer than a reader accepts.
+        PlanError: it is longer, or holds more, than a reader accepts.
     """
     text = f"# yaml-language-server: $schema={SCHEMA_FILE}\n{to_yaml(to_data(sign(plan)))}"
     size = len(text.encode())
     if size > MAX_BYTES:
         raise PlanError(f"expected a plan of at most {MAX_BYTES:,} bytes, found {size:,}; plan fewer lengths")
+    read_tree(text, "plan")
     return text
 
 

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from sparsekv.plans.patterns import Budget, Dense, Pattern, TileShape
 from sparsekv.plans.types import (
@@ -117,7 +124,7 @@ class PrefillBucket(Part):
     dense: Flag = False
     extrapolated: Flag = False
     same_as: Length | None = None
-    heads: tuple[HeadGroup, ...] = ()
+    heads: Annotated[tuple[HeadGroup, ...], FailFast()] = ()  # a flood of wrong groups is refused at the first
     reuse: tuple[Reuse, ...] = ()
 
     @model_validator(mode="after")

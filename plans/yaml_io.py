@@ -24,7 +24,11 @@ from sparsekv.plans.errors import PlanError
 from sparsekv.plans.types import SHA256, FieldError, Part, Where
 
 MAX_DEPTH = 24
-MAX_VALUES = 1_500_000
+# What a file may hold: enough for 128 layers of 128 heads at four lengths, little enough to be refused at once.
+MAX_VALUES = 50_000  # outside head groups
+MAX_GROUPS = 1 << 16
+GROUP_VALUES = 40
+_GROUP = frozenset(("layer", "heads", "pattern"))
 
 Path = tuple[str | int, ...]
 
@@ -74,7 +78,7 @@ class _Builder:
         self.lines: dict[Path, int] = {}
         self._scalars: dict[str, Any] = dict(_WORDS)
         self._next: Callable[[], Any]
-        self._left = MAX_VALUES
+        self._left, self._groups = MAX_VALUES, MAX_GROUPS
         loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         try:
             self._next = loader(text).get_event
@@ -108,7 +112,8 @@ class _Builder:
         if len(path) > MAX_DEPTH:
             self._refuse(event, f"expected at most {MAX_DEPTH} levels of nesting, found more")
         if self._left < 0:
-            self._refuse(event, f"expected at most {MAX_VALUES} values, found more")
+            bound = f"{MAX_VALUES:,} values, and {GROUP_VALUES} for each of {MAX_GROUPS:,} head groups"
+            self._refuse(event, f"expected at most {bound}, found more")
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         data: dict[str, Any] = {}
@@ -129,10 +134,15 @@ class _Builder:
 
     def _sequence(self, path: Path) -> list[Any]:
         items: list[Any] = []
+        may_hold_groups = path[:2] == ("prefill", "lengths") and path[3:] == ("heads",)
         while type(item := self._next()) is not yaml.SequenceEndEvent:
             here = (*path, len(items))
             self.lines[here] = item.start_mark.line + 1
+            before = self._left
             items.append(self._value(item, here))
+            if may_hold_groups and self._groups and isinstance(items[-1], dict) and items[-1].keys() >= _GROUP:
+                self._groups -= 1
+                self._left += min(GROUP_VALUES, before - self._left)
         return items
 
     def _plain(self, text: str) -> Any:

@@ -305,11 +305,11 @@ def check_rows(
     group = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1]
     per_block = max(1, block_elements // planted.k_BGSD.shape[2])
     for head in range(planted.q_BHSD.shape[1]):
-        k_SD, v_SD = planted.k_BGSD[0, head // group], planted.v_BGSD[0, head // group]
+        v_SD = planted.v_BGSD[0, head // group]
         shares = []
         for start in range(0, len(rows), per_block):
             some = list(rows[start : start + per_block])
-            scores_XS = _scores(planted, head, k_SD, some)
+            scores_XS = causal_scores(planted, head, some)
             kept_XS = scores_XS.masked_fill(~_kept_keys(planted, index, head, some), -torch.inf)
             shares.append((kept_XS.logsumexp(1) - scores_XS.logsumexp(1)).exp())
             if out_BHSD is not None:
@@ -320,10 +320,11 @@ def check_rows(
     return RowCheck(sum(kept_H) / len(kept_H), min(kept_H), None if out_BHSD is None else worst)
 
 
-def _scores(planted: Planted, head: int, k_SD: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Causal scores in float32: [X, S]."""
-    scores_XS = planted.q_BHSD[0, head, rows].float() @ k_SD.float().T * planted.scale
-    i_X1 = torch.tensor(rows, device=k_SD.device)[:, None]
+def causal_scores(planted: Planted, head: int, rows: Sequence[int]) -> torch.Tensor:
+    """Scores of these rows of a query head in float32, -inf beyond the diagonal: [X, S]."""
+    k_SD = planted.k_BGSD[0, head // (planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1])]
+    scores_XS = planted.q_BHSD[0, head, list(rows)].float() @ k_SD.float().T * planted.scale
+    i_X1 = torch.tensor(list(rows), device=k_SD.device)[:, None]
     return scores_XS.masked_fill_(torch.arange(len(k_SD), device=k_SD.device) > i_X1, -torch.inf)
 
 

@@ -49,7 +49,7 @@ Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
 
 def profile(
-    loaded: LoadedModel, options: PlanOptions, progress: Progress | None = None, out: Path | None = None
+    loaded: LoadedModel, options: PlanOptions, progress: Progress | None = None, resume: Path | None = None
 ) -> Profile:
     """Profiles a model.
 
@@ -57,9 +57,8 @@ def profile(
         loaded: the model, in evaluation mode.
         options: settled (`PlanOptions.settled`).
         progress: where to report.
-        out: where the profile is going to be written; what is measured is kept in `out` + ".partial" until then, and
-            a run that was interrupted goes on from there. The file itself is written by the caller, who then calls
-            `discard_partial`.
+        resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
+            removes it once the profile is saved or used.
 
     Raises:
         UsageError, PromptError: options or prompts do not fit; a target density leaves no room for the tiles that
@@ -73,7 +72,7 @@ def profile(
     source = PromptSource.of(loaded.tokenizer, options)
     prompts = {length: source.prompts(length) for length in options.lengths}
     _check_targets(prompts, options)
-    records = Records(out and _partial(out), _identity(loaded, options, prompts, backend))
+    records = Records(resume, _identity(loaded, options, prompts, backend))
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
     with (progress or NoProgress()).stage("profile", total=total) as step:
         for length, some in prompts.items():
@@ -100,15 +99,6 @@ def _check_targets(prompts: Prompts, options: PlanOptions) -> None:
     if "prefill" in options.phases and options.target_speedup is None:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
         check_targets(tokens, options.target_density, options.tile_shape, options.families)
-
-
-def discard_partial(out: Path) -> None:
-    """Removes what an interrupted run would go on from, once the profile itself is written."""
-    _partial(out).unlink(missing_ok=True)
-
-
-def _partial(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
 
 
 def _work(prompt: CalibrationPrompt) -> float:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,9 +12,8 @@ from plans_samples import small_plan
 from typer.main import get_command
 
 from sparsekv.cli import schema
-from sparsekv.cli.failures import report
 from sparsekv.cli.main import app
-from sparsekv.cli.output import emit_json, size
+from sparsekv.cli.output import emit_json, report, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
 
@@ -129,6 +129,27 @@ def test_ctrl_c_inside_a_command_ends_with_130(sparsekv, monkeypatch):
     monkeypatch.setattr(schema, "emit_json", interrupted)
     done = sparsekv("schema")
     assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_inside_a_command_ends_it_like_ctrl_c(sparsekv, monkeypatch, number):
+    monkeypatch.setattr(schema, "emit_json", lambda data: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    try:
+        done = sparsekv("schema", "--json")
+    finally:
+        signal.signal(number, before)
+    assert (done.code, done.err) == (128 + number, f"ended by {number.name}; nothing was written\n")
+    assert done.data["error"]["exit_code"] == 128 + number
+
+
+def test_an_ignored_hangup_stays_ignored(sparsekv, monkeypatch):
+    monkeypatch.setattr(schema, "emit_json", lambda data: os.kill(os.getpid(), signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert sparsekv("schema").code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("arguments", [("plann",), ("show", "--nope"), ("validate",), ("run", "--max-new-tokens", "0")])

@@ -3,6 +3,10 @@
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -158,13 +162,44 @@ def test_ctrl_c_between_the_stages_leaves_the_older_plan(sparsekv, model, measur
     assert out.read_text() == "older"
 
 
-def test_ctrl_c_without_profile_out_says_how_to_keep_work(sparsekv, model, out, monkeypatch):
-    monkeypatch.setattr(Interrupted, "stage_name", "profile")
-    monkeypatch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
-    done = sparsekv("plan", model, "-o", out, *FAST)
+@pytest.mark.parametrize("stage", ["profile", "evaluate"])
+def test_ctrl_c_without_profile_out_leaves_a_profile_that_the_same_command_goes_on_from(
+    sparsekv, model, priced, out, monkeypatch, stage
+):
+    monkeypatch.setattr(Interrupted, "stage_name", stage)
+    call = ("plan", model, "-o", out, *FAST, *priced, "--verify-samples", 1)
+    saved = out.with_name("plan.yaml.profile.partial")
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
+        done = sparsekv(*call)
     assert done.code == 130
-    assert "--profile-out" in done.err
-    assert list(out.parent.iterdir()) == []
+    assert str(saved) in done.err
+    assert list(out.parent.iterdir()) == [saved]
+    if stage == "evaluate":
+        monkeypatch.setattr("sparsekv.planner.profile.profiler.score_candidates", lambda *a: pytest.fail("profiled"))
+    assert sparsekv(*call).code == 0
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
+    call = [sys.executable, "-m", "sparsekv", *("plan", model, "-o", out, *FAST, "--no-verify", "--json")]
+    saved = out.with_name("plan.yaml.profile.partial")
+    with subprocess.Popen(list(map(str, call)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while running.poll() is None and not (saved.exists() and saved.read_text().count("\n") > 1):
+            time.sleep(0.01)
+        running.terminate()
+        said, told = running.communicate()
+    assert running.returncode == 128 + signal.SIGTERM, told
+    assert "ended by SIGTERM" in told
+    assert str(saved) in told
+    assert json.loads(said)["error"]["exit_code"] == 128 + signal.SIGTERM
+    assert saved.exists()
+
+
+def test_progress_says_which_of_how_many_stages_is_under_way(sparsekv, model, priced, out):
+    done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--only", "decode")
+    assert done.code == 0, done.err
+    assert "profile (1 of 5)" in done.err
 
 
 class Full:

@@ -157,11 +157,10 @@ class Runs:
     """Stands in for generate_stream, and notes how many tokens it is given, and whether a plan is applied."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparsekv.cli import conversation, session
+        from sparsekv.cli import chat
 
-        self.seen, self._real = [], session.generate_stream
-        monkeypatch.setattr(session, "generate_stream", self)
-        monkeypatch.setattr(conversation, "generate_stream", self)
+        self.seen, self._real = [], chat.generate_stream
+        monkeypatch.setattr(chat, "generate_stream", self)
 
     def __call__(self, loaded, prompt_ids, **options):
         implementation = loaded.model.config._attn_implementation
@@ -200,13 +199,12 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
 
     import torch
 
-    from sparsekv.cli.session import Session
-    from sparsekv.runtime.hf.generate import Sampling
+    from sparsekv.cli.chat import Session
 
     buckets = tuple(SimpleNamespace(up_to=end) for end in (*ends, None))
     plan = SimpleNamespace(prefill=SimpleNamespace(lengths=buckets), decode=None)
     loaded = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
-    session = Session(loaded, plan, True, True, "auto", False, False, 8, None, Sampling())
+    session = Session(loaded, plan)
     assert session._warm_up_length(tokens) == length
 
 
@@ -254,16 +252,14 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
 
 
 def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
-    from sparsekv.cli.conversation import Conversation
-    from sparsekv.runtime.hf.generate import Sampling
+    from sparsekv.cli.chat import Conversation, Session
     from sparsekv.runtime.hf.load import load_model
 
-    loaded = load_model(str(folder))
-    turns = Conversation(loaded, 6, Sampling(), chat=False)
-    said = turns.ask("a" * 100)
-    again = turns.ask("b" * 50)
-    fresh = Conversation(loaded, 6, Sampling(), chat=False)
-    assert fresh.ask("a" * 100 + said.text + "\n" + "b" * 50).token_ids == again.token_ids
+    session = Session(load_model(str(folder)), max_new_tokens=6, chat=False)
+    turns, fresh = Conversation(session), Conversation(session)
+    said = turns.ask("a" * 100).generation
+    again = turns.ask("b" * 50).generation
+    assert fresh.ask("a" * 100 + said.text + "\n" + "b" * 50).generation.token_ids == again.token_ids
 
 
 def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
@@ -277,15 +273,14 @@ def test_the_chat_template_is_applied_unless_raw(sparsekv, tmp_path):
 
 
 def test_a_template_keeps_the_cache_over_turns(tmp_path):
-    from sparsekv.cli.conversation import Conversation
-    from sparsekv.runtime.hf.generate import Sampling
+    from sparsekv.cli.chat import Conversation, Session
     from sparsekv.runtime.hf.load import load_model
 
     loaded = load_model(str(save_model(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)))
-    turns = Conversation(loaded, 6, Sampling(), chat=True)
-    first = turns.ask("a" * 30)
+    turns = Conversation(Session(loaded, max_new_tokens=6))
+    first = turns.ask("a" * 30).generation
     cache = turns.cache
-    second = turns.ask("b" * 30)
+    second = turns.ask("b" * 30).generation
     assert second.prompt_tokens > first.prompt_tokens + first.new_tokens
     assert turns.messages[1] == {"role": "assistant", "content": first.text}
     kept = turns.cache is cache
@@ -297,7 +292,7 @@ def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, monkeypatch):
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsekv.cli.conversation.generate_stream", interrupted)
+    monkeypatch.setattr("sparsekv.cli.chat.generate_stream", interrupted)
     done = sparsekv("run", folder, "--prompt", "a")
     assert (done.code, done.out) == (130, "")
     assert done.err.startswith("interrupted")

@@ -127,9 +127,34 @@ def test_deep_blocks_are_refused() -> None:
     assert "levels of nesting" in refusal(text)
 
 
-def test_a_flood_of_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml_io, "MAX_VALUES", 1000)
-    assert "expected at most 1000 values" in refusal("x: [" + "1," * 2000 + "]")
+FLOODS = {
+    "a list": "extensions: {a: [" + "1," * 4_000_000 + "1]}\n",
+    "lines": "extensions:\n" + "  - 1\n" * 1_300_000,
+    "keys": "".join(f"k{n}: 1\n" for n in range(700_000)),
+    "records of nothing": "targets: [" + "{}," * 2_700_000 + "{}]\n",
+    "head groups of nothing": "prefill: {lengths: [{heads: [" + "{}," * 2_700_000 + "{}]}]}\n",
+    "head groups": "prefill: {lengths: [{heads: [" + "{layer: 0, heads: 0, pattern: dense}," * 220_000 + "]}]}\n",
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_values_is_refused_where_it_passes_what_a_plan_may_hold(flood: str) -> None:
+    assert len(FLOODS[flood]) < MAX_BYTES
+    assert "expected at most 50,000 values" in refusal(FLOODS[flood])
+
+
+def test_a_plan_of_many_head_groups_may_hold_more_values_than_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = dump_plan(large_plan())
+    monkeypatch.setattr(yaml_io, "MAX_VALUES", 100)
+    assert parse_plan(text) == sign(large_plan())
+    monkeypatch.setattr(yaml_io, "MAX_GROUPS", 100)
+    assert "expected at most" in refusal(text)
+
+
+def test_a_flood_of_wrong_head_groups_is_refused_at_the_first() -> None:
+    line = next(line for line in TEXT.splitlines() if "pattern: vertical_slash" in line)
+    message = refusal(TEXT.replace(line, "\n".join([line.replace("last_q: 64", "last_q: 0")] * 5_000), 1))
+    assert message.count("last_q: expected") == 1
 
 
 def test_a_bomb_of_aliases_is_refused() -> None:

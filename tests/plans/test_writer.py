@@ -100,6 +100,12 @@ def test_a_plan_too_large_to_read_is_not_written(path: Path, monkeypatch: pytest
     assert path.read_text() == OLD
 
 
+def test_a_plan_of_more_values_than_a_reader_accepts_is_not_written(path: Path) -> None:
+    with pytest.raises(PlanError, match="at most 50,000 values"):
+        write_plan(small_plan(extensions={"a": [1] * 60_000}), path)
+    assert path.read_text() == OLD
+
+
 class TestReplacing:
     @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o755])
     def test_the_mode_of_the_old_file_stays(self, path: Path, mode: int) -> None:

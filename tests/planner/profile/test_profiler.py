@@ -14,7 +14,7 @@ from sparsekv.planner.data_files import write_profile
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile import profiler
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.profile.profiler import discard_partial, profile
+from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -88,30 +88,27 @@ def test_another_seed_draws_other_prompts(loaded: LoadedModel, whole: Profile) -
 def test_an_interrupted_profile_goes_on_to_the_same_result(
     loaded: LoadedModel, whole: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
-    out = tmp_path / "profile.json"
+    partial = tmp_path / "profile.partial"
     monkeypatch.setattr(profiler, "score_candidates", interrupted_after(layers))
     with pytest.raises(KeyboardInterrupt):
-        profile(loaded, OPTIONS, out=out)
-    assert not out.exists()
-    assert len(Path(f"{out}.partial").read_text().splitlines()) == 1 + layers
+        profile(loaded, OPTIONS, resume=partial)
+    assert len(partial.read_text().splitlines()) == 1 + layers
     left = iter(range(6 - layers))
     monkeypatch.setattr(profiler, "score_candidates", lambda *a: (next(left), observe_score(*a))[1])
-    assert profile(loaded, OPTIONS, out=out) == whole
+    assert profile(loaded, OPTIONS, resume=partial) == whole
     assert next(left, None) is None  # no layer was measured twice
-    discard_partial(out)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [partial]
 
 
 def test_a_line_cut_short_is_measured_again(
     loaded: LoadedModel, whole: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "profile.json"
-    profile(loaded, OPTIONS, out=out)
-    partial = Path(f"{out}.partial")
+    partial = tmp_path / "profile.partial"
+    profile(loaded, OPTIONS, resume=partial)
     partial.write_bytes(partial.read_bytes()[:-100])
     count: list[int] = []
     monkeypatch.setattr(profiler, "score_candidates", lambda *a: (count.append(1), observe_score(*a))[1])
-    assert profile(loaded, OPTIONS, out=out) == whole
+    assert profile(loaded, OPTIONS, resume=partial) == whole
     assert len(count) == 1
 
 
@@ -119,11 +116,11 @@ def test_a_line_cut_short_is_measured_again(
 def test_what_another_run_left_is_not_taken_up(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict
 ) -> None:
-    out = tmp_path / "profile.json"
-    profile(loaded, quick_options().settled(4096, "cpu"), out=out)
+    partial = tmp_path / "profile.partial"
+    profile(loaded, quick_options().settled(4096, "cpu"), resume=partial)
     count: list[int] = []
     monkeypatch.setattr(profiler, "score_candidates", lambda *a: (count.append(1), observe_score(*a))[1])
-    profile(loaded, quick_options(**change).settled(4096, "cpu"), out=out)
+    profile(loaded, quick_options(**change).settled(4096, "cpu"), resume=partial)
     assert len(count) == 3
 
 

@@ -1,0 +1,180 @@
+"""Turns with a model over one cache, with its plan applied or dense, and what each answer took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import Cache, DynamicCache
+
+from sparsekv.cli.output import size
+from sparsekv.plans.phases import DecodeBucket, PrefillBucket
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.hf.generate import Generation, Sampling, encode_prompt, generate_stream
+from sparsekv.runtime.hf.load import LoadedModel
+
+# How much of a prompt is run before a comparison is timed. Kernels that are compiled are specialised on sizes that
+# divide by 16, in tokens and in tiles of 128: the rest of the prompt is left out in multiples of both.
+_BEGINNING = 512
+_BEGINNING_COMPILED = 32768  # costs a GPU little
+_ALIKE = 16 * 128
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A generation, how much of the attention it computed, and where its keys and values lie."""
+
+    generation: Generation
+    prefill_density: float
+    kv_bytes_device: int
+    kv_bytes_host: int
+
+    def as_data(self) -> dict[str, Any]:
+        """The JSON of one answer."""
+        said = self.generation
+        return {
+            "text": said.text,
+            "prompt_tokens": said.prompt_tokens,
+            "new_tokens": said.new_tokens,
+            "prefill_seconds": round(said.prefill_seconds, 4),
+            "decode_seconds": round(said.decode_seconds, 4),
+            "prefill_density": round(self.prefill_density, 4),
+            "kv_bytes_device": self.kv_bytes_device,
+            "kv_bytes_host": self.kv_bytes_host,
+        }
+
+    @property
+    def rate(self) -> str:
+        """Tokens a second of decode; the first token belongs to the prefill."""
+        said = self.generation
+        return f"{(said.new_tokens - 1) / said.decode_seconds:.1f}/s" if said.decode_seconds > 0 else "-"
+
+    def as_line(self) -> str:
+        """What people are told after an answer."""
+        said = self.generation
+        host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
+        return (
+            f"{said.prompt_tokens:,} tokens in {said.prefill_seconds:.2f} s at density {self.prefill_density:.2f}, "
+            f"{said.new_tokens} new ({self.rate}), KV {size(self.kv_bytes_device)}{host}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A loaded model and how to run it: what does not change from turn to turn. Without a plan it runs dense."""
+
+    loaded: LoadedModel
+    plan: Plan | None = None
+    prefill: bool = True  # this phase follows the plan
+    decode: bool = True
+    backend: str = "auto"
+    allow_mismatch: bool = False
+    chat: bool = True  # apply the chat template where there is one
+    max_new_tokens: int = 256
+    chunk: int | None = None  # most tokens prefilled at once
+    kv_host_layers: int | tuple[int, ...] | None = None  # in host memory; None is as the plan has it
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def applied(self) -> AbstractContextManager[Handle | None]:
+        """Applies the plan, for the length of a `with` block."""
+        if self.plan is None:
+            return nullcontext()
+        return apply(
+            self.loaded.model,
+            self.plan,
+            prefill=self.prefill,
+            decode=self.decode,
+            backend=self.backend,
+            allow_mismatch=self.allow_mismatch,
+            kv_host_layers=self.kv_host_layers,
+        )
+
+    def once(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
+        """The answer to one prompt."""
+        with self.applied() as handle:
+            return Conversation(self, handle).ask(text, on_text)
+
+    def dense_and_sparse(self, text: str) -> tuple[Answer, Answer]:
+        """The answers without and with the plan, one after the other.
+
+        Both run a beginning of the prompt before they are timed: whatever runs first compiles kernels, starts threads
+        and allocates memory.
+        """
+        without = replace(self, plan=None)
+        prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
+        beginning = prompt[: self._warm_up_length(len(prompt))]
+        for session in (without, self):
+            with session.applied():
+                generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk)
+        return without.once(text), self.once(text)
+
+    def _warm_up_length(self, tokens: int) -> int:
+        """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
+        least = _BEGINNING
+        if self.loaded.model.device.type != "cpu":
+            ends = (bucket.up_to for bucket in self._buckets() if bucket.up_to is not None and bucket.up_to < tokens)
+            least = max(_BEGINNING_COMPILED, *(end + 1 for end in ends), 0)
+        return tokens - max(0, tokens - least) // _ALIKE * _ALIKE
+
+    def _buckets(self) -> Iterator[PrefillBucket | DecodeBucket]:
+        for phase in (self.plan.prefill, self.plan.decode) if self.plan else ():
+            yield from phase.lengths if phase else ()
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
+
+    Each turn prefills only what is new. `handle` is that of the plan where `session` has one applied.
+    """
+
+    session: Session
+    handle: Handle | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    token_ids: tuple[int, ...] = ()
+    cache: Cache = field(default_factory=DynamicCache)
+
+    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
+        """Answers the next turn.
+
+        Raises:
+            PromptError: the turn is empty, or the conversation no longer fits the model's context.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._prompt(messages)
+        if prompt[: len(self.token_ids)] != self.token_ids:
+            self.cache = DynamicCache()  # the template has rewritten earlier turns
+        if self.handle is not None:
+            self.handle.reset_stats()
+        said = generate_stream(
+            self.session.loaded,
+            prompt,
+            max_new_tokens=self.session.max_new_tokens,
+            sampling=self.session.sampling,
+            chunk=self.session.chunk,
+            cache=self.cache,
+            on_text=on_text,
+        )
+        self.messages = [*messages, {"role": "assistant", "content": said.text}]
+        self.token_ids = prompt + said.token_ids
+        return self._answer(said)
+
+    def _answer(self, said: Generation) -> Answer:
+        if self.handle is None:
+            tensors = (getattr(layer, name, None) for layer in self.cache.layers for name in ("keys", "values"))
+            return Answer(said, 1.0, sum(int(tensor.nbytes) for tensor in tensors if tensor is not None), 0)
+        stats = self.handle.stats()
+        density = 1.0 if stats.prefill_density is None else stats.prefill_density
+        return Answer(said, density, stats.kv_bytes_device, stats.kv_bytes_host)
+
+    def _prompt(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]
+        if len(messages) == 1:
+            return encode_prompt(tokenizer, text, chat=self.session.chat)
+        if self.session.chat and tokenizer.chat_template is not None:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
