@@ -24,16 +24,14 @@ from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.families import Family
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.profile_data import Candidate, SelectorChoice
+from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.plans.patterns import (
     Adaptive,
     AShape,
     BlockSparse,
-    Budget,
     Pattern,
     TileShape,
     VerticalSlash,
-    fraction,
     tokens,
 )
 
@@ -42,9 +40,6 @@ PUBLISHED_STEP = 50
 # More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
 _LAST_Q = 256
 _LAST_Q_UP_TO = 1 << 16
-# The observation window of OmniKV's released configuration.
-_WINDOW = 16
-_DECODE_SHARES = (0.025, 0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,21 +155,6 @@ class Aim:
 def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
     """Every candidate of a length: each pattern range at each density of the ladder, ascending."""
     return tuple(Aim(one, share) for one in search_space(options, length) for share in _densities(options, length))
-
-
-def decode_budgets(options: PlanOptions) -> tuple[Budget, ...]:
-    """Budgets that token choices are scored at."""
-    shares = tuple(fraction(share) for share in _DECODE_SHARES)
-    return shares if options.decode_budget in shares else (*shares, options.decode_budget)
-
-
-def decode_selectors() -> tuple[SelectorChoice, ...]:
-    """OmniKV's three ways to weigh the last queries."""
-    return (
-        SelectorChoice(selector="last", window=1),
-        SelectorChoice(selector="uniform", window=_WINDOW),
-        SelectorChoice(selector="exponential", window=_WINDOW),
-    )
 
 
 def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.profile.resume import LayerRecord, collected
+from sparsekv.planner.profile.resume import LayerRecord, length_means
 from sparsekv.planner.profile.search_space import Aim, Prefix, aims, fit_to_target, search_space, vertical_slash_range
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
 
@@ -55,7 +55,7 @@ def profile_of(prefix: Prefix, found: tuple[Aim, ...], scores: list[CandidateSco
         tiles=table([score.tiles_H / prefix.causal_tiles for score in scores]),
         columns=table([score.columns_H / prefix.causal_tiles for score in scores]),
     )
-    entry = collected(LENGTH, [LENGTH], [aim.candidate for aim in found], (), (), [[record]])
+    entry = length_means(LENGTH, [LENGTH], [aim.candidate for aim in found], None, [[record]])
     model = loaded_tiny(layers=1).info
     digest = "sha256:" + "0" * 64
     return Profile(
