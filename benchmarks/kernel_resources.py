@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.index.build import room_for
-from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.index.build import empty_index
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
@@ -148,17 +148,24 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over chosen tokens."""
-    from sparsekv.kernels.decode import triton_backend
+    from sparsekv.kernels.decode import triton as backend
+    from sparsekv.kernels.keys import KeyView, resident
 
     for dim in (64, 128):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
-        rows = DecodeRows(torch.arange(0, 500, 2, dtype=torch.int32)[None, None], 590, 600)
+        chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
+        page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
+        table = torch.zeros((1, 10), dtype=torch.int32)
+        pages = KeyView(page, page, torch.tensor([100], dtype=torch.int32), table)
+        keys = resident(k, v)
+        selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
+        for name, view, chosen_tokens in (("selected", keys, selection), ("dense", keys, None), ("pages", pages, None)):
 
-        def call(q=q, k=k, v=v, rows=rows) -> object:  # type: ignore[no-untyped-def]
-            with mock.patch.object(triton_backend, "check_device"):
-                return triton_backend.decode(q, k, v, rows, scale=0.1)
+            def call(q=q, view=view, chosen_tokens=chosen_tokens) -> object:  # type: ignore[no-untyped-def]
+                with mock.patch.object(backend, "check_device"):
+                    return backend.decode(q, view, chosen_tokens, scale=0.1)
 
-        yield f"head size {dim}", call
+            yield f"head size {dim}, {name}", call
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -168,11 +175,12 @@ def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     ):  # fmt: skip
         pattern = VerticalSlash(vertical=tokens(100), slash=tokens(50), last_q=last_q, max_tiles=tokens(500))
         q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
-        call = IndexCall(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+        call = IndexCall.of(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+        group = HeadGroup.of((pattern,) * 8, range(8))
 
-        def build(call: IndexCall = call, patterns: tuple[VerticalSlash, ...] = (pattern,) * 8) -> object:
-            prepared = vertical_slash.prepare(patterns, range(8), call)
-            return prepared.fill(room_for([prepared.widths], call, ()))
+        def build(call: IndexCall = call, group: HeadGroup = group) -> object:
+            prepared = vertical_slash.prepare(group, call)
+            return prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
         yield f"head size {dim}, last_q {last_q}, {tile.query} tiles{', window' if window else ''}", build
 
@@ -181,11 +189,11 @@ def block_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Building the index of block-sparse heads."""
     for dim, window, tile in ((64, None, TILE), (128, None, TILE), (128, 200, SMALL_TILE)):
         q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
-        call = IndexCall(q, k, Chunk((0,), (600,)), tile, 0.1, window)
+        call = IndexCall.of(q, k, Chunk((0,), (600,)), tile, 0.1, window)
 
         def build(call: IndexCall = call) -> object:
-            prepared = block_sparse.prepare((BlockSparse(keep=tokens(300)),) * 8, range(8), call)
-            return prepared.fill(room_for([prepared.widths], call, ()))
+            prepared = block_sparse.prepare(HeadGroup.of((BlockSparse(keep=tokens(300)),) * 8, range(8)), call)
+            return prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
         yield f"head size {dim}, {tile.query} tiles{', window' if window else ''}", build
 

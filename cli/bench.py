@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparsekv.cli.options import (
-    AllowMismatch,
-    Backend,
-    Chunk,
-    Device,
-    Dtype,
-    Json,
-    PlanFile,
-    Seed,
-    Subject,
-    Tile,
-    device_and_dtype,
-    lengths_from,
-    names_from,
-    settings,
-    shares_from,
-    tile_from,
-)
+from sparsekv.cli import options
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from sparsekv.planner.bench.kernel_bench import KernelRow
     from sparsekv.planner.bench.prefill_bench import PrefillRow
-    from sparsekv.planner.bench.random_model import BenchModel
     from sparsekv.planner.bench.timing import DensePeers
-    from sparsekv.plans.schema import Plan
 
 app = typer.Typer(help="Time kernels or a model's prefill against the fastest dense kernel.", no_args_is_help=True)
 
@@ -72,27 +50,27 @@ def kernels(
     heads: Annotated[int, typer.Option(min=1, metavar="N", help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, metavar="N", help="Heads of K and V.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, metavar="N", help="Size of a head.")] = 128,
-    tile: Tile = "128",
+    tile: options.Tile = "128",
     repeats: Repeats = 3,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
 ) -> None:
     """Index building and sparse attention of one layer on planted structure."""
     from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
-    place, precision = device_and_dtype(device, dtype)
+    place, precision = options.device_and_dtype(device, dtype)
     bench = KernelBench(
-        lengths=lengths_from(lengths or _default(_LENGTHS, place), "--lengths"),
-        densities=shares_from(density, "--density"),
-        backends=names_from(backend, "--backend") if backend else (),
-        patterns=names_from(patterns, "--patterns"),
+        lengths=options.lengths_from(lengths or _LENGTHS[place.type], "--lengths"),
+        densities=options.shares_from(density, "--density"),
+        backends=options.names_from(backend, "--backend") if backend else (),
+        patterns=options.names_from(patterns, "--patterns"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        tile=tile_from(tile),
+        tile=options.tile_from(tile),
         builder=builder,
         last_q=last_q,
         device=place,
@@ -103,137 +81,80 @@ def kernels(
     rows = list(bench_kernels(bench, BarProgress()))
     if as_json:
         tell(PLANTED_NOTE)
-        emit_json([row.as_data() for row in rows])
-    else:
-        emit(f"{rows[0].device}, {bench.shape}, {bench.tile.key} tiles\n{PLANTED_NOTE}")
-        emit(_text(rows, _KERNEL_COLUMNS, left=3))
-    _end(rows)
+    title = f"{rows[0].device}, {bench.shape}, {bench.tile.key} tiles\n{PLANTED_NOTE}"
+    _print(rows, title, _KERNEL_COLUMNS, 3, as_json)
 
 
 @app.command("prefill")
 def prefill(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.")],
-    plan: PlanFile = None,
+    plan: options.PlanFile = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Random weights of the model's shape, made on the device.")
     ] = False,
     lengths: Lengths = None,
     density: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Without a plan, of one made by hand: one, or one a length."),
+        str | None, typer.Option(metavar="LIST", help="Without a plan, of one made by hand: one, or one a length.")
     ] = None,
     patterns: Annotated[
         str | None, typer.Option(metavar="LIST", help="Of a plan made by hand, dealt out to the heads.")
     ] = None,
-    tile: Tile = None,
+    tile: options.Tile = None,
     layers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With random weights: only so many layers.")
     ] = None,
     dense_layers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Measure dense on N layers and multiply; rows say so."),
+        int | None, typer.Option(min=1, metavar="N", help="Measure dense on N layers and multiply; rows say so.")
     ] = None,
     kv_host_layers: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Layers whose keys and values go to host memory."),
+        int | None, typer.Option(min=0, metavar="N", help="Layers whose keys and values go to host memory.")
     ] = None,
-    chunk: Chunk = None,
+    chunk: options.Chunk = None,
     repeats: Repeats = 3,
-    seed: Seed = 0,
-    device: Device = None,
-    dtype: Dtype = None,
-    backend: Backend = None,
-    allow_mismatch: AllowMismatch = False,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    backend: options.Backend = None,
+    allow_mismatch: options.AllowMismatch = False,
+    as_json: options.Json = False,
 ) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
     from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
+    from sparsekv.planner.bench.random_model import BenchModel, hand_plan, random_model
+    from sparsekv.planner.options import density_for
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.runtime.hf.describe import dtype_name
 
-    place, precision = device_and_dtype(device, dtype)
-    wanted = lengths_from(lengths or _default(_PREFILL_LENGTHS, place), "--lengths")
+    place, precision = options.device_and_dtype(device, dtype)
+    wanted = options.lengths_from(lengths or _PREFILL_LENGTHS[place.type], "--lengths")
     if layers is not None and not random_weights:
         raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
-    given = _given_plan(model, plan, density, patterns, layers)
-    _check_read(given is not None, tile, allow_mismatch)
-    subject = _subject(model, random_weights, place, precision, max(wanted), layers, seed)
-    used, words = (given, "given") if given else _made_by_hand(subject, wanted, density, patterns, tile)
-    bench = PrefillBench(
-        wanted, repeats, chunk, settings(backend=backend).backend, kv_host_layers, dense_layers, seed, allow_mismatch
-    )
-    rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
-    if as_json:
-        emit_json([row.as_data() for row in rows])
-    else:
-        emit(f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}")
-        emit(_text(rows, _PREFILL_COLUMNS, left=2))
-    _end(rows)
-
-
-# --- what is asked for ------------------------------------------------------------------------------------------------
-
-
-def _default(lengths: dict[str, str], place: torch.device) -> str:
-    return lengths["cuda" if place.type == "cuda" else "cpu"]
-
-
-def _given_plan(
-    model: str, plan: Path | None, density: str | None, patterns: str | None, layers: int | None
-) -> Plan | None:
-    """The plan that is named, or the folder's own; None where one is to be made by hand."""
     by_hand = density is not None or patterns is not None
     if by_hand and plan is not None:
         raise UsageError("expected --plan, or --density and --patterns of a plan made by hand, found both; choose one")
-    return None if by_hand or (layers and plan is None) else Subject.named(model, plan, None).plan
-
-
-def _check_read(given: bool, tile: str | None, allow_mismatch: bool) -> None:
-    """Refuses what only a plan made by hand reads, or only one that is given."""
-    if given and tile is not None:
+    used = None if by_hand or (layers and plan is None) else options.Subject.named(model, plan, None).plan
+    if used and tile is not None:
         raise UsageError(
             "expected --tile of a plan made by hand, found a plan, which has its own tiles; leave --tile out, or add "
             "--density"
         )
-    if not given and allow_mismatch:
+    if not used and allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
-
-
-def _subject(
-    model: str,
-    random_weights: bool,
-    place: torch.device,
-    precision: torch.dtype,
-    longest: int,
-    layers: int | None,
-    seed: int,
-) -> BenchModel:
-    from sparsekv.planner.bench.random_model import BenchModel, random_model
-    from sparsekv.runtime.hf.describe import dtype_name
-    from sparsekv.runtime.hf.load import load_model
-
     if random_weights:
-        made = random_model(model, device=place, dtype=precision, longest=longest, layers=layers, seed=seed)
-        tell(made.note)
-        return made
-    return BenchModel.of(load_model(model, device=str(place), dtype=dtype_name(precision)), model)
-
-
-def _made_by_hand(
-    subject: BenchModel, lengths: Sequence[int], density: str | None, patterns: str | None, tile: str | None
-) -> tuple[Plan, str]:
-    from sparsekv.planner.bench.random_model import hand_plan
-    from sparsekv.planner.options import density_for
-
-    families = names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
-    shares = shares_from(density, "--density") if density else tuple(density_for(length) for length in lengths)
-    return hand_plan(subject.info, lengths, shares, tile_from(tile), families)
-
-
-def _end(rows: Sequence[KernelRow | PrefillRow]) -> None:
-    """A bench that measured nothing sparse has failed."""
-    if not any(row.sparse_ms is not None for row in rows):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)
+        subject = random_model(model, device=place, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
+        tell(subject.note)
+    else:
+        subject = BenchModel.of(options.Subject(model).load(str(place), dtype_name(precision)), model)
+    words = "given"
+    if used is None:
+        families = options.names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
+        shares = options.shares_from(density, "--density") if density else tuple(map(density_for, wanted))
+        used, words = hand_plan(subject.info, wanted, shares, options.tile_from(tile), families)
+    name = options.settings(backend=backend).backend
+    bench = PrefillBench(wanted, repeats, chunk, name, kv_host_layers, dense_layers, seed, allow_mismatch)
+    rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
+    title = f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}"
+    _print(rows, title, _PREFILL_COLUMNS, 2, as_json)
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -276,12 +197,24 @@ _PREFILL_COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
 }
 
 
-def _text(rows: Sequence[Any], shown: Mapping[str, Callable[[Any], str]], left: int) -> str:
-    """Dense kernels, a line a case (all but the first `left` columns aligned to the right), and notes."""
-    lines = [tuple(show(row) for show in shown.values()) for row in rows]
-    table = columns([tuple(shown), *lines], right=range(left, len(shown)))
-    notes = dict.fromkeys(f"{row.backend}: {row.note}" for row in rows if row.note)
-    return "\n".join([*_dense_lines(rows), "", table, *notes])
+def _print(
+    rows: Sequence[Any], title: str, shown: Mapping[str, Callable[[Any], str]], left: int, as_json: bool
+) -> None:
+    """The rows: as JSON, or dense kernels, a line a case (only the first `left` columns are words), and notes.
+
+    Raises:
+        typer.Exit: nothing sparse was measured, which is a failure.
+    """
+    if as_json:
+        emit_json([row.as_data() for row in rows])
+    else:
+        lines = [tuple(show(row) for show in shown.values()) for row in rows]
+        table = columns([tuple(shown), *lines], right=range(left, len(shown)))
+        notes = dict.fromkeys(f"{row.backend}: {row.note}" for row in rows if row.note)
+        emit("\n".join([title, *_dense_lines(rows), "", table, *notes]))
+    if not any(row.sparse_ms is not None for row in rows):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
 
 
 def _dense_lines(rows: Sequence[KernelRow | PrefillRow]) -> Iterator[str]:

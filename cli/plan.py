@@ -12,30 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparsekv.cli.options import (
-    Backend,
-    Batch,
-    Chunk,
-    Device,
-    Dtype,
-    HeldOut,
-    Json,
-    Lengths,
-    MaxAccuracyDrop,
-    MaxKl,
-    Seed,
-    Subject,
-    Tasks,
-    Tile,
-    budget_from,
-    given,
-    layers_from,
-    lengths_from,
-    names_from,
-    settings,
-    shares_from,
-    tile_from,
-)
+from sparsekv.cli import options
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
@@ -53,7 +30,7 @@ def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
-    lengths: Lengths = None,
+    lengths: options.Lengths = None,
     target_density: Annotated[
         str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,
@@ -68,7 +45,7 @@ def plan(
     families: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse,adaptive.")
     ] = None,
-    tile: Tile = None,
+    tile: options.Tile = None,
     filter_rule: Annotated[
         Literal["dp", "omnikv", "fixed"] | None, typer.Option(help="How filter layers are chosen.")
     ] = None,
@@ -84,10 +61,10 @@ def plan(
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Calibration samples a length.")] = None,
-    tasks: Tasks = None,
-    max_accuracy_drop: MaxAccuracyDrop = None,
-    max_kl: MaxKl = None,
-    verify_samples: HeldOut = None,
+    tasks: options.Tasks = None,
+    max_accuracy_drop: options.MaxAccuracyDrop = None,
+    max_kl: options.MaxKl = None,
+    verify_samples: options.HeldOut = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
     profile_out: Annotated[
         _File,
@@ -100,18 +77,18 @@ def plan(
     profile: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved profile.")] = None,
     cost_out: Annotated[_File, typer.Option(metavar="FILE", help="Save the measured device cost.")] = None,
     cost: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved device cost.")] = None,
-    seed: Seed = 0,
-    batch: Batch = None,
-    prefill_chunk: Chunk = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    backend: Backend = None,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    batch: options.Batch = None,
+    prefill_chunk: options.Chunk = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    backend: options.Backend = None,
+    as_json: options.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
     from sparsekv.planner.options import check_used
 
-    check_used(given(context))
+    check_used(options.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
@@ -121,36 +98,36 @@ def plan(
     from sparsekv.planner.profile.profile_data import for_profile
 
     asked: dict[str, Any] = {
-        "lengths": _read(lengths_from, lengths, "--lengths"),
-        "target_density": _read(shares_from, target_density, "--target-density"),
+        "lengths": _read(options.lengths_from, lengths, "--lengths"),
+        "target_density": _read(options.shares_from, target_density, "--target-density"),
         "target_speedup": target_speedup,
         "phases": (only,) if only else None,
         "crossover": not no_crossover,
         "preset": preset,
-        "families": _read(names_from, families, "--families"),
-        "tile": tile_from(tile) if tile else None,
+        "families": _read(options.names_from, families, "--families"),
+        "tile": options.tile_from(tile) if tile else None,
         "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
-        "filter_layers": _read(layers_from, filter_layers, "--filter-layers"),
-        "decode_budget": _read(budget_from, decode_budget, "--decode-budget"),
+        "filter_layers": _read(options.layers_from, filter_layers, "--filter-layers"),
+        "decode_budget": _read(options.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
-        "tasks": _read(names_from, tasks, "--tasks"),
+        "tasks": _read(options.names_from, tasks, "--tasks"),
         "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
         "batch": batch,
         "prefill_chunk": prefill_chunk,
-        "backend": settings(backend=backend).backend,
+        "backend": options.settings(backend=backend).backend,
     }
-    options = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
+    wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
     profiled = read_profile(profile) if profile else None
     measured = read_cost(cost) if cost else None
     if profiled is not None:
-        for_profile(options, profiled)  # says what is not in it before a model is loaded
+        for_profile(wanted, profiled)  # says what is not in it before a model is loaded
     with files.telling_what_is_saved():
-        result = _compiled(Subject(model), options, files, profiled, measured, device, dtype)
+        result = _compiled(options.Subject(model), wanted, files, profiled, measured, device, dtype)
     _tell(result, out, as_json)
 
 
@@ -159,8 +136,8 @@ def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
 
 
 def _compiled(
-    subject: Subject,
-    options: PlanOptions,
+    subject: options.Subject,
+    wanted: PlanOptions,
     files: PlanFiles,
     profile: Profile | None,
     cost: DeviceCost | None,
@@ -173,12 +150,12 @@ def _compiled(
     from sparsekv.plans.files import write_plan
 
     outputs = {"profile_out": files.profile_out, "cost_out": files.cost_out}
-    if profile and cost and not options.verify_samples and options.verify_samples is not None:
-        result = compile_files(subject.model, options, profile, cost, **outputs)
+    if profile and cost and wanted.verify_samples == 0:
+        result = compile_files(subject.model, wanted, profile, cost, **outputs)
     else:
         result = compile_plan(
             subject.load(device, dtype),
-            options,
+            wanted,
             profile_in=profile,
             cost_in=cost,
             resume=files.resume,

@@ -6,27 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli.options import (
-    AllowMismatch,
-    Backend,
-    Batch,
-    Chunk,
-    Device,
-    Dtype,
-    HeldOut,
-    Json,
-    MaxAccuracyDrop,
-    MaxKl,
-    Model,
-    PlanFile,
-    Seed,
-    Subject,
-    Target,
-    Tasks,
-    lengths_from,
-    names_from,
-    settings,
-)
+from sparsekv.cli import options
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.plans.errors import GateError, UsageError
 
@@ -37,28 +17,28 @@ if TYPE_CHECKING:
 
 
 def verify(
-    target: Target = None,
-    plan: PlanFile = None,
-    model: Model = None,
+    target: options.Target = None,
+    plan: options.PlanFile = None,
+    model: options.Model = None,
     lengths: Annotated[
         str | None, typer.Option(metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
-    tasks: Tasks = None,
-    samples: HeldOut = None,
-    max_accuracy_drop: MaxAccuracyDrop = None,
-    max_kl: MaxKl = None,
+    tasks: options.Tasks = None,
+    samples: options.HeldOut = None,
+    max_accuracy_drop: options.MaxAccuracyDrop = None,
+    max_kl: options.MaxKl = None,
     write: Annotated[bool, typer.Option("--write", help="If the gate is met, write it into the plan.")] = False,
-    seed: Seed = 0,
-    batch: Batch = None,
-    chunk: Chunk = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    backend: Backend = None,
-    allow_mismatch: AllowMismatch = False,
-    as_json: Json = False,
+    seed: options.Seed = 0,
+    batch: options.Batch = None,
+    chunk: options.Chunk = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    backend: options.Backend = None,
+    allow_mismatch: options.AllowMismatch = False,
+    as_json: options.Json = False,
 ) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
-    subject = Subject.named(target, plan, model)
+    subject = options.Subject.named(target, plan, model)
     found = subject.need_plan()
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
     from sparsekv.planner.progress import BarProgress
@@ -67,21 +47,21 @@ def verify(
     from sparsekv.plans.schema import check_model, to_data
 
     asked = PlanOptions(
-        lengths=_sparse_lengths(found) if lengths is None else lengths_from(lengths, "--lengths"),
-        tasks=TASKS if tasks is None else names_from(tasks, "--tasks"),
+        lengths=_sparse_lengths(found) if lengths is None else options.lengths_from(lengths, "--lengths"),
+        tasks=TASKS if tasks is None else options.names_from(tasks, "--tasks"),
         verify_samples=samples,
         gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,
-        backend=settings(backend=backend).backend,
+        backend=options.settings(backend=backend).backend,
     )
     loaded = subject.load(device, dtype)
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:
         _check_same_model(found, loaded.info, differs)
-    options = asked.settled(loaded.info.context_length, loaded.model.device.type)
-    verdict = measure(loaded, found, options, BarProgress(), allow_mismatch=allow_mismatch)
+    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
+    verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=allow_mismatch)
     facts = {"passed": verdict.passed, "reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
     if not as_json:

@@ -19,12 +19,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from sparsekv.kernels.decode.rows import DecodeRows as DecodeRows
-from sparsekv.kernels.decode.rows import check_rows
+from sparsekv.kernels.decode.selection import Selection, check_selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
+from sparsekv.kernels.keys import KeyView, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chunk, check_index, check_qkv
-from sparsekv.plans.errors import BackendError, SparseKVError
+from sparsekv.plans.errors import BackendError, ShapeError, SparseKVError
 from sparsekv.plans.patterns import TileShape
 
 BACKENDS = ("flash", "triton", "cpu", "reference")  # the first that can run is chosen; reference never is
@@ -35,8 +35,8 @@ _PREFILL = {
     "reference": "sparsekv.kernels.reference",
 }
 _DECODE = {
-    "flash": "sparsekv.kernels.decode.triton_backend",  # flash-attn-4 has no list of tokens
-    "triton": "sparsekv.kernels.decode.triton_backend",
+    "flash": "sparsekv.kernels.decode.triton",  # flash-attn-4 has no list of tokens
+    "triton": "sparsekv.kernels.decode.triton",
     "cpu": "sparsekv.kernels.decode.cpu",
     "reference": "sparsekv.kernels.decode.cpu",  # it is float32 and has one softmax already
 }
@@ -60,16 +60,16 @@ class PrefillBackend(Protocol):
 
 
 class DecodeBackend(Protocol):
-    """Attention of one query token a batch row over chosen tokens."""
+    """Attention of one query token a batch row, over all tokens or a selection of them."""
 
     def __call__(
         self,
         q_BHQD: torch.Tensor,
-        k_BGSD: torch.Tensor,
-        v_BGSD: torch.Tensor,
-        rows: DecodeRows,
+        keys: KeyView,
+        selection: Selection | None,
         *,
         scale: float,
+        window: int | None = None,
         want_lse: bool = False,
     ) -> AttentionOutput: ...
 
@@ -203,28 +203,39 @@ def dense_prefill(
 
 def decode_attention(
     q_BHQD: torch.Tensor,
-    k_BGSD: torch.Tensor,
-    v_BGSD: torch.Tensor,
-    rows: DecodeRows,
+    keys: KeyView,
+    selection: Selection | None = None,
     *,
     scale: float,
+    window: int | None = None,
     want_lse: bool = False,
     backend: str,
 ) -> AttentionOutput:
-    """Attention of the newest token over chosen tokens and a tail; nothing chosen gives 0 and -inf.
+    """Attention of the newest token of each batch row. Lengths, counts and lists stay on the device.
 
     Args:
         q_BHQD: one query token a batch row: Q is 1.
-        k_BGSD: keys by token, any strides for B, G and S.
-        rows: which tokens; every one of them is visible to the query.
+        keys: contiguous or paged; a row of length 0 gives 0 and -inf.
+        selection: which tokens each row attends to; all of them when None.
+        scale: of the scores, usually 1 / sqrt(D).
+        window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
+        want_lse: whether to return the natural log-sum-exp of each row.
+        backend: the name that `choose_backend` gave.
 
     Raises:
-        ShapeError: Q is not 1, or tensors and rows do not fit together.
+        ShapeError: Q is not 1, or tensors and selection do not fit together.
         BackendError: the backend does not exist, or cannot run these tensors.
     """
     run: DecodeBackend = _module(backend, _DECODE).decode
-    check_rows(q_BHQD, k_BGSD, v_BGSD, rows, scale)
-    return run(q_BHQD, k_BGSD, v_BGSD, rows, scale=scale, want_lse=want_lse)
+    check_keys(q_BHQD, keys)
+    if q_BHQD.shape[2] != 1:
+        raise ShapeError(
+            f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "
+            "call it once a token, or use prefill attention"
+        )
+    if selection is not None:
+        check_selection(keys, selection)
+    return run(q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse)
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:

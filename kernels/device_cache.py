@@ -1,4 +1,4 @@
-"""Small tensors that follow from numbers the host knows: sent to the device once, and kept for the layers to come."""
+"""Small tensors that follow from numbers the host knows: sent to the device once and cached for the layers to come."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ Key = TypeVarTuple("Key")
 Made = TypeVar("Made")
 
 
-def kept_on_device(
+def cached_on_device(
     most: int,
 ) -> Callable[[Callable[[torch.device, *Key], Made]], Callable[[torch.device, *Key], Made]]:
-    """Keeps the last `most` results of a function of a device and hashable values that makes tensors there.
+    """Caches the last `most` results of a function of a device and hashable values that makes tensors there.
 
-    Nobody may write to what it returns: every later call of the same values is given it. Each CUDA stream has its own:
-    work on another stream would not wait for the copies and kernels that made it, nor be waited for when it is freed.
+    The tensors are shared by all callers and must not be written to. Each CUDA stream has its own: work on another
+    stream would not wait for the copies and kernels that made them, nor be waited for when they are freed.
     """
 
-    def keep(make: Callable[[torch.device, *Key], Made]) -> Callable[[torch.device, *Key], Made]:
+    def decorate(make: Callable[[torch.device, *Key], Made]) -> Callable[[torch.device, *Key], Made]:
         def make_for(stream: int, device: torch.device, *key: *Key) -> Made:
-            # What inference mode makes could not take part in training later.
+            # Tensors made in inference mode could not take part in training later.
             with torch.inference_mode(False):
                 return make(device, *key)
 
-        kept: Callable[..., Made] = lru_cache(maxsize=most)(make_for)
+        cached: Callable[..., Made] = lru_cache(maxsize=most)(make_for)
 
         def get(device: torch.device, *key: *Key) -> Made:
             stream = _stream(device)
-            return make(device, *key) if stream is None else kept(stream, device, *key)
+            return make(device, *key) if stream is None else cached(stream, device, *key)
 
         return get
 
-    return keep
+    return decorate
 
 
 def _stream(device: torch.device) -> int | None:
-    """Names the stream that orders work on the device; None where nothing may be kept."""
-    # What tracing makes (FakeTensorMode, torch.export) has no numbers, and does not mix with tensors that have.
+    """The stream that orders work on the device; None where nothing may be cached."""
+    # Tensors made while tracing (FakeTensorMode, torch.export) have no numbers and do not mix with tensors that have.
     if is_in_torch_dispatch_mode():
         return None
     if device.type == "cpu":
@@ -53,17 +53,29 @@ def _stream(device: torch.device) -> int | None:
 
 
 def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Host numbers as a tensor there, not to be written to: the same numbers are sent once (see kept_on_device).
+    """Host numbers, in lists or tuples, as a tensor there, cached: not to be written to.
 
     The copy does not wait for the device (small pageable copies are staged).
     """
-    return _sent(device, _frozen(values), dtype)
+    return _send(device, _frozen(values), dtype)
 
 
-@kept_on_device(most=512)
-def _sent(device: torch.device, values: object, dtype: torch.dtype) -> torch.Tensor:
+@cached_on_device(most=512)
+def _send(device: torch.device, values: object, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _frozen(values: object) -> object:
-    return tuple(map(_frozen, values)) if isinstance(values, list | tuple) else values
+    return tuple(map(_frozen, values)) if isinstance(values, list) else values
+
+
+_ALIGNED = 4  # int32 numbers of 16 bytes: every field begins where Triton's usual launch expects it
+
+
+@cached_on_device(most=256)
+def fields_on_device(device: torch.device, fields: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
+    """Each field as an int32 tensor on the device, all in one copy, cached: not to be written to."""
+    padded = [field + (0,) * (-len(field) % _ALIGNED) for field in fields]
+    packed = on_device([number for field in padded for number in field], device, torch.int32)
+    pieces = packed.split([len(field) for field in padded])
+    return tuple(piece[: len(field)] for piece, field in zip(pieces, fields, strict=True))

@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
 from sparsekv.plans.errors import ShapeError
 
@@ -37,6 +39,29 @@ def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = N
     chosen_BHTK = index.dense_H[:, None, None] | _in_tiles(index, keys) | _live(index, keys)
     chosen_BHSK = chosen_BHTK.repeat_interleave(index.tile.query, dim=2)[:, :, :queries]
     return chosen_BHSK & causal_BSK[:, None]
+
+
+def decode_mask(keys: KeyView, selection: Selection | None, heads: int, window: int | None = None) -> torch.Tensor:
+    """Which tokens the newest query of each row sees, straight from the definition in decode/selection.py.
+
+    Returns:
+        bool [B, H, 1, S] for `heads` query heads, S being the capacity of the keys.
+    """
+    mask_BHS = torch.zeros((keys.batch, heads, keys.capacity), dtype=torch.bool, device=keys.k.device)
+    for b, length in enumerate(keys.lengths_B.tolist()):
+        count = ALL if selection is None else int(selection.counts_B[b])
+        for h in range(heads):
+            if selection is None or count == ALL:
+                mask_BHS[b, h, :length] = True
+                continue
+            lists = selection.chosen_BgN.shape[1]
+            chosen = selection.chosen_BgN[b, h * lists // heads, :count].tolist()
+            mask_BHS[b, h, : selection.sink] = True
+            mask_BHS[b, h, [token for token in chosen if token >= 0]] = True
+            mask_BHS[b, h, length - selection.recent : length] = True
+        if window is not None:
+            mask_BHS[b, :, : max(0, length - window)] = False
+    return mask_BHS[:, :, None]
 
 
 def reference_attention(

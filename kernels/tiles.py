@@ -1,13 +1,17 @@
 """What an index builder hands to a kernel: which key tiles and which single columns each query tile computes.
 
-Shapes: B batch, H query heads, T query tiles, W most listed key tiles in a row, C most single columns of a head,
-N = ceil(C / 32) words of 32 columns, S queries, D head size.
+Shapes: B batch, H query heads, G KV heads, T query tiles, W most listed key tiles in a row, C most single columns of a
+head, N = ceil(C / 32) words of 32 columns, S queries, K keys, D head size.
 
 Query tile t of batch row b covers the rows past[b] + t * tile.query onwards; key tiles are counted from key 0.
 The mask a kernel executes is, for row i of query tile t and key j:
 
     j <= i and j < lengths[b] and i - j < window          (window: the layer's own, or none)
     and (dense[h]  or  j // tile.key in tiles[b, h, t]  or  (j is column c of head h and live[b, h, t] has bit c))
+
+Density is computed tiles over causal tiles; a column computed singly counts 1 / tile.key of a tile. Dense heads count
+every causal tile. A sliding window of the layer shrinks the lists of an index but not what density divides by, so a
+sparse head of a windowed layer is never reported denser than it is; tiles partly outside the window count whole.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ from sparsekv.plans.patterns import TileShape
 NO_TILE = -1
 NO_COLUMN = -1
 NO_TOKEN = -1
+WORD = 32  # columns in an int32 word of live bits: bit b of word n is column 32 n + b
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Where the queries of a call lie, known to the host, so that nothing has to ask the device.
+    """Which tokens the queries of a call are, known to the host, so that nothing has to ask the device.
 
     Row r of batch row b is token past[b] + r; the rows from lengths[b] - past[b] on are padding. Keys from
     lengths[b] on are not looked at, whatever memory holds there.
@@ -37,7 +42,7 @@ class Chunk:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name in ("past", "lengths"):  # lists are taken, but a chunk is a key of what is kept between layers
+        for name in ("past", "lengths"):  # lists are taken, but a chunk is a key of caches
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.past) != len(self.lengths) or not self.past:
             raise ShapeError(f"past and lengths need one entry a batch row, found {self.past} and {self.lengths}")
@@ -46,13 +51,18 @@ class Chunk:
 
     @classmethod
     def uniform(cls, batch: int, past: int, length: int) -> Chunk:
-        """The same place in every batch row."""
+        """The same past and length in every batch row."""
         return cls((past,) * batch, (length,) * batch)
 
     @property
     def longest(self) -> int:
         """Keys of the longest batch row."""
         return max(self.lengths)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Query rows of each batch row that are not padding."""
+        return tuple(n - p for p, n in zip(self.past, self.lengths, strict=True))
 
     def query_tiles(self, tile: TileShape, queries: int) -> int:
         """T: query tiles that cover `queries` rows."""
@@ -64,11 +74,11 @@ class Chunk:
 
     def causal_tiles(self, tile: TileShape) -> int:
         """Tiles a dense causal kernel computes for one head, summed over the batch rows."""
-        return sum(_causal_tiles(p, n, tile) for p, n in zip(self.past, self.lengths, strict=True))
-
-
-def _causal_tiles(past: int, length: int, tile: TileShape) -> int:
-    return sum((min(first + tile.query, length) - 1) // tile.key + 1 for first in range(past, length, tile.query))
+        return sum(
+            (min(first + tile.query, length) - 1) // tile.key + 1
+            for past, length in zip(self.past, self.lengths, strict=True)
+            for first in range(past, length, tile.query)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +91,7 @@ class TileIndex:
     columns_BHC: torch.Tensor  # int32, ascending, padded with NO_COLUMN; C may be 0
     live_BHTN: torch.Tensor  # int32 words: bit b of word n says that column 32 n + b is computed singly in this row
     dense_H: torch.Tensor  # bool: heads that compute every causal tile
-    # The heads of dense_H, known to the host so that launches can be planned without asking the device; None where
-    # whoever made the index did not know.
+    # The heads of dense_H, on the host so that launches can be planned without asking the device; None where unknown.
     dense_heads: tuple[int, ...] | None = None
 
 
@@ -92,15 +101,6 @@ class AttentionOutput:
 
     out_BHSD: torch.Tensor  # dtype of q; padding rows are 0
     lse_BHS: torch.Tensor | None  # float32 natural log-sum-exp of the scaled scores; padding rows are -inf
-
-
-# How much of the attention matrix an index computes, counted on the device.
-#
-# Density is computed tiles over causal tiles; a column computed singly counts 1 / tile.key of a tile. Dense heads count
-# every causal tile. A sliding window of the layer shrinks the lists of an index but not what density divides by, so a
-# sparse head of a windowed layer is never reported denser than it is; tiles partly outside the window count whole.
-#
-# Shapes: B batch, H query heads, T query tiles, N words of 32 columns.
 
 
 def computed_tiles(index: TileIndex) -> torch.Tensor:
@@ -115,23 +115,18 @@ def density(index: TileIndex, chunk: Chunk) -> torch.Tensor:
     return computed_tiles(index).sum() / max(1, causal)
 
 
-# Live bits of single columns: 32 columns to an int32 word, bit b of word n being column 32 n + b.
-
-WORD = 32
-
-
 def pack_bits(bits_XC: torch.Tensor) -> torch.Tensor:
     """bool [X, C] to int32 words [X, ceil(C / 32)]; missing bits are 0."""
     columns = bits_XC.shape[-1]
     padded_XC = torch.nn.functional.pad(bits_XC, (0, -columns % WORD))
     # Bit 31 is the sign: the sum over all bits lies within int32 and never wraps.
-    weight_32 = torch.ones((), dtype=torch.int32, device=bits_XC.device) << _places(bits_XC.device)
+    weight_32 = torch.ones((), dtype=torch.int32, device=bits_XC.device) << _bits_of_word(bits_XC.device)
     return (torch.unflatten(padded_XC, -1, (-1, WORD)) * weight_32).sum(-1, dtype=torch.int32)
 
 
 def unpack_bits(words_XN: torch.Tensor, columns: int) -> torch.Tensor:
     """int32 words to bool [X, columns]."""
-    return ((words_XN.unsqueeze(-1) >> _places(words_XN.device)) & 1).flatten(-2)[..., :columns].bool()
+    return ((words_XN.unsqueeze(-1) >> _bits_of_word(words_XN.device)) & 1).flatten(-2)[..., :columns].bool()
 
 
 def count_bits(words_XN: torch.Tensor) -> torch.Tensor:
@@ -143,11 +138,8 @@ def count_bits(words_XN: torch.Tensor) -> torch.Tensor:
     return (halves + (halves >> 16)) & 0x3F
 
 
-def _places(device: torch.device) -> torch.Tensor:
+def _bits_of_word(device: torch.device) -> torch.Tensor:
     return torch.arange(WORD, dtype=torch.int32, device=device)
-
-
-# What every prefill backend may rely on, checked once before a kernel starts. No check asks the device.
 
 
 def check_qkv(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float) -> None:
@@ -167,18 +159,22 @@ def check_qkv(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, 
             )
     if k_BGKD.shape != v_BGKD.shape:
         raise ShapeError(f"k and v must have one shape, found {tuple(k_BGKD.shape)} and {tuple(v_BGKD.shape)}")
-    B, H, _, D = q_BHSD.shape
-    if k_BGKD.shape[0] != B or k_BGKD.shape[3] != D:
-        raise ShapeError(
-            f"q and k must share batch and head size, found {tuple(q_BHSD.shape)} and {tuple(k_BGKD.shape)}"
-        )
-    if H % k_BGKD.shape[1]:
-        raise ShapeError(f"query heads must be a multiple of KV heads, found {H} and {k_BGKD.shape[1]}")
+    check_qk(q_BHSD, k_BGKD)
     if len({(t.dtype, t.device) for t in named.values()}) != 1:
         found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
         raise ShapeError(f"q, k and v must have one dtype and one device, found {found}")
     if not (scale > 0 and math.isfinite(scale)):
         raise ShapeError(f"scale must be positive and finite, usually 1 / sqrt(head size), found {scale}")
+
+
+def check_qk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor) -> None:
+    """Raises ShapeError unless queries and keys share batch and head size, and heads are a multiple of KV heads."""
+    if k_BGKD.shape[0] != q_BHSD.shape[0] or k_BGKD.shape[3] != q_BHSD.shape[3]:
+        raise ShapeError(
+            f"q and k must share batch and head size, found {tuple(q_BHSD.shape)} and {tuple(k_BGKD.shape)}"
+        )
+    if q_BHSD.shape[1] % k_BGKD.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of KV heads, found {q_BHSD.shape[1]} and {k_BGKD.shape[1]}")
 
 
 def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window: int | None) -> None:
@@ -189,7 +185,7 @@ def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window
     """
     if len(chunk.past) != q_BHSD.shape[0]:
         raise ShapeError(f"the chunk describes {len(chunk.past)} batch rows, q has {q_BHSD.shape[0]}")
-    rows = max(n - p for p, n in zip(chunk.past, chunk.lengths, strict=True))
+    rows = max(chunk.rows)
     if rows > q_BHSD.shape[2]:
         raise ShapeError(f"the chunk describes {rows} query rows, q has {q_BHSD.shape[2]}")
     if chunk.longest > k_BGKD.shape[2]:
@@ -211,7 +207,7 @@ def check_index(q_BHSD: torch.Tensor, index: TileIndex, chunk: Chunk) -> None:
         "tiles": (index.tiles_BHTW, (B, H, T, index.tiles_BHTW.shape[-1])),
         "counts": (index.counts_BHT, (B, H, T)),
         "columns": (index.columns_BHC, (B, H, C)),
-        "live": (index.live_BHTN, (B, H, T, -(-C // 32))),
+        "live": (index.live_BHTN, (B, H, T, -(-C // WORD))),
         "dense": (index.dense_H, (H,)),
     }
     for name, (tensor, shape) in expected.items():

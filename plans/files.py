@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
 from sparsekv.plans.types import canonical_json
-from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
+from sparsekv.plans.yaml_io import plan_error, printable, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
 
@@ -60,11 +60,6 @@ def as_text(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise PlanError(f"{source}, line {line}: expected UTF-8 text, found other bytes; save it as UTF-8") from None
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Puts `text` at `path`; see `write_bytes`."""
-    write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -129,12 +124,13 @@ def _reason(error: Exception) -> str:
 
 
 Document = dict[str, Any]
-Migration = Callable[[Document], Document]
 
-MIGRATIONS: Mapping[int, Migration] = {}
+# From the data of a version n file to that of version n + 1; each comes with a golden file of version n. None yet.
+MIGRATIONS: Mapping[int, Callable[[Document], Document]] = {}
+_INTEGRITY = "integrity"
 
 
-def migrate(document: Document, target: int, source: str, registry: Mapping[int, Migration] = MIGRATIONS) -> Document:
+def migrate(document: Document, target: int, source: str, registry: Mapping[int, Any] = MIGRATIONS) -> Document:
     """`document` as schema version `target`.
 
     Raises:
@@ -154,9 +150,6 @@ def migrate(document: Document, target: int, source: str, registry: Mapping[int,
             raise PlanError(f"{source}: schema_version {step} can no longer be read; plan the model again")
         document = registry[step](document) | {"schema_version": step + 1}
     return document
-
-
-_INTEGRITY = "integrity"
 
 
 def content_digest(data: Mapping[str, Any]) -> str:
@@ -203,20 +196,18 @@ def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) 
         PlanError: it is no plan, contradicts itself, or (when `signed`) was changed since it was signed.
     """
     tree = read_tree(as_text(text.encode(errors="surrogatepass") if isinstance(text, str) else text, source), source)
-    document = _document(tree)
-    plan = _validated(migrate(document, SCHEMA_VERSION, source), tree)
-    if signed:
-        check_signature(document, source)
-    return plan
-
-
-def _document(tree: Tree) -> dict[str, Any]:
     if not isinstance(tree.data, dict):
         found = "a list" if isinstance(tree.data, list) else "a single value"
-        raise PlanError(f"{tree.source}: expected a plan, a mapping with `kind: {KIND}`, found {found}")
+        raise PlanError(f"{source}: expected a plan, a mapping with `kind: {KIND}`, found {found}")
     if tree.data.get("kind") != KIND:
-        raise PlanError(f"{tree.source}: expected `kind: {KIND}`, found {_what(tree.data)}")
-    return tree.data
+        raise PlanError(f"{source}: expected `kind: {KIND}`, found {_what(tree.data)}")
+    try:
+        plan = Plan.model_validate(migrate(tree.data, SCHEMA_VERSION, source))
+    except ValidationError as error:
+        raise plan_error(error, tree) from None
+    if signed:
+        check_signature(tree.data, source)
+    return plan
 
 
 def _what(data: dict[str, Any]) -> str:
@@ -229,13 +220,6 @@ def _what(data: dict[str, Any]) -> str:
     if "model_type" in data or "architectures" in data:
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
     return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
-
-
-def _validated(document: dict[str, Any], tree: Tree) -> Plan:
-    try:
-        return Plan.model_validate(document)
-    except ValidationError as error:
-        raise plan_error(error, tree) from None
 
 
 def dump_plan(plan: Plan) -> str:
@@ -259,7 +243,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         PlanError: the plan is too large for a file.
         UsageError: the file cannot be written.
     """
-    write_text(path, dump_plan(plan))
+    write_bytes(path, dump_plan(plan).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -85,6 +84,11 @@ class ModelInfo(Part):
         """How many layers the model has."""
         return sum(len(group.layers) for group in self.attention)
 
+    @property
+    def by_layer(self) -> dict[int, AttentionGroup]:
+        """What each layer is."""
+        return {layer: group for group in self.attention for layer in group.layers}
+
     def group_of(self, layer: int) -> AttentionGroup:
         """What layer number `layer` is.
 
@@ -97,7 +101,7 @@ class ModelInfo(Part):
         raise IndexError(f"layer {layer} of a model of {self.layers} layers")
 
 
-_SHAPE = ("kind", "heads", "kv_heads", "head_dim", "window")
+Shapes = dict[int, AttentionGroup]
 
 
 def architecture_fingerprint(facts: Mapping[str, Any]) -> str:
@@ -115,54 +119,42 @@ def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
     Raises:
         ValueError: a name comes twice.
     """
-    by_name: dict[str, bytes] = {}
-    for name, data in samples:
-        if name in by_name:
+    state, last = hashlib.sha256(), None
+    for name, data in sorted(samples):
+        if name == last:
             raise ValueError(f"expected each weight sampled once, found {name!r} again")
-        by_name[name] = data
-    state = hashlib.sha256()
-    for part in chain.from_iterable((name.encode(), by_name[name]) for name in sorted(by_name)):
-        state.update(len(part).to_bytes(8, "little"))  # so that no two lists of samples run into the same bytes
-        state.update(part)
+        last = name
+        for part in (name.encode(), data):
+            state.update(len(part).to_bytes(8, "little"))  # so that no two lists of samples run into the same bytes
+            state.update(part)
     return "sha256:" + state.hexdigest()
 
 
 def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
     """What differs between the model of a plan and another one, a line each; empty when the architecture fits."""
-    if expected.fingerprint.architecture == found.fingerprint.architecture and _same_shapes(expected, found):
-        return ()
     lines = [
         f"{name.replace('_', ' ')}: plan {getattr(expected, name)}, model {getattr(found, name)}"
         for name in ("model_type", "layers", "context_length", "rope")
         if getattr(expected, name) != getattr(found, name)
     ]
-    lines += _shapes(expected, found)
-    return tuple(lines) or ("architecture fingerprint: another one, in something that the plan does not name",)
+    shapes = _shape_differences(expected.by_layer, found.by_layer)
+    if expected.fingerprint.architecture == found.fingerprint.architecture:
+        # Shapes are compared even so: a sealed plan may have been given others by hand.
+        same = (expected.model_type, expected.layers) == (found.model_type, found.layers)
+        return () if same and not shapes else (*lines, *shapes)
+    return (*lines, *shapes) or ("architecture fingerprint: another one, in something that the plan does not name",)
 
 
-def _same_shapes(expected: ModelInfo, found: ModelInfo) -> bool:
-    # Asked even where the digests agree: a sealed plan may have been given other shapes by hand.
-    return (expected.model_type, expected.layers) == (found.model_type, found.layers) and not _shapes(expected, found)
-
-
-def _shapes(expected: ModelInfo, found: ModelInfo) -> list[str]:
-    ours, theirs = _by_layer(expected), _by_layer(found)
+def _shape_differences(ours: Shapes, theirs: Shapes) -> list[str]:
     where: dict[str, list[int]] = {}
-    for layer in sorted(ours.keys() & theirs.keys()):
-        for name in _SHAPE:
+    shared = sorted(ours.keys() & theirs.keys())
+    for layer in shared:
+        for name in ("kind", "heads", "kv_heads", "head_dim", "window"):
             mine, other = getattr(ours[layer], name), getattr(theirs[layer], name)
             if mine != other:
                 line = f"{name.replace('_', ' ')}: plan {mine or 'none'}, model {other or 'none'}"
                 where.setdefault(line, []).append(layer)
-    shared = len(ours.keys() & theirs.keys())
-    return [line if len(at) == shared else f"{line} (layers {format_ids(at)})" for line, at in where.items()]
-
-
-def _by_layer(model: ModelInfo) -> dict[int, AttentionGroup]:
-    return {layer: group for group in model.attention for layer in group.layers}
-
-
-Shapes = dict[int, AttentionGroup]
+    return [line if at == shared else f"{line} (layers {format_ids(at)})" for line, at in where.items()]
 
 
 def check_fit(
@@ -173,7 +165,7 @@ def check_fit(
     Raises:
         FieldError: one is not, or two retention rules name a layer.
     """
-    shapes = {layer: group for group in model.attention for layer in group.layers}
+    shapes = model.by_layer
     for position, bucket in enumerate(prefill.lengths if prefill else ()):
         _check_prefill(bucket, shapes, ("prefill", "lengths", position))
     for position, step in enumerate(decode.lengths if decode else ()):

@@ -1,8 +1,8 @@
 """The two phases of a plan, by context length: prefill patterns of query heads, decode segments of layers, cache rules.
 
 A phase is a list of length buckets, ascending; the last is open-ended. In decode a layer in no segment attends to
-everything; the layers of a segment attend to the tokens that its filter layer chose plus every token generated since
-the prompt (OmniKV).
+everything; the layers of a segment attend to the first `sink` tokens, to the last `recent` ones, and to those that its
+filter layer chose among all between (OmniKV).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     FailFast,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -53,16 +54,15 @@ def check_ascending(buckets: Sequence[Bucket]) -> None:
     Raises:
         FieldError: the bounds do not ascend, or the last bucket is not open-ended, or another one is.
     """
-    if not buckets or buckets[-1].up_to is not None:
+    bounds = [bucket.up_to for bucket in buckets]
+    if not bounds or bounds[-1] is not None:
         raise FieldError("expected a last bucket with `up_to: null`, for every longer context", "lengths")
-    bounds = [bucket.up_to for bucket in buckets[:-1]]
-    for position, bound in enumerate(bounds):
-        if bound is None:
+    for position, (shorter, longer) in enumerate(pairwise(bounds)):
+        if shorter is None:
             raise FieldError("expected `up_to: null` in the last bucket only", "lengths", position, "up_to")
-    for position, (shorter, longer) in enumerate(pairwise(bound for bound in bounds if bound is not None), start=1):
-        if shorter >= longer:
+        if longer is not None and shorter >= longer:
             message = f"expected ascending lengths, found {shorter} before {longer}"
-            raise FieldError(message, "lengths", position, "up_to")
+            raise FieldError(message, "lengths", position + 1, "up_to")
 
 
 def bucket_of(buckets: Sequence[AnyBucket], length: int) -> AnyBucket:
@@ -203,13 +203,13 @@ def _merged(groups: Iterable[HeadGroup]) -> tuple[HeadGroup, ...]:
     together: dict[tuple[int, Pattern], list[HeadGroup]] = {}
     for group in groups:
         together.setdefault((group.layer, group.pattern), []).append(group)
-    merged = [same[0] if len(same) == 1 else _joined(same) for same in together.values()]
+    merged = [
+        same[0]
+        if len(same) == 1
+        else HeadGroup(layer=layer, heads=tuple(sorted(h for group in same for h in group.heads)), pattern=pattern)
+        for (layer, pattern), same in together.items()
+    ]
     return tuple(sorted(merged, key=lambda group: (group.layer, group.heads[0])))
-
-
-def _joined(groups: list[HeadGroup]) -> HeadGroup:
-    heads = tuple(sorted(head for group in groups for head in group.heads))
-    return HeadGroup(layer=groups[0].layer, heads=heads, pattern=groups[0].pattern)
 
 
 def _layer_key(key: Any) -> Any:
@@ -222,8 +222,40 @@ HeadMap = Annotated[dict[Annotated[Index, BeforeValidator(_layer_key)], tuple[In
 """For each layer of a segment, and each of its key-value heads: the filter layer's key-value head that chooses."""
 
 
+class DecodeBudget(Budget):
+    """How many tokens a filter layer chooses. A fraction is of all cached tokens and comes to `at_most` so many, which
+    sizes lists and the hot set."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 2})
+
+    at_most: Positive | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> DecodeBudget:
+        if (self.fraction is None) == (self.at_most is not None):
+            raise ValueError("expected `at_most: n` beside the fraction of a decode budget, and beside no other budget")
+        return self
+
+    @property
+    def most(self) -> int:
+        """Tokens at any length."""
+        found = self.tokens if self.at_most is None else self.at_most
+        assert found is not None
+        return found
+
+    def resolve(self, length: int) -> int:
+        """Tokens to choose in a context of `length` tokens, rounded up, at most `length`."""
+        return min(self.most, super().resolve(length))
+
+    def __str__(self) -> str:
+        return super().__str__() if self.at_most is None else f"{super().__str__()}, at most {self.at_most}"
+
+
 class Segment(Part):
-    """Layers that attend to what the layer `filter` chose.
+    """Layers that attend to what the layer `filter` chose, to the first `sink` tokens and to the last `recent` ones.
+
+    Tokens are chosen among those between, generated ones included; `budget` counts chosen tokens alone. Where all three
+    cover the context, its layers attend to everything.
 
     `selector` weighs the last `window` queries: `last` takes the last one only, `uniform` all alike, `exponential`
     halves from one to the next older. `heads: max` makes one choice for all heads, `per_kv_head` one a key-value
@@ -232,7 +264,9 @@ class Segment(Part):
 
     filter: Index
     layers: LayerSet
-    budget: Budget
+    budget: DecodeBudget
+    sink: Natural = 4
+    recent: Positive
     selector: Literal["last", "uniform", "exponential"] = "last"
     window: Count = 1
     scope: Literal["global", "local"] = "global"
@@ -240,6 +274,21 @@ class Segment(Part):
 
     def __str__(self) -> str:
         return f"{self.filter} -> {format_ids(self.layers)}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_recent(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "recent" not in data:
+            raise ValueError(
+                "expected `recent`, the newest tokens that every step attends to, found none: this plan was compiled "
+                "before decode had it; compile it again with `sparsekv plan MODEL -o PLAN`"
+            )
+        return data
+
+    def chosen_tokens(self, length: int) -> int | None:
+        """How many tokens are chosen among `length` cached ones; None where the layers attend to everything."""
+        budget = self.budget.resolve(length)
+        return budget if self.sink + budget + self.recent < length else None
 
     @model_validator(mode="after")
     def _consistent(self) -> Segment:
@@ -291,7 +340,10 @@ class Offload(Part):
 
 
 class DecodePlan(Part):
-    """What decode attends to. Contexts are counted as all cached tokens."""
+    """What decode attends to. Contexts are counted as all cached tokens.
+
+    Buckets that are sparse differ in budgets alone, so that one step, captured once, serves every length.
+    """
 
     lengths: tuple[DecodeBucket, ...]
     offload: Offload | None = None
@@ -299,8 +351,8 @@ class DecodePlan(Part):
     @model_validator(mode="after")
     def _consistent(self) -> DecodePlan:
         check_ascending(self.lengths)
-        sparse = frozenset[int]().union(*(bucket.sparse_layers for bucket in self.lengths))
-        dense = set(self.offload.layers if self.offload else ()) - sparse
+        _check_shared(self.lengths)
+        dense = set(self.offload.layers if self.offload else ()) - self.sparse_layers
         if dense:
             message = f"expected offloaded layers to be in a segment, found {format_ids(dense)} always dense"
             raise FieldError(message, "offload", "layers")
@@ -309,6 +361,26 @@ class DecodePlan(Part):
     def bucket(self, length: int) -> DecodeBucket:
         """What holds at a context of `length` cached tokens."""
         return bucket_of(self.lengths, length)
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Layers of a segment, the same at every length that is sparse."""
+        return frozenset[int]().union(*(bucket.sparse_layers for bucket in self.lengths))
+
+
+def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
+    """Raises FieldError unless the segments of all sparse buckets differ in nothing but their budgets."""
+    sparse = [(position, bucket) for position, bucket in enumerate(buckets) if bucket.segments]
+    for position, bucket in sparse[1:]:
+        if [_without_budget(part) for part in bucket.segments] != [
+            _without_budget(part) for part in sparse[0][1].segments
+        ]:
+            message = "expected the segments of every sparse length to differ in their budgets alone, found others"
+            raise FieldError(message, "lengths", position, "segments")
+
+
+def _without_budget(segment: Segment) -> dict[str, Any]:
+    return segment.model_dump(exclude={"budget"})
 
 
 class Retention(Part):

@@ -180,11 +180,6 @@ def _unsupported(plan: Plan) -> Iterator[str]:
         if bucket.reuse:
             layers = ", ".join(format_ids(reuse.layers) for reuse in bucket.reuse)
             yield f"prefill.lengths[{number}].reuse: tiles reused by layers {layers}"
-    for number, step in enumerate(plan.decode.lengths if plan.decode else ()):
-        for position, segment in enumerate(step.segments):
-            if segment.scope == "local":
-                name = f"decode.lengths[{number}].segments[{position}].scope"
-                yield f"{name}: local, a choice for each tensor-parallel rank"
     for number, rule in enumerate(plan.kv_cache or ()):
         if rule.keep != "all":
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"

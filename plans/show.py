@@ -30,19 +30,13 @@ class HeadRow:
     parameters: str
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRows:
-    """Neighbouring layers that compute the same."""
-
-    layers: tuple[int, ...]
-    rows: tuple[HeadRow, ...]
-
-
-def layer_rows(bucket: PrefillBucket, model: ModelInfo, full: bool = False) -> Iterator[LayerRows]:
-    """What each layer of a bucket computes; layers with many patterns are condensed by kind unless `full`."""
+def layer_rows(
+    bucket: PrefillBucket, model: ModelInfo, full: bool = False
+) -> Iterator[tuple[tuple[int, ...], tuple[HeadRow, ...]]]:
+    """Neighbouring layers that compute the same, and what; many patterns are condensed by kind unless `full`."""
     rows = [(layer, _head_rows(bucket, layer, model, full)) for layer in range(model.layers)]
     for same, members in groupby(rows, key=lambda row: row[1]):
-        yield LayerRows(tuple(layer for layer, _ in members), same)
+        yield tuple(layer for layer, _ in members), same
 
 
 def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) -> tuple[HeadRow, ...]:
@@ -53,15 +47,13 @@ def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) 
     by_pattern: dict[Pattern, list[int]] = {}
     for head, pattern in enumerate(bucket.patterns(layer, model.group_of(layer).heads)):
         by_pattern.setdefault(pattern, []).append(head)
-    if full or len(by_pattern) <= _LONG:
-        return tuple(HeadRow(tuple(heads), p.pattern, parameters([p])) for p, heads in by_pattern.items())
-    return tuple(_by_kind(by_pattern))
-
-
-def _by_kind(by_pattern: dict[Pattern, list[int]]) -> Iterator[HeadRow]:
-    for kind in dict.fromkeys(pattern.pattern for pattern in by_pattern):
-        same = [pattern for pattern in by_pattern if pattern.pattern == kind]
-        yield HeadRow(tuple(sorted(head for p in same for head in by_pattern[p])), kind, parameters(same))
+    alike: dict[object, list[Pattern]] = {}
+    for pattern in by_pattern:
+        alike.setdefault(pattern if full or len(by_pattern) <= _LONG else pattern.pattern, []).append(pattern)
+    return tuple(
+        HeadRow(tuple(sorted(head for p in same for head in by_pattern[p])), same[0].pattern, parameters(same))
+        for same in alike.values()
+    )
 
 
 def parameters(patterns: Sequence[Pattern]) -> str:
@@ -92,27 +84,23 @@ def text_of(value: Any) -> str:
 def reach(lengths: Sequence[Any], position: int) -> str:
     """The context lengths of a bucket: "up to 8,192", "8,193 to 32,768", "above 32,768", "every length"."""
     last = lengths[position].up_to
-    first = lengths[position - 1].up_to + 1 if position else None
-    if first is None:
+    if not position:
         return "every length" if last is None else f"up to {last:,}"
-    return f"above {first - 1:,}" if last is None else f"{first:,} to {last:,}"
+    before = lengths[position - 1].up_to
+    return f"above {before:,}" if last is None else f"{before + 1:,} to {last:,}"
 
 
 def summary(plan: Plan) -> dict[str, Any]:
     """The plan as JSON data, condensed: what `sparsekv show --json` prints."""
     data = to_data(plan)
-    phases = {
-        "prefill": [_prefill_facts(bucket, plan.model) for bucket in plan.prefill.lengths] if plan.prefill else None,
-        "decode": data.get("decode"),
-    }
-    copied = ("kv_cache", "quality", "cost", "provenance", "extensions", "integrity")
+    copied = ("decode", "kv_cache", "quality", "cost", "provenance", "extensions", "integrity")
     return {
         "model": {"id": plan.model.id, "revision": plan.model.revision, "layers": plan.model.layers},
         "schema_version": plan.schema_version,
         "status": plan.status,
         "targets": data.get("targets", []),
         "tile": to_data(plan.prefill.tile) if plan.prefill else None,
-        **phases,
+        "prefill": [_prefill_facts(bucket, plan.model) for bucket in plan.prefill.lengths] if plan.prefill else None,
         **{name: data.get(name) for name in copied},
         "unsupported": unsupported(plan),
     }
@@ -204,9 +192,9 @@ def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[Ren
 
 def _patterns(place: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -> Table:
     table = _table(place, "Layers", "Heads", "Pattern", "Parameters")
-    for layers in layer_rows(bucket, model, full):
-        for number, row in enumerate(layers.rows):
-            name = "" if number else format_ids(layers.layers)
+    for layers, rows in layer_rows(bucket, model, full):
+        for number, row in enumerate(rows):
+            name = "" if number else format_ids(layers)
             _row(table, name, format_ids(row.heads), row.kind, row.parameters)
     return table
 

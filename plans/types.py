@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
@@ -197,16 +197,13 @@ def _json(value: object, name: str, depth: int) -> Any:
         raise FieldError(f"expected at most {MAX_JSON_DEPTH} levels of nesting, found more", name)
     if isinstance(value, str):
         return utf8(value)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and abs(value) < 1 << 63:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {utf8(key): _json(item, name, depth + 1) for key, item in in_order(value).items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+    if isinstance(value, list | tuple):
         return [_json(item, name, depth + 1) for item in value]
+    small = isinstance(value, int) and abs(value) < 1 << 63
+    if value is None or small or (isinstance(value, float) and math.isfinite(value)):
+        return value
     raise FieldError(f"expected JSON data (finite numbers, string keys), found {value!r:.80}", name)
 
 

@@ -9,11 +9,12 @@ text that could be anything else is quoted).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 import yaml
@@ -203,9 +204,8 @@ def _places(details: Sequence[ErrorDetails], data: Any) -> dict[Path, list[Error
     return {path: found for path, found in together.items() if path not in around}
 
 
-def _cause(detail: ErrorDetails) -> Exception | None:
-    cause: Exception | None = detail.get("ctx", {}).get("error")
-    return cause
+def _cause(detail: ErrorDetails) -> Any:
+    return detail.get("ctx", {}).get("error")
 
 
 def _locate(steps: Sequence[Where], data: Any, names_a_field: bool) -> Path:
@@ -297,7 +297,10 @@ _INLINE = 100
 
 def to_yaml(data: dict[str, Any]) -> str:
     """`data` (JSON types only, finite floats) as YAML."""
-    text: str = yaml.emit(_document(data), Dumper=_Emitter, allow_unicode=True, width=1 << 30)
+    before = (yaml.StreamStartEvent(), yaml.DocumentStartEvent(explicit=False))
+    after = (yaml.DocumentEndEvent(explicit=False), yaml.StreamEndEvent())
+    events = chain(before, _events(data, flow=False), after)
+    text: str = yaml.emit(events, Dumper=_Emitter, allow_unicode=True, width=1 << 30)
     return text
 
 
@@ -308,17 +311,13 @@ class _Emitter(yaml.SafeDumper):
         super().increase_indent(flow, False)  # lists stand further in than their key
 
 
-def _document(data: dict[str, Any]) -> Iterator[yaml.Event]:
-    yield yaml.StreamStartEvent()
-    yield yaml.DocumentStartEvent(explicit=False)
-    yield from _mapping(data, flow=False)
-    yield yaml.DocumentEndEvent(explicit=False)
-    yield yaml.StreamEndEvent()
-
-
 def _events(value: Any, flow: bool) -> Iterator[yaml.Event]:
     if isinstance(value, dict):
-        yield from _mapping(value, flow)
+        yield yaml.MappingStartEvent(None, None, True, flow_style=flow)
+        for key, item in value.items():
+            yield _scalar_event(key)
+            yield from _events(item, flow or _fits_a_line(item))
+        yield yaml.MappingEndEvent()
     elif isinstance(value, list):
         yield yaml.SequenceStartEvent(None, None, True, flow_style=flow)
         for item in value:
@@ -328,28 +327,14 @@ def _events(value: Any, flow: bool) -> Iterator[yaml.Event]:
         yield _scalar_event(value)
 
 
-def _mapping(data: dict[str, Any], flow: bool) -> Iterator[yaml.Event]:
-    yield yaml.MappingStartEvent(None, None, True, flow_style=flow)
-    for key, value in data.items():
-        yield _scalar_event(key)
-        yield from _events(value, flow or _fits_a_line(value))
-    yield yaml.MappingEndEvent()
-
-
 def _scalar_event(value: Any) -> yaml.Event:
     if isinstance(value, str):
         plain = bool(_PLAIN.fullmatch(value)) and value.lower() not in _AMBIGUOUS
         return yaml.ScalarEvent(None, None, (plain, True), value, style=None if plain else '"')
-    return yaml.ScalarEvent(None, None, (True, True), _number(value))
-
-
-def _number(value: bool | float | None) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    text = repr(value)
-    return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    text = json.dumps(value)
+    if isinstance(value, float) and "." not in text:
+        text = text.replace("e", ".0e")
+    return yaml.ScalarEvent(None, None, (True, True), text)
 
 
 def _holds_records(value: Any) -> bool:

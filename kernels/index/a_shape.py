@@ -1,7 +1,7 @@
 """A-shape: the first tokens and a local window (StreamingLLM's mask; MInference 1.0, section 3.1), rounded to tiles.
 
-Static: the tiles of a row follow from its place alone, so they are listed once for each pattern, and kept for the
-layers to come. Shapes as in call.py.
+Static: the tiles of a row follow from its position alone, so they are listed once for each pattern and cached for the
+layers to come. Shapes as in layout.py; u different patterns.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sparsekv.kernels.device_cache import kept_on_device, on_device
+from sparsekv.kernels.device_cache import cached_on_device, on_device
 from sparsekv.kernels.index.layout import (
+    HeadGroup,
     HeadIndex,
     IndexCall,
     Layout,
@@ -19,75 +20,75 @@ from sparsekv.kernels.index.layout import (
     ceil_div,
     empty_tiles,
     spread,
-    without_columns,
 )
 from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import AShape
 
-# Numbers in what is kept of one layer: 512 KB, of some 16K tokens. Up to there building waits for the host.
-_MOST_KEPT = 1 << 17
+# Numbers cached of one layer: 512 KB, of some 16K tokens. Up to there building waits for the host.
+_MOST_CACHED = 1 << 17
 
 
-def index_a_shape(patterns: Sequence[AShape], heads: Sequence[int], call: IndexCall, rows: RowTiles) -> HeadIndex:
+def index_a_shape(group: HeadGroup, call: IndexCall) -> HeadIndex:
     """Tiles touched by a key j <= i with j < sink or i - j < window, for any row i of the tile."""
-    distinct = {id(pattern): pattern for pattern in patterns}
-    own = tuple(distinct.values())
-    keeps = call.batch * call.row_tiles * call.key_tiles * len(own) <= _MOST_KEPT
-    index = (_kept if keeps else _build)(call.device, own, call.layout)
-    if not keeps and len(own) == len(patterns):
-        return index
-    places = {name: place for place, name in enumerate(distinct)}
-    return spread(index, [places[id(pattern)] for pattern in patterns])
+    layout, unique = call.layout, group.unique
+    caches = layout.batch * layout.row_tiles * layout.key_tiles * len(unique) <= _MOST_CACHED
+    lists = (_cached_lists if caches else _list_tiles)(layout.device, unique, layout)
+    if not caches and len(unique) == len(group.heads):
+        return HeadIndex.of_tiles(group.heads, *lists)
+    tiles_BhTW, counts_BhT = (spread(x_BuX, group.own) for x_BuX in lists)  # nobody may write to cached ones
+    return HeadIndex.of_tiles(group.heads, tiles_BhTW, counts_BhT)
 
 
-def _build(device: torch.device, patterns: tuple[AShape, ...], layout: Layout) -> HeadIndex:
+def _list_tiles(
+    device: torch.device, patterns: tuple[AShape, ...], layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiles [B, u, T, W] and counts [B, u, T]."""
     sinks, reaches = _sink_tiles(patterns, layout), _reach(patterns, layout)
     width = layout.most_tiles(_most_tiles(sinks, reaches, layout))
-    tiles_BhTW, counts_BhT = empty_tiles(layout, len(patterns), width)
+    tiles_BuTW, counts_BuT = empty_tiles(layout, len(patterns), width)
     limits, rows = on_device([sinks, reaches], device), layout.locate()
     for part in blocks(layout.row_tiles, layout.batch * len(patterns) * width):
-        listed, counts = _list_rows(limits, rows.part(part), width)
-        tiles_BhTW[:, :, part], counts_BhT[:, :, part] = listed, counts
-    return without_columns(layout, tiles_BhTW, counts_BhT)
+        tiles_BuTW[:, :, part], counts_BuT[:, :, part] = _list_rows(limits, rows.part(part), width)
+    return tiles_BuTW, counts_BuT
 
 
-_kept = kept_on_device(most=64)(_build)  # every layer of a plan may have windows of its own
+_cached_lists = cached_on_device(most=64)(_list_tiles)  # every layer of a plan may have windows of its own
 
 
-def _sink_tiles(patterns: Sequence[AShape], call: Layout) -> list[list[int]]:
+def _sink_tiles(patterns: Sequence[AShape], layout: Layout) -> list[list[int]]:
     """The first key tile is mandatory."""
-    resolved = call.resolve([pattern.sink for pattern in patterns])
-    return [[max(1, ceil_div(sink, call.tile.key)) for sink in row] for row in resolved]
+    resolved = layout.resolve([pattern.sink for pattern in patterns])
+    return [[max(1, ceil_div(sink, layout.tile.key)) for sink in row] for row in resolved]
 
 
-def _reach(patterns: Sequence[AShape], call: Layout) -> list[list[int]]:
+def _reach(patterns: Sequence[AShape], layout: Layout) -> list[list[int]]:
     """Key tiles before the one of the first row that the window touches; the one before it is mandatory."""
-    resolved = call.resolve([pattern.window for pattern in patterns])
+    resolved = layout.resolve([pattern.window for pattern in patterns])
     return [
-        [max(1, -((phase - window + 1) // call.tile.key)) for window in row]
-        for row, phase in zip(resolved, call.phases, strict=True)
+        [max(1, -((phase - window + 1) // layout.tile.key)) for window in row]
+        for row, phase in zip(resolved, layout.phases, strict=True)
     ]
 
 
-def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], call: Layout) -> int:
+def _most_tiles(sinks: list[list[int]], reaches: list[list[int]], layout: Layout) -> int:
     return max(
-        sink + reach + call.diagonal_tiles(phase)
-        for sink_row, reach_row, phase in zip(sinks, reaches, call.phases, strict=True)
+        sink + reach + layout.diagonal_tiles(phase)
+        for sink_row, reach_row, phase in zip(sinks, reaches, layout.phases, strict=True)
         for sink, reach in zip(sink_row, reach_row, strict=True)
     )
 
 
-def _list_rows(limits_2Bh: torch.Tensor, rows: RowTiles, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two runs of tiles: [seen, sink) and [base - reach, end], the second cut where it meets the first."""
-    sink_Bh1, reach_Bh1 = limits_2Bh.unsqueeze(-1)
+def _list_rows(limits_2Bu: torch.Tensor, rows: RowTiles, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two intervals of tiles: [seen, sink) and [base - reach, end], the second cut where it meets the first."""
+    sink_Bu1, reach_Bu1 = limits_2Bu.unsqueeze(-1)
     base_B1T, seen_B1T, stop_B1T = rows.base_BT[:, None], rows.seen_BT[:, None], rows.end_BT[:, None] + 1
-    sink_BhT = torch.minimum(sink_Bh1, stop_B1T)
-    start_BhT = torch.minimum(seen_B1T, sink_BhT)
-    local_BhT = torch.maximum(torch.maximum(base_B1T - reach_Bh1, seen_B1T), sink_BhT)
-    first_BhT = sink_BhT - start_BhT
-    counts_BhT = first_BhT + (stop_B1T - local_BhT).clamp(min=0)
+    sink_BuT = torch.minimum(sink_Bu1, stop_B1T)
+    start_BuT = torch.minimum(seen_B1T, sink_BuT)
+    local_BuT = torch.maximum(torch.maximum(base_B1T - reach_Bu1, seen_B1T), sink_BuT)
+    first_BuT = sink_BuT - start_BuT
+    counts_BuT = first_BuT + (stop_B1T - local_BuT).clamp(min=0)
     slot_W = torch.arange(width, device=base_B1T.device)
-    shift_BhT1 = (local_BhT - first_BhT).unsqueeze(-1)
-    listed_BhTW = slot_W + torch.where(slot_W < first_BhT.unsqueeze(-1), start_BhT.unsqueeze(-1), shift_BhT1)
-    return listed_BhTW.masked_fill_(slot_W >= counts_BhT.unsqueeze(-1), NO_TILE), counts_BhT
+    shift_BuT1 = (local_BuT - first_BuT).unsqueeze(-1)
+    listed_BuTW = slot_W + torch.where(slot_W < first_BuT.unsqueeze(-1), start_BuT.unsqueeze(-1), shift_BuT1)
+    return listed_BuTW.masked_fill_(slot_W >= counts_BuT.unsqueeze(-1), NO_TILE), counts_BuT

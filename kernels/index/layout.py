@@ -9,13 +9,32 @@ All that decides a shape is known to the host: budgets, lengths, tile sizes. Not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
-from sparsekv.kernels.device_cache import kept_on_device, on_device
-from sparsekv.kernels.tiles import NO_TILE, Chunk
-from sparsekv.plans.patterns import Budget, TileShape
+from sparsekv.kernels.device_cache import cached_on_device, on_device
+from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
+from sparsekv.plans.patterns import Budget, Pattern, TileShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadGroup:
+    """The heads of a layer whose patterns are of one kind. Compared by identity: a cheap key of caches."""
+
+    kind: type[Pattern]
+    heads: tuple[int, ...]  # h, ascending
+    patterns: tuple[Any, ...]  # h, all of `kind`
+    unique: tuple[Any, ...]  # the different ones among them
+    own: tuple[int, ...]  # h: which of `unique` is the head's
+
+    @classmethod
+    def of(cls, patterns: Sequence[Pattern], heads: Sequence[int]) -> HeadGroup:
+        """One pattern for each of these heads."""
+        numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}
+        own = tuple(numbers[pattern] for pattern in patterns)
+        return cls(type(patterns[0]), tuple(heads), tuple(patterns), tuple(numbers), own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +49,7 @@ class RowTiles:
 
     def part(self, rows: slice) -> RowTiles:
         """Only these row tiles."""
-        return RowTiles(
-            self.first_BT[:, rows],
-            self.last_BT[:, rows],
-            self.base_BT[:, rows],
-            self.end_BT[:, rows],
-            self.seen_BT[:, rows],
-        )
+        return RowTiles(*(getattr(self, field.name)[:, rows] for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +83,6 @@ class Layout:
         return self.chunk.key_tiles(self.tile)
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """Query rows of each batch row that are not padding."""
-        return tuple(n - p for p, n in zip(self.chunk.past, self.chunk.lengths, strict=True))
-
-    @property
     def phases(self) -> tuple[int, ...]:
         """How far into a key tile the row tiles of each batch row begin; the same for all, as query % key is 0."""
         return tuple(past % self.tile.key for past in self.chunk.past)
@@ -106,9 +114,28 @@ class Layout:
         seen = (self.diagonal_tiles(p) - (p - self.window + 1) // self.tile.key for p in self.phases)
         return min(bound, max(seen))
 
+    def slash_tiles(self, most_slashes: int, most_tiles: int) -> int:
+        """The most tiles of a row under both bounds of a vertical-slash head: every slash crosses a few."""
+        crossed = self.tile.query // self.tile.key + 1
+        return min(most_tiles, crossed * most_slashes + max(map(self.mandatory_tiles, self.phases)))
+
     def locate(self) -> RowTiles:
         """The row tiles of the call; not to be written to."""
         return _locate(self.device, self)
+
+
+# Up to 40 bytes a row tile: 320 KiB at a million tokens.
+@cached_on_device(most=4)
+def _locate(device: torch.device, layout: Layout) -> RowTiles:
+    query, key, window = layout.tile.query, layout.tile.key, layout.window
+    past_B1, length_B1 = on_device([layout.chunk.past, layout.chunk.lengths], device).unsqueeze(-1)
+    first_BT = past_B1 + torch.arange(layout.row_tiles, device=device) * query
+    last_BT = torch.minimum(first_BT + query, length_B1) - 1
+    last_BT = last_BT.masked_fill(first_BT >= length_B1, -1)
+    seen_BT = torch.zeros_like(first_BT)
+    if window is not None:
+        seen_BT = floor_div(first_BT - window + 1, key).clamp_(min=0)
+    return RowTiles(first_BT, last_BT, floor_div(first_BT, key), floor_div(last_BT, key), seen_BT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +146,19 @@ class LineScores:
     slash_BhS: torch.Tensor  # index o: the diagonal i - j = o
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False)
-class IndexCall(Layout):
-    """One layer's queries and keys, and where they lie."""
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexCall:
+    """The tensors of one call of `build_index`, and what the host knows of them."""
 
+    layout: Layout
     q_BHSD: torch.Tensor
     k_BGKD: torch.Tensor
     scale: float
-    lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where they are known already
-    by_triton: bool  # whether Triton builds what it can
-    layout: Layout  # the call without its tensors: what follows from it may be kept
+    lines: Mapping[int, LineScores] | None  # of all heads, by last_q, where the caller has scored them already
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         q_BHSD: torch.Tensor,
         k_BGKD: torch.Tensor,
         chunk: Chunk,
@@ -139,46 +166,19 @@ class IndexCall(Layout):
         scale: float,
         window: int | None,
         lines: Mapping[int, LineScores] | None = None,
-        by_triton: bool = False,
-    ) -> None:
-        batch, heads, queries, head_dim = q_BHSD.shape
-        place = (chunk, tile, window, batch, heads, k_BGKD.shape[1], queries, head_dim, q_BHSD.dtype, q_BHSD.device)
-        Layout.__init__(self, *place)
-        put = object.__setattr__
-        put(self, "q_BHSD", q_BHSD)
-        put(self, "k_BGKD", k_BGKD)
-        put(self, "scale", scale)
-        put(self, "lines", lines)
-        put(self, "by_triton", by_triton)
-        put(self, "layout", Layout(*place))
+    ) -> IndexCall:
+        """Arguments as in `build_index`, which has checked them."""
+        B, H, S, D = q_BHSD.shape
+        layout = Layout(chunk, tile, window, B, H, k_BGKD.shape[1], S, D, q_BHSD.dtype, q_BHSD.device)
+        return cls(layout, q_BHSD, k_BGKD, scale, lines)
 
-    # Layouts are equal where their numbers are; calls would be so whatever their tensors, and share what is kept.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def locate(self) -> RowTiles:
-        """See Layout."""
-        return self.layout.locate()
-
-
-# Up to 40 bytes a row tile: 320 KiB at a million tokens.
-@kept_on_device(most=4)
-def _locate(device: torch.device, layout: Layout) -> RowTiles:
-    query, key, window = layout.tile.query, layout.tile.key, layout.window
-    past_B1, length_B1 = on_device([layout.chunk.past, layout.chunk.lengths], device).unsqueeze(-1)
-    first_BT = past_B1 + torch.arange(layout.row_tiles, device=device) * query
-    last_BT = torch.minimum(first_BT + query, length_B1) - 1
-    last_BT = last_BT.masked_fill(first_BT >= length_B1, -1)
-    seen_BT = torch.zeros_like(first_BT)
-    if window is not None:
-        seen_BT = floor_div(first_BT - window + 1, key).clamp_(min=0)
-    return RowTiles(
-        first_BT=first_BT,
-        last_BT=last_BT,
-        base_BT=floor_div(first_BT, key),
-        end_BT=floor_div(last_BT, key),
-        seen_BT=seen_BT,
-    )
+    def known_lines(self, group: HeadGroup) -> LineScores | None:
+        """The caller's scores for vertical-slash heads; None where it has none for what they sample."""
+        sampled = {pattern.last_q for pattern in group.patterns} if self.lines else set()
+        known = self.lines.get(sampled.pop()) if self.lines and len(sampled) == 1 else None
+        if known is None:
+            return None
+        return LineScores(take_heads(known.vertical_BhS, group.heads), take_heads(known.slash_BhS, group.heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,38 +191,52 @@ class IndexWidths:
 
 @dataclass(frozen=True, slots=True)
 class HeadIndex:
-    """The index of the heads of one kind; see TileIndex for what the fields mean."""
+    """The index of some heads; see TileIndex for what the fields mean."""
 
+    heads: tuple[int, ...]
     tiles_BhTW: torch.Tensor
     counts_BhT: torch.Tensor
     columns_BhC: torch.Tensor
     live_BhTN: torch.Tensor
 
+    @classmethod
+    def of_tiles(cls, heads: tuple[int, ...], tiles_BhTW: torch.Tensor, counts_BhT: torch.Tensor) -> HeadIndex:
+        """Heads that compute no single columns."""
+        new = counts_BhT.new_empty
+        return cls(heads, tiles_BhTW, counts_BhT, new((*counts_BhT.shape[:2], 0)), new((*counts_BhT.shape, 0)))
 
-def empty_tiles(call: Layout, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def widths(self) -> IndexWidths:
+        """How wide it is."""
+        return IndexWidths(self.tiles_BhTW.shape[3], self.columns_BhC.shape[2])
+
+    def fill(self, into: TileIndex) -> None:
+        """Copies it to its heads of the whole layer's index, which is at least as wide."""
+        first, last, count = self.heads[0], self.heads[-1], len(self.heads)
+        step = self.heads[1] - first if count > 1 else 1
+        # Evenly spaced heads copy faster without a list of them.
+        even = self.heads == tuple(range(first, last + 1, step))
+        own = slice(first, last + 1, step) if even else on_device(self.heads, into.tiles_BHTW.device)
+        into.counts_BHT[:, own] = self.counts_BhT
+        for whole, piece in (
+            (into.tiles_BHTW, self.tiles_BhTW),
+            (into.columns_BHC, self.columns_BhC),
+            (into.live_BHTN, self.live_BhTN),
+        ):
+            if piece.shape[-1]:
+                whole[:, own, ..., : piece.shape[-1]] = piece
+
+
+def empty_tiles(layout: Layout, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles [B, h, T, W] and counts [B, h, T] for a builder to fill."""
-    shape = (call.batch, heads, call.row_tiles)
-    tiles_BhTW = torch.full((*shape, width), NO_TILE, dtype=torch.int32, device=call.device)
-    return tiles_BhTW, torch.zeros(shape, dtype=torch.int32, device=call.device)
+    shape = (layout.batch, heads, layout.row_tiles)
+    tiles_BhTW = torch.full((*shape, width), NO_TILE, dtype=torch.int32, device=layout.device)
+    return tiles_BhTW, torch.zeros(shape, dtype=torch.int32, device=layout.device)
 
 
-def without_columns(call: Layout, tiles_BhTW: torch.Tensor, counts_BhT: torch.Tensor) -> HeadIndex:
-    """The index of heads that compute tiles only."""
-    none_BhC = torch.empty((*tiles_BhTW.shape[:2], 0), dtype=torch.int32, device=call.device)
-    none_BhTN = torch.empty((*counts_BhT.shape, 0), dtype=torch.int32, device=call.device)
-    return HeadIndex(tiles_BhTW, counts_BhT, none_BhC, none_BhTN)
-
-
-def spread(index: HeadIndex, places: Sequence[int]) -> HeadIndex:
-    """An index of as many heads as `places`, each as the head at its place in this index, which is not handed on."""
-    device, count = index.counts_BhT.device, len(places)
-
-    def take(x_BhX: torch.Tensor) -> torch.Tensor:
-        if x_BhX.shape[1] == 1 < count:
-            return x_BhX.expand(-1, count, *x_BhX.shape[2:])
-        return x_BhX.index_select(1, on_device(places, device))
-
-    return HeadIndex(take(index.tiles_BhTW), take(index.counts_BhT), take(index.columns_BhC), take(index.live_BhTN))
+def largest(numbers: list[list[int]]) -> int:
+    """Over heads and batch rows."""
+    return max(map(max, numbers))
 
 
 def ceil_div(tokens: int, size: int) -> int:
@@ -233,6 +247,13 @@ def ceil_div(tokens: int, size: int) -> int:
 def floor_div(tokens: torch.Tensor, size: int) -> torch.Tensor:
     """The tile of each token, also of tokens before the first."""
     return tokens.div(size, rounding_mode="floor")
+
+
+def spread(x_BuX: torch.Tensor, own: tuple[int, ...]) -> torch.Tensor:
+    """Entry own[h] of dimension 1 for every head h: a copy, or an expanded view of the only entry."""
+    if x_BuX.shape[1] == 1 < len(own):
+        return x_BuX.expand(-1, len(own), *x_BuX.shape[2:])
+    return x_BuX.index_select(1, on_device(own, x_BuX.device))
 
 
 def take_heads(x_BHX: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:

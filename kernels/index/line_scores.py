@@ -15,7 +15,7 @@ import torch
 
 from sparsekv.kernels.cpu_threads import for_each
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.index.layout import IndexCall, LineScores, take_heads
+from sparsekv.kernels.index.layout import IndexCall, Layout, LineScores, take_heads
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks
 
@@ -62,35 +62,35 @@ def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) ->
         last_q: how many of the last queries each of them samples; short chunks sample what they have.
         call: the layer's queries and keys.
     """
-    sample, slots = _take_sample(last_q, call), _arrange(heads, call.group_size)
-    shape = (call.batch, len(heads), call.chunk.longest)
-    vertical_BhS = torch.empty(shape, dtype=torch.float32, device=call.device)
+    layout, keys = call.layout, call.layout.chunk.longest
+    sample, slots = _take_sample(last_q, call), _arrange(heads, layout.group_size)
+    vertical_BhS = torch.empty((layout.batch, len(heads), keys), dtype=torch.float32, device=layout.device)
     shifted_BhS = torch.empty_like(vertical_BhS)
-    rows, elements = _AT_ONCE.get(call.device.type, (sample.rows, BLOCK_ELEMENTS))
+    rows, elements = _AT_ONCE.get(layout.device.type, (sample.rows, BLOCK_ELEMENTS))
     rows = min(rows, sample.rows)
-    parts = list(_parts(slots, call.batch * rows * (call.chunk.longest + sample.rows - 1), elements))
+    parts = list(_parts(slots, layout.batch * rows * (keys + sample.rows - 1), elements))
 
     def fill(part: _Slots) -> None:
-        into = on_device(part.flat, call.device)
+        into = on_device(part.flat, layout.device)
         vertical_BhS[:, into], shifted_BhS[:, into] = _sum_lines(part, heads, sample, call, rows)
 
-    if call.device.type == "cpu":
+    if layout.device.type == "cpu":
         for_each(fill, parts)
     else:
         for part in parts:
             fill(part)
-    return _by_offset(vertical_BhS, shifted_BhS, call)
+    return _by_offset(vertical_BhS, shifted_BhS, layout)
 
 
 def _take_sample(last_q: Sequence[int], call: IndexCall) -> _Sample:
-    device, past, lengths = call.device, call.chunk.past, call.chunk.lengths
-    most = max(1, min(max(last_q), max(call.rows)))
+    chunk, device = call.layout.chunk, call.layout.device
+    most = max(1, min(max(last_q), max(chunk.rows)))
     back_L = torch.arange(most - 1, -1, -1, device=device)
-    past_B1, length_B1 = on_device([past, lengths], device).unsqueeze(-1)
+    past_B1, length_B1 = on_device([chunk.past, chunk.lengths], device).unsqueeze(-1)
     positions_BL = length_B1 - 1 - back_L
     rows_BL = (positions_BL - past_B1).clamp(min=0)
     q_BHLD = call.q_BHSD.gather(2, rows_BL[:, None, :, None].expand(-1, call.q_BHSD.shape[1], -1, call.q_BHSD.shape[3]))
-    limits = [[min(own, rows) for own in last_q] for rows in call.rows]
+    limits = [[min(own, rows) for own in last_q] for rows in chunk.rows]
     every = all(limit == most for row in limits for limit in row)
     used_BhL = None if every else back_L < on_device(limits, device).unsqueeze(-1)
     return _Sample(q_BHLD, positions_BL, used_BhL)
@@ -120,35 +120,36 @@ def _sum_lines(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Columns and shifted diagonals of the part's heads, summed over the sample: [B, heads of the part, S] each."""
     q_BhLD = take_heads(sample.q_BHLD, [heads[position] for position in part.flat])
-    k_BGSD = take_heads(call.k_BGKD, part.kv_heads)[:, :, : call.chunk.longest]
+    k_BGSD = take_heads(call.k_BGKD, part.kv_heads)[:, :, : call.layout.chunk.longest]
     k_BGPD = torch.nn.functional.pad(k_BGSD, (0, 0, sample.rows - 1, 0))
     used_BhL = None
     if sample.used_BhL is not None:
-        used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.device))
+        used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.layout.device))
     vertical, shifted = [], []
     for rows in blocks(sample.rows, 1, most_rows):
         weights_BhRP = _weights(q_BhLD[:, :, rows], k_BGPD, rows, sample, call)
         if used_BhL is not None:
             weights_BhRP.masked_fill_(~used_BhL[:, :, rows].unsqueeze(-1), 0.0)
         vertical.append(weights_BhRP[..., sample.rows - 1 :].sum(-2))
-        shifted.append(_sum_diagonals(weights_BhRP, rows.start, call.chunk.longest))
+        shifted.append(_sum_diagonals(weights_BhRP, rows.start, call.layout.chunk.longest))
     return _total(vertical), _total(shifted)
 
 
 def _weights(q_BhRD: torch.Tensor, k_BGPD: torch.Tensor, rows: slice, sample: _Sample, call: IndexCall) -> torch.Tensor:
     """Softmax of some sampled queries, with L - 1 empty keys in front: [B, heads of the part, R, P]."""
+    chunk, window = call.layout.chunk, call.layout.window
     groups, count = k_BGPD.shape[1], q_BhRD.shape[2]
     scores_BGXP = scaled_scores(torch.unflatten(q_BhRD, 1, (groups, -1)).flatten(2, 3), k_BGPD, call.scale)
     scores_BhRP = torch.unflatten(scores_BGXP, 2, (-1, count)).flatten(1, 2)
     empty = sample.rows - 1
     scores_BhRP[..., :empty] = -torch.inf
     # Keys that every sampled row sees need no mask.
-    first = 0 if call.window is not None else max(0, min(call.chunk.lengths) - sample.rows)
-    key_X = torch.arange(first, call.chunk.longest, device=call.device)
+    first = 0 if window is not None else max(0, min(chunk.lengths) - sample.rows)
+    key_X = torch.arange(first, chunk.longest, device=call.layout.device)
     position_BR1 = sample.positions_BL[:, rows].unsqueeze(-1)
     hidden_BRX = key_X > position_BR1
-    if call.window is not None:
-        hidden_BRX |= position_BR1 - key_X >= call.window
+    if window is not None:
+        hidden_BRX |= position_BR1 - key_X >= window
     scores_BhRP[..., empty + first :].masked_fill_(hidden_BRX[:, None], -torch.inf)
     return scores_BhRP.softmax(-1)
 
@@ -164,10 +165,10 @@ def _total(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, call: IndexCall) -> LineScores:
+def _by_offset(vertical_BhS: torch.Tensor, shifted_BhS: torch.Tensor, layout: Layout) -> LineScores:
     """Entry c of the shifted sums is offset last - c; keys and offsets beyond a batch row become UNSEEN."""
-    key_S = torch.arange(call.chunk.longest, device=call.device)
-    length_B1 = on_device(list(call.chunk.lengths), call.device)[:, None]
+    key_S = torch.arange(layout.chunk.longest, device=layout.device)
+    length_B1 = on_device(layout.chunk.lengths, layout.device)[:, None]
     source_BhS = (length_B1 - 1 - key_S).clamp(min=0)[:, None].expand(shifted_BhS.shape)
     beyond_B1S = (key_S >= length_B1)[:, None]
     return LineScores(

@@ -8,16 +8,17 @@ antidiagonal of the s x s products, so that every row and every key of both ente
 
 with the softmax scale of the layer (1 / sqrt(D) in the paper). Odd strided rows take the antidiagonal one further in,
 unlike in the paper: where i + j is odd throughout, so is i - j, and a diagonal an even number of tokens back would
-never be looked at. A strided row sees strided key n when n s <= p, the last
-of whose keys the layer's window shows to row p, and all of whose keys exist: what a ragged last key group holds lies in
-the diagonal tile, which is always computed. A group of rows that ends early repeats its last row. With y the softmax of
-z over the strided keys that x sees, and c_x the rows of x that are real (0 if x sees no strided key),
+never be looked at. A strided row sees strided key n when n s <= p, the last of whose keys the layer's window shows to
+row p, and all of whose keys exist: what a ragged last key group holds lies in the diagonal tile, which is always
+computed. A group of rows that ends early repeats its last row. With y the softmax of z over the strided keys that x
+sees, and c_x the rows of x that are real (0 if x sees no strided key),
 
     score[m] = sum over x of  c_x / (sum of all c) * sum over the strided keys n of key tile m of  y[x, n]
 
-STRIDE is 16, the larger of the two strides that the paper uses: the products cost a sixteenth of those of dense
-attention, and the smallest tile still has 4 x 4 samples. On tiny-retriever (4K tokens, 64 x 64 tiles, a density of 0.25
-to 0.26 over all heads) the tiles chosen with strides 4, 8, 16 and 32 hold 88.3, 88.2, 88.0 and 87.6% of the attention.
+STRIDE is 16, the larger of the two strides that the paper uses: the products of queries and keys cost a sixteenth of
+those of dense attention, still quadratic in the length, and the smallest tile has 4 x 4 samples. On tiny-retriever (4K
+tokens, 64 x 64 tiles, a density of 0.25 to 0.26 over all heads) the tiles chosen with strides 4, 8, 16 and 32 hold
+88.3, 88.2, 88.0 and 87.6% of the attention.
 
 Pooled (FlexPrefill's query-aware index; MInference 1.0, section 3.2): mean queries against mean keys, each tile
 weighted by the keys of it that the average row sees, so that the diagonal tile does not count as a whole one:
@@ -26,7 +27,7 @@ weighted by the keys of it that the average row sees, so that the diagonal tile 
 
 Either way a row tile's scores are 0 or more and sum to 1, or are all 0 where it sees no strided key or is padding.
 
-Shapes: as in call.py; R row tiles of one block, X = R * tile.query / s strided rows, J strided keys, M key tiles, N
+Shapes: as in layout.py; R row tiles of one block, X = R * tile.query / s strided rows, J strided keys, M key tiles, N
 heads of one KV head, E = s * D.
 """
 
@@ -39,8 +40,8 @@ from typing import Literal
 import torch
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.index.block_sparse import mean_pool, pooled_queries
-from sparsekv.kernels.index.layout import IndexCall, RowTiles, ceil_div, floor_div, take_heads
+from sparsekv.kernels.index.block_sparse import pool_heads
+from sparsekv.kernels.index.layout import IndexCall, Layout, RowTiles, ceil_div, floor_div, take_heads
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks
 
@@ -55,17 +56,17 @@ class TileScores:
     """Scores of some heads in some row tiles, float32.
 
     Attributes:
-        places: which of the asked heads, in the order of dimension 1.
+        heads: which of the heads asked for, by position, in the order of dimension 1.
         rows: which row tiles.
         scores_BhRM: over key tiles 0 to M - 1; no row of these sees a later one.
     """
 
-    places: tuple[int, ...]
+    heads: tuple[int, ...]
     rows: slice
     scores_BhRM: torch.Tensor
 
 
-def tile_scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[TileScores]:
+def tile_scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
     """Estimates the tiles of these heads, a block of heads and row tiles at a time; together they cover all.
 
     Temporaries hold about topk.BLOCK_ELEMENTS elements, and one copy of the keys of a KV head where these do not lie
@@ -75,84 +76,78 @@ def tile_scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall, rows: Ro
         kind: how to estimate; see above.
         heads: query heads, ascending.
         call: the layer's queries and keys.
-        rows: of the call.
     """
-    return _antidiagonal(heads, call, rows) if kind == "antidiagonal" else _pooled(heads, call, rows)
+    return _antidiagonal(heads, call) if kind == "antidiagonal" else _pooled(heads, call)
 
 
-def _pooled(heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[TileScores]:
-    q_BhTD = pooled_queries(heads, call)
-    k_BGMD = mean_pool(call.k_BGKD[:, :, : call.chunk.longest], call.tile.key, call.chunk.lengths)
-    k_BhMD = take_heads(k_BGMD, [head // call.group_size for head in heads])
-    for part in blocks(call.row_tiles, call.batch * len(heads) * call.key_tiles):
-        seen_BRM = _mean_keys_seen(rows.part(part), tiles_up_to(part, call), call)
+def _pooled(heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
+    layout, rows = call.layout, call.layout.locate()
+    q_BhTD, k_BhMD = pool_heads(heads, call)
+    for part in blocks(layout.row_tiles, layout.batch * len(heads) * layout.key_tiles):
+        seen_BRM = _mean_keys_seen(rows.part(part), tiles_up_to(part, layout), layout)
         logits_BhRM = (q_BhTD[:, :, part] @ k_BhMD[:, :, : seen_BRM.shape[2]].mT).mul_(call.scale)
         logits_BhRM.add_(seen_BRM.log()[:, None]).clamp_(min=_HIDDEN)
         any_BR1 = (seen_BRM > 0).any(-1, keepdim=True)
         yield TileScores(tuple(range(len(heads))), part, logits_BhRM.softmax(-1).mul_(any_BR1[:, None]))
 
 
-def _mean_keys_seen(rows: RowTiles, tiles: int, call: IndexCall) -> torch.Tensor:
+def _mean_keys_seen(rows: RowTiles, tiles: int, layout: Layout) -> torch.Tensor:
     """How many keys of each tile the average row of a row tile sees: float32 [B, R, M]; 0 in padding row tiles."""
-    start_M = torch.arange(tiles, device=call.device) * call.tile.key
+    key, window = layout.tile.key, layout.window
+    start_M = torch.arange(tiles, device=layout.device) * key
     first_BR1, last_BR1 = rows.first_BT.unsqueeze(-1), rows.last_BT.unsqueeze(-1)
 
     def sum_up_to(token_BR1: torch.Tensor) -> torch.Tensor:
         """Sum over all rows i up to a token of the keys j <= i of the tile."""
         reach_BRM = (token_BR1 - start_M + 1).clamp_(min=0)
-        inside_BRM = reach_BRM.clamp(max=call.tile.key)
-        return inside_BRM * (inside_BRM + 1) // 2 + (reach_BRM - inside_BRM) * call.tile.key
+        inside_BRM = reach_BRM.clamp(max=key)
+        return inside_BRM * (inside_BRM + 1) // 2 + (reach_BRM - inside_BRM) * key
 
     pairs_BRM = sum_up_to(last_BR1) - sum_up_to(first_BR1 - 1)
-    if call.window is not None:
-        pairs_BRM -= sum_up_to(last_BR1 - call.window) - sum_up_to(first_BR1 - 1 - call.window)
+    if window is not None:
+        pairs_BRM -= sum_up_to(last_BR1 - window) - sum_up_to(first_BR1 - 1 - window)
     rows_BR1 = last_BR1 - first_BR1 + 1
     return (pairs_BRM / rows_BR1.clamp(min=1)).masked_fill_(rows_BR1 < 1, 0.0)
 
 
-def _antidiagonal(heads: Sequence[int], call: IndexCall, rows: RowTiles) -> Iterator[TileScores]:
+def _antidiagonal(heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
     """Several KV heads at once where all their row tiles fit, else one, so that its keys serve many row tiles."""
-    for groups in _even_groups(heads, call.group_size):
-        each = call.batch * len(next(iter(groups.values()))) * _elements_of_row_tile(call)
-        keys = call.batch * call.chunk.longest * call.k_BGKD.shape[3]
-        for some in blocks(len(groups), each * call.row_tiles + keys):
+    layout, rows = call.layout, call.layout.locate()
+    strided = layout.tile.query // STRIDE * ceil_div(layout.chunk.longest, STRIDE)
+    elements = layout.batch * (strided + layout.tile.query * layout.head_dim)  # of a head's row tile
+    keys = layout.batch * layout.chunk.longest * layout.head_dim
+    for groups in _even_groups(heads, layout.group_size):
+        each = elements * len(next(iter(groups.values())))
+        for some in blocks(len(groups), each * layout.row_tiles + keys):
             kv_heads = list(groups)[some]
-            places = tuple(place for kv_head in kv_heads for place in groups[kv_head])
+            asked = tuple(number for kv_head in kv_heads for number in groups[kv_head])
+            own = [heads[number] for number in asked]
             k_BGJE = _fold_keys(kv_heads, call)
-            own = [heads[place] for place in places]
-            for part in blocks(call.row_tiles, each * len(kv_heads)):
-                yield TileScores(places, part, _score_rows(own, k_BGJE, part, rows.part(part), call))
-
-
-def _elements_of_row_tile(call: IndexCall) -> int:
-    strided = call.tile.query // STRIDE * ceil_div(call.chunk.longest, STRIDE)
-    return strided + call.tile.query * call.q_BHSD.shape[3]
+            for part in blocks(layout.row_tiles, each * len(kv_heads)):
+                yield TileScores(asked, part, _score_rows(own, k_BGJE, part, rows.part(part), call))
 
 
 def _even_groups(heads: Sequence[int], group_size: int) -> list[dict[int, list[int]]]:
-    """Places in `heads` by KV head, KV heads with equally many of them together."""
+    """Positions in `heads` by KV head, KV heads with equally many of them together."""
     members: dict[int, list[int]] = {}
-    for place, head in enumerate(heads):
-        members.setdefault(head // group_size, []).append(place)
+    for number, head in enumerate(heads):
+        members.setdefault(head // group_size, []).append(number)
     even: dict[int, dict[int, list[int]]] = {}
-    for kv_head, places in members.items():
-        even.setdefault(len(places), {})[kv_head] = places
+    for kv_head, numbers in members.items():
+        even.setdefault(len(numbers), {})[kv_head] = numbers
     return list(even.values())
 
 
-def tiles_up_to(part: slice, call: IndexCall) -> int:
+def tiles_up_to(part: slice, layout: Layout) -> int:
     """Key tiles that the last of these row tiles can see in any batch row; at least 1."""
-    ends = (min(past + part.stop * call.tile.query, length) for past, length in _places(call))
-    return max(1, ceil_div(max(ends), call.tile.key))
-
-
-def _places(call: IndexCall) -> Iterator[tuple[int, int]]:
-    return zip(call.chunk.past, call.chunk.lengths, strict=True)
+    rows = part.stop * layout.tile.query
+    ends = (min(past + rows, length) for past, length in zip(layout.chunk.past, layout.chunk.lengths, strict=True))
+    return max(1, ceil_div(max(ends), layout.tile.key))
 
 
 def _fold_keys(kv_heads: Sequence[int], call: IndexCall) -> torch.Tensor:
     """The strided keys, each s keys side by side: a view where keys lie token after token."""
-    whole = call.chunk.longest // STRIDE
+    whole = call.layout.chunk.longest // STRIDE
     k_BGKD = take_heads(call.k_BGKD, kv_heads)[:, :, : whole * STRIDE]
     k_BGJE = torch.unflatten(k_BGKD, 2, (whole, STRIDE)).flatten(3)
     return k_BGJE if k_BGJE.is_cuda else k_BGJE.float()  # only CUDA multiplies half precision into float32
@@ -160,14 +155,14 @@ def _fold_keys(kv_heads: Sequence[int], call: IndexCall) -> torch.Tensor:
 
 def _fold_queries(heads: Sequence[int], part: slice, call: IndexCall) -> torch.Tensor:
     """The strided rows, each s rows side by side, in the order of their keys: [B, h, X, E]."""
-    query = call.tile.query
-    start, stop = part.start * query, min(part.stop * query, call.q_BHSD.shape[2])
+    layout, query = call.layout, call.layout.tile.query
+    start, stop = part.start * query, min(part.stop * query, layout.queries)
     q_BhSD = take_heads(call.q_BHSD[:, :, start:stop], heads)
-    row_S = torch.arange((part.stop - part.start) * query, device=call.device)
+    row_S = torch.arange((part.stop - part.start) * query, device=layout.device)
     row_Xs = torch.unflatten(row_S, 0, (-1, STRIDE)).flip(1)
     row_S = torch.stack((row_Xs[0::2], row_Xs[1::2].roll(-1, 1)), 1).flatten()
-    last = [min(max(count - start, 1), stop - start) - 1 for count in call.rows]
-    folded = [q_BhSD[b].index_select(1, row_S.clamp(max=last[b])) for b in range(call.batch)]
+    last = [min(max(count - start, 1), stop - start) - 1 for count in layout.chunk.rows]
+    folded = [q_BhSD[b].index_select(1, row_S.clamp(max=last[b])) for b in range(layout.batch)]
     return torch.unflatten(torch.stack(folded), 2, (-1, STRIDE)).flatten(3)
 
 
@@ -175,39 +170,40 @@ def _score_rows(
     heads: Sequence[int], k_BGJE: torch.Tensor, part: slice, rows: RowTiles, call: IndexCall
 ) -> torch.Tensor:
     """Scores of a block of row tiles, by one product of all heads: [B, h, R, M]."""
-    tiles, strides = tiles_up_to(part, call), call.tile.key // STRIDE
+    layout, per_tile = call.layout, call.layout.tile.query // STRIDE
+    tiles, strides = tiles_up_to(part, layout), layout.tile.key // STRIDE
     k_BGJE = k_BGJE[:, :, : tiles * strides]
     q_BGYE = torch.unflatten(_fold_queries(heads, part, call), 1, (k_BGJE.shape[1], -1)).flatten(2, 3)
     logits_BGYJ = scaled_scores(q_BGYE, k_BGJE, call.scale / STRIDE)
-    first_BX, real_BX = _strided_rows(rows, call)
-    hidden_BXJ = _hidden_keys(first_BX, k_BGJE.shape[2], call)
-    logits_BhXJ = logits_BGYJ.view(call.batch, len(heads), *hidden_BXJ.shape[1:])
+    first_BX, real_BX = _strided_rows(rows, layout)
+    hidden_BXJ = _hidden_keys(first_BX, k_BGJE.shape[2], layout)
+    logits_BhXJ = logits_BGYJ.view(layout.batch, len(heads), *hidden_BXJ.shape[1:])
     weights_BhXJ = logits_BhXJ.masked_fill_(hidden_BXJ[:, None], _HIDDEN).softmax(-1)
     sums_BhXM = _sum_tiles(weights_BhXJ, strides, tiles)
     real_BX = real_BX.masked_fill(hidden_BXJ.all(-1), 0.0)[:, None, :, None]
     shares_BhXM = torch.where(real_BX > 0, sums_BhXM * real_BX, 0.0)
-    scores_BhRM = torch.unflatten(shares_BhXM, 2, (-1, call.tile.query // STRIDE)).sum(3)
-    total_BhR1 = torch.unflatten(real_BX, 2, (-1, call.tile.query // STRIDE)).sum(3)
+    scores_BhRM = torch.unflatten(shares_BhXM, 2, (-1, per_tile)).sum(3)
+    total_BhR1 = torch.unflatten(real_BX, 2, (-1, per_tile)).sum(3)
     return scores_BhRM.div_(total_BhR1.clamp(min=1.0))
 
 
-def _strided_rows(rows: RowTiles, call: IndexCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _strided_rows(rows: RowTiles, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """First token of each strided row, and how many of its rows are real: int64 and float32 [B, X]."""
-    step = torch.arange(0, call.tile.query, STRIDE, device=call.device)
+    step = torch.arange(0, layout.tile.query, STRIDE, device=layout.device)
     first_BRx = rows.first_BT.unsqueeze(-1) + step
     real_BRx = (rows.last_BT.unsqueeze(-1) + 1 - first_BRx).clamp_(0, STRIDE)
     return first_BRx.flatten(1), real_BRx.flatten(1).float()
 
 
-def _hidden_keys(first_BX: torch.Tensor, strided: int, call: IndexCall) -> torch.Tensor:
+def _hidden_keys(first_BX: torch.Tensor, strided: int, layout: Layout) -> torch.Tensor:
     """Strided keys that a strided row does not see: [B, X, J]."""
-    number_J = torch.arange(strided, device=call.device)
-    whole_B1 = on_device([length // STRIDE for length in call.chunk.lengths], call.device)[:, None]
+    number_J = torch.arange(strided, device=layout.device)
+    whole_B1 = on_device([length // STRIDE for length in layout.chunk.lengths], layout.device)[:, None]
     end_BX = torch.minimum(floor_div(first_BX, STRIDE) + 1, whole_B1)
     hidden_BXJ = number_J >= end_BX.unsqueeze(-1)
-    if call.window is None:
+    if layout.window is None:
         return hidden_BXJ
-    return hidden_BXJ | (first_BX.unsqueeze(-1) - (number_J * STRIDE + STRIDE - 1) >= call.window)
+    return hidden_BXJ | (first_BX.unsqueeze(-1) - (number_J * STRIDE + STRIDE - 1) >= layout.window)
 
 
 def _sum_tiles(weights_BhXJ: torch.Tensor, strides: int, tiles: int) -> torch.Tensor:

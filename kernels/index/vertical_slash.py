@@ -1,79 +1,70 @@
 """Vertical-slash: the heaviest columns and diagonals of a head (MInference 1.0, section 3.2, algorithm 2).
 
-Slashes select tiles, and as every row has the same ones counted back from its own place, the lists are arithmetic. A
-row tile counts as whole for this, also the ragged last one: what it crosses is rounded outward.
-Columns outside a row's tiles are computed singly: their live bits.
+Slashes select tiles, within the tiles that a row may have. Row tiles are whole multiples of key tiles, so a slash
+crosses the same tiles, counted back from the row's own, in every row: the choice is made once a head, and the lists are
+arithmetic. Distance d of a tile is the key tile of the row's first token, less the tile. A row tile counts as whole for
+this, also the ragged last one: what it crosses is rounded outward. Columns outside a row's tiles are computed singly:
+their live bits.
 
-Shapes as in call.py; R row tiles of one block, M chosen tile diagonals.
+Shapes as in layout.py; R row tiles of one block, M chosen tile diagonals, O chosen slashes, X tiles a slash crosses,
+E distances, shifted so that entry 0 is the tile farthest to the right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.layout import (
+    HeadGroup,
     HeadIndex,
     IndexCall,
+    Layout,
     LineScores,
     RowTiles,
     ceil_div,
     empty_tiles,
     floor_div,
-    take_heads,
+    largest,
 )
 from sparsekv.kernels.index.line_scores import UNSEEN, score_lines
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, pack_bits
 from sparsekv.kernels.topk import ascending, blocks, top_ascending
-from sparsekv.plans.patterns import VerticalSlash
 
 
-def index_vertical_slash(
-    patterns: Sequence[VerticalSlash], heads: Sequence[int], call: IndexCall, rows: RowTiles
-) -> HeadIndex:
+def index_vertical_slash(group: HeadGroup, call: IndexCall) -> HeadIndex:
     """Tiles of the best slashes within `max_tiles`, and the best columns outside them."""
-    lines = _lines(patterns, heads, call)
-    diagonals, bound = _choose_slashes(patterns, lines, call)
-    columns_BhC = _choose_columns(patterns, lines, call)
-    tiles_BhTW, counts_BhT = empty_tiles(call, len(heads), call.most_tiles(bound))
+    layout, h = call.layout, len(group.heads)
+    lines = call.known_lines(group)
+    if lines is None:
+        lines = score_lines(group.heads, [pattern.last_q for pattern in group.patterns], call)
+    diagonals, bound = _choose_slashes(group, lines, layout)
+    columns_BhC = _choose_columns(group, lines, layout)
+    tiles_BhTW, counts_BhT = empty_tiles(layout, h, layout.most_tiles(bound))
     words = ceil_div(columns_BhC.shape[-1], WORD)
-    live_BhTN = torch.zeros((*counts_BhT.shape, words), dtype=torch.int32, device=call.device)
-    for part in blocks(call.row_tiles, call.batch * len(heads) * max(tiles_BhTW.shape[-1], words * WORD)):
-        listed, counts = _list_rows(diagonals, rows.part(part), tiles_BhTW.shape[-1])
-        tiles_BhTW[:, :, part], counts_BhT[:, :, part] = listed, counts
-        live_BhTN[:, :, part] = pack_bits(_live_columns(columns_BhC, diagonals, rows.part(part), call))
-    return HeadIndex(tiles_BhTW, counts_BhT, columns_BhC, live_BhTN)
+    live_BhTN = torch.zeros((*counts_BhT.shape, words), dtype=torch.int32, device=layout.device)
+    for part in blocks(layout.row_tiles, layout.batch * h * max(tiles_BhTW.shape[-1], words * WORD)):
+        rows = layout.locate().part(part)
+        tiles_BhTW[:, :, part], counts_BhT[:, :, part] = _list_rows(diagonals, rows, tiles_BhTW.shape[-1])
+        live_BhTN[:, :, part] = pack_bits(_live_columns(columns_BhC, diagonals, rows, layout))
+    return HeadIndex(group.heads, tiles_BhTW, counts_BhT, columns_BhC, live_BhTN)
 
 
-def _lines(patterns: Sequence[VerticalSlash], heads: Sequence[int], call: IndexCall) -> LineScores:
-    last_q = [pattern.last_q for pattern in patterns]
-    known = call.lines.get(last_q[0]) if call.lines and len(set(last_q)) == 1 else None
-    if known is None:
-        return score_lines(heads, last_q, call)
-    return LineScores(take_heads(known.vertical_BhS, heads), take_heads(known.slash_BhS, heads))
+def _choose_columns(group: HeadGroup, lines: LineScores, layout: Layout) -> torch.Tensor:
+    counts = layout.resolve([pattern.vertical for pattern in group.patterns])
+    return top_ascending(lines.vertical_BhS, on_device(counts, layout.device), largest(counts), NO_COLUMN)
 
 
-def _choose_columns(patterns: Sequence[VerticalSlash], lines: LineScores, call: IndexCall) -> torch.Tensor:
-    counts = call.resolve([pattern.vertical for pattern in patterns])
-    return top_ascending(lines.vertical_BhS, on_device(counts, call.device), _largest(counts), NO_COLUMN)
-
-
-def _choose_slashes(patterns: Sequence[VerticalSlash], lines: LineScores, call: IndexCall) -> tuple[TileDiagonals, int]:
+def _choose_slashes(group: HeadGroup, lines: LineScores, layout: Layout) -> tuple[TileDiagonals, int]:
     """The tile diagonals, and the most tiles a row can have."""
-    counts = call.resolve([pattern.slash for pattern in patterns])
-    bounds = call.tile_bounds([pattern.max_tiles for pattern in patterns])
-    offsets_BhO = top_ascending(lines.slash_BhS, on_device(counts, call.device), _largest(counts), -1).long()
+    counts = layout.resolve([pattern.slash for pattern in group.patterns])
+    bounds = layout.tile_bounds([pattern.max_tiles for pattern in group.patterns])
+    offsets_BhO = top_ascending(lines.slash_BhS, on_device(counts, layout.device), largest(counts), -1).long()
     scores_BhO = lines.slash_BhS.gather(-1, offsets_BhO.clamp(min=0)).masked_fill_(offsets_BhO < 0, UNSEEN)
-    crossed = call.tile.query // call.tile.key + 1
-    bound = min(_largest(bounds), crossed * _largest(counts) + max(map(call.mandatory_tiles, call.phases)))
-    return choose_diagonals(offsets_BhO, scores_BhO, bounds, bound, call), bound
-
-
-def _largest(numbers: list[list[int]]) -> int:
-    return max(max(row) for row in numbers)
+    bound = layout.slash_tiles(largest(counts), largest(bounds))
+    return choose_diagonals(offsets_BhO, scores_BhO, bounds, bound, layout), bound
 
 
 def _list_rows(diagonals: TileDiagonals, rows: RowTiles, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,24 +84,15 @@ def _list_rows(diagonals: TileDiagonals, rows: RowTiles, width: int) -> tuple[to
     return tiles_BhRW.masked_fill_(slot_W >= counts_BhR.unsqueeze(-1), NO_TILE), counts_BhR
 
 
-def _live_columns(columns_BhC: torch.Tensor, diagonals: TileDiagonals, rows: RowTiles, call: IndexCall) -> torch.Tensor:
+def _live_columns(columns_BhC: torch.Tensor, diagonals: TileDiagonals, rows: RowTiles, layout: Layout) -> torch.Tensor:
     """Columns that a row tile sees and has in none of its tiles: bool [B, h, R, C]."""
     column_Bh1C = columns_BhC.long()[:, :, None]
-    tile_Bh1C = floor_div(column_Bh1C, call.tile.key)
+    tile_Bh1C = floor_div(column_Bh1C, layout.tile.key)
     first_B1R1, last_B1R1, base_B1R1 = (x[:, None, :, None] for x in (rows.first_BT, rows.last_BT, rows.base_BT))
     distance_BhRC = base_B1R1 - tile_Bh1C
     in_tiles_BhRC = diagonals.has(distance_BhRC.flatten(2)).view_as(distance_BhRC) | (tile_Bh1C == 0)
     live_BhRC = (column_Bh1C >= 0) & (column_Bh1C <= last_B1R1) & ~in_tiles_BhRC
-    return live_BhRC if call.window is None else live_BhRC & (first_B1R1 - column_Bh1C < call.window)
-
-
-# Which tile diagonals the best slashes need, within the tiles a row may have.
-#
-# Row tiles are whole multiples of key tiles, so a slash crosses the same tiles, counted back from the row's own, in
-# every row: the choice is made once a head. Distance d of a tile: key tile of the first row, less the tile.
-#
-# Shapes: B batch, h heads, O slashes kept, X tiles a slash crosses, E distances, shifted so that entry 0 is the tile
-# farthest to the right.
+    return live_BhRC if layout.window is None else live_BhRC & (first_B1R1 - column_Bh1C < layout.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +117,7 @@ class TileDiagonals:
 
 
 def choose_diagonals(
-    slashes_BhO: torch.Tensor, scores_BhO: torch.Tensor, bounds: list[list[int]], most: int, call: IndexCall
+    slashes_BhO: torch.Tensor, scores_BhO: torch.Tensor, bounds: list[list[int]], most: int, layout: Layout
 ) -> TileDiagonals:
     """Takes slashes in order of score until the next would make some row exceed its bound.
 
@@ -146,49 +128,52 @@ def choose_diagonals(
         scores_BhO: their scores, padding the lowest; equal scores keep the lower offset first.
         bounds: [B][h] tiles a row may have, mandatory ones included; at least those.
         most: the host's bound on the tiles of a row.
-        call: where the rows lie.
+        layout: where the rows lie.
     """
-    right = call.tile.query // call.tile.key + 1  # one more than any row needs: the first entry is never chosen
-    entries = call.key_tiles + right + 2
+    right = layout.tile.query // layout.tile.key + 1  # one more than any row needs: the first entry is never chosen
+    entries = layout.key_tiles + right + 2
     order_BhO = scores_BhO.sort(dim=-1, descending=True, stable=True).indices
-    rank_BhE = _first_rank(slashes_BhO.gather(-1, order_BhO), entries, right, call)
-    last_B1E = _distance_of_last_row(entries, right, call)
-    limit_Bh1 = on_device(bounds, call.device).unsqueeze(-1) - 1
+    rank_BhE = _first_rank(slashes_BhO.gather(-1, order_BhO), entries, right, layout)
+    last_B1E = _distance_of_last_row(entries, right, layout)
+    limit_Bh1 = on_device(bounds, layout.device).unsqueeze(-1) - 1
     counted_BhE = rank_BhE.masked_fill(last_B1E >= 0, slashes_BhO.shape[-1])
     chosen_BhE = (rank_BhE < _affordable(counted_BhE, slashes_BhO.shape[-1], limit_Bh1)) & (last_B1E <= 0)
     far_first_BhM = entries - 1 - right - ascending(chosen_BhE.flip(-1), min(most, entries), 0).long()
     return TileDiagonals(right, chosen_BhE, chosen_BhE.cumsum(-1), far_first_BhM)
 
 
-def _distance_of_last_row(entries: int, right: int, call: IndexCall) -> torch.Tensor:
+def _distance_of_last_row(entries: int, right: int, layout: Layout) -> torch.Tensor:
     """How much farther each distance is than key tile 0 from the last row tile: [B, 1, E]."""
-    query, key = call.tile.query, call.tile.key
-    starts = (past + max(0, rows - 1) // query * query for past, rows in zip(call.chunk.past, call.rows, strict=True))
-    base_B1 = on_device([start // key for start in starts], call.device)[:, None]
-    return (torch.arange(-right, entries - right, device=call.device) - base_B1)[:, None]
+    query, key = layout.tile.query, layout.tile.key
+    starts = (
+        past + max(0, rows - 1) // query * query
+        for past, rows in zip(layout.chunk.past, layout.chunk.rows, strict=True)
+    )
+    base_B1 = on_device([start // key for start in starts], layout.device)[:, None]
+    return (torch.arange(-right, entries - right, device=layout.device) - base_B1)[:, None]
 
 
-def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, call: IndexCall) -> torch.Tensor:
+def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, layout: Layout) -> torch.Tensor:
     """The best rank among the slashes that cross each tile diagonal: -1 where mandatory, O where none does."""
     batch, heads, ranks = ranked_BhO.shape
-    entry_BhOX = _crossed(ranked_BhO, call).add_(right)
+    entry_BhOX = _crossed(ranked_BhO, layout).add_(right)
     entry_BhOX.masked_fill_((entry_BhOX >= entries) | (ranked_BhO < 0).unsqueeze(-1), entries)
-    rank_BhOX = torch.arange(ranks, device=call.device)[:, None].expand(entry_BhOX.shape)
-    first_BhE = torch.full((batch, heads, entries + 1), ranks, device=call.device)
+    rank_BhOX = torch.arange(ranks, device=layout.device)[:, None].expand(entry_BhOX.shape)
+    first_BhE = torch.full((batch, heads, entries + 1), ranks, device=layout.device)
     first_BhE.scatter_reduce_(-1, entry_BhOX.flatten(2), rank_BhOX.flatten(2), "amin")
-    distance_E = torch.arange(-right, entries - right, device=call.device)
-    nearest_B1 = on_device([1 - call.diagonal_tiles(phase) for phase in call.phases], call.device)[:, None]
+    distance_E = torch.arange(-right, entries - right, device=layout.device)
+    nearest_B1 = on_device([1 - layout.diagonal_tiles(phase) for phase in layout.phases], layout.device)[:, None]
     mandatory_BE = (distance_E >= nearest_B1) & (distance_E <= 1)
     return first_BhE[..., :entries].masked_fill(mandatory_BE[:, None], -1)
 
 
-def _crossed(offset_BhO: torch.Tensor, call: IndexCall) -> torch.Tensor:
+def _crossed(offset_BhO: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Distances of the tiles that a slash crosses in a whole row tile, [B, h, O, X]; the last may repeat."""
-    key = call.tile.key
-    phase_B11 = on_device(list(call.phases), call.device)[:, None, None]
+    key = layout.tile.key
+    phase_B11 = on_device(layout.phases, layout.device)[:, None, None]
     far_BhO = (offset_BhO - phase_B11 + key - 1).div(key, rounding_mode="floor")
-    near_BhO = (offset_BhO - phase_B11 - call.tile.query + key).div(key, rounding_mode="floor")
-    step_X = torch.arange(call.tile.query // key + 1, device=call.device)
+    near_BhO = (offset_BhO - phase_B11 - layout.tile.query + key).div(key, rounding_mode="floor")
+    step_X = torch.arange(layout.tile.query // key + 1, device=layout.device)
     return torch.minimum(near_BhO.unsqueeze(-1) + step_X, far_BhO.unsqueeze(-1))
 
 

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from sparsekv.kernels.backends import DecodeRows, choose_backend, decode_attention, dense_prefill, prefill_attention
+from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.keys import KeyView, resident
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
@@ -187,29 +189,25 @@ class Bench:
 
         yield _timing("choose", length, (1.0, float(length)), self._us(lambda: choose(length // 10)))
         for count in (length // 16, length // 4):
-            chosen_B1N = choose(count)
-            rows = DecodeRows(chosen_B1N, length, length)
-            attend = partial(decode_attention, q_BH1D, k_BGSD, v_BGSD, rows, scale=scale, backend=self.backend)
+            keys = resident(k_BGSD, v_BGSD)
+            selection = Selection(choose(count), torch.full_like(keys.lengths_B, count), sink=0, recent=0)
+            attend = partial(decode_attention, q_BH1D, keys, selection, scale=scale, backend=self.backend)
             yield _timing("sparse decode", length, (1.0, float(count)), self._us(attend))
             if self.offload:
-                yield from self._host(rows, q_BH1D, k_BGSD, v_BGSD, scale)
+                yield from self._host(selection, q_BH1D, keys, scale)
 
-    def _host(
-        self, rows: DecodeRows, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
-    ) -> Iterator[Timing]:
+    def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
         """The same step over rows in host memory, as an offloaded layer takes it, most and some of them there."""
-        length, count = k_BGSD.shape[2], rows.tokens_BGN.shape[2]
+        length, count = keys.capacity, selection.most
         for hot in (length // 8, length // 2):
             store = HostStore(tokens(hot))
-            store.append(k_BGSD, v_BGSD)
+            store.append(keys.k, keys.v)
 
             def step(store: HostStore = store) -> torch.Tensor:
-                found = store.gather(rows)
-                return decode_attention(
-                    q_BH1D, found.k_BGSD, found.v_BGSD, found.rows, scale=scale, backend=self.backend
-                ).out_BHSD
+                found = store.gather(selection, keys.lengths_B)
+                return decode_attention(q_BH1D, *found, scale=scale, backend=self.backend).out_BHSD
 
-            cold = float((rows.tokens_BGN < length - hot).sum())
+            cold = float((selection.chosen_BgN < length - hot).sum())
             yield _timing("host decode", length, (1.0, float(count), cold), self._us(step))
 
     def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

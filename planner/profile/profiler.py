@@ -91,15 +91,6 @@ def profile(
     )
 
 
-def discard_partial(out: Path) -> None:
-    """Removes what an interrupted run would go on from, once the profile itself is written."""
-    _partial(out).unlink(missing_ok=True)
-
-
-def _partial(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
-
-
 def _check_targets(prompts: Prompts, options: PlanOptions) -> None:
     if "prefill" in options.phases and options.target_speedup is None:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}

@@ -1,97 +1,110 @@
-"""Decode attention of one layer: dense, dense and choosing (a filter layer), or over the chosen tokens and the tail.
+"""A decode step of one layer: dense, dense and choosing (a filter layer), or over selected tokens.
 
 Source: OmniKV (ICLR 2025), algorithm 1. The layers between a filter and the first layer of its segment are dense:
 they are the paper's wait layers.
 
-Shapes: B batch, H query heads, S queries (one), W window queries, D head size.
+Shapes: B batch, H query heads, D head size.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from sparsekv.kernels.backends import decode_attention
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import attend_newest
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
-from sparsekv.runtime.core.select import choose_tokens, tokens_for_layer, window_queries, within_window
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.core.select import choose_tokens, selected_for
+from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter
-from sparsekv.runtime.engine import LayerCall
-from sparsekv.runtime.hf.cache import Choice, SparseLayer
 
 
-def attend_decode(call: LayerCall, plan: DecodePlan | None, backend: str, meter: Meter) -> torch.Tensor:
-    """Attention of one new token, as the plan's bucket for this length says."""
-    bucket = plan.bucket(call.length) if plan else None
-    segment = _segment_with(bucket, call.layer)
-    choice = _choice_of(call, segment) if segment else None
-    if segment and choice is not None:
-        return _attend_chosen(call, segment, choice, backend, meter)
-    k_BGSD, v_BGSD = call.keys_values()
-    filtered = _segment_filtered_by(bucket, call.layer)
-    if filtered:
-        _choose(call, filtered, k_BGSD)
-    visible = _visible(call)
-    meter.add_decode(visible, visible)
-    return attend_newest(call.q_BHSD, k_BGSD, v_BGSD, scale=call.scale, window=call.window)
+class KeySource(Protocol):
+    """Where a layer's keys and values come from, the new token's included. Stores are such sources."""
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """All of them, on the compute device."""
+
+    def gather(
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+    ) -> tuple[KeyView, Selection]:
+        """At least the selected ones, and the selection counted in what is returned: the same object where positions
+        are those of the sequence, another one where tokens outside the window are left out already."""
 
 
-def filter_windows(plan: DecodePlan | None) -> dict[int, int]:
-    """For each filter layer of any bucket, how many of its last queries have to be remembered."""
-    windows: dict[int, int] = {}
-    for bucket in plan.lengths if plan else ():
-        for segment in bucket.segments:
-            windows[segment.filter] = max(windows.get(segment.filter, 1), window_queries(segment))
-    return windows
+class Resident:
+    """Keys and values that lie on the compute device, contiguous or in pages."""
+
+    def __init__(self, keys: KeyView) -> None:
+        self._keys = keys
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """All of them."""
+        return self._keys
+
+    def gather(
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+    ) -> tuple[KeyView, Selection]:
+        """All of them: kernels read the selected tokens where they lie."""
+        return self._keys, selection
 
 
-def _segment_with(bucket: DecodeBucket | None, layer: int) -> Segment | None:
-    return next((segment for segment in bucket.segments if layer in segment.layers), None) if bucket else None
-
-
-def _segment_filtered_by(bucket: DecodeBucket | None, layer: int) -> Segment | None:
-    return next((segment for segment in bucket.segments if layer == segment.filter), None) if bucket else None
-
-
-def _entry(call: LayerCall) -> SparseLayer:
-    entry = call.entry
-    assert entry is not None, "decode without a cache"
-    return entry
-
-
-def _visible(call: LayerCall) -> int:
-    return call.length if call.window is None else min(call.length, call.window)
-
-
-def _choose(call: LayerCall, segment: Segment, k_BGSD: torch.Tensor) -> None:
-    entry, queries = _entry(call), window_queries(segment)
-    q_BHWD = call.q_BHSD if queries == 1 or entry.recent_BHWD is None else entry.recent_BHWD[:, :, -queries:]
-    tokens = choose_tokens(segment, q_BHWD, k_BGSD, entry.prompt_end, scale=call.scale)
-    entry.chosen = Choice(call.length, tokens)
-
-
-def _choice_of(call: LayerCall, segment: Segment) -> torch.Tensor | None:
-    """The tokens chosen in this step; None when that is all of them."""
-    assert call.cache is not None
-    entry = call.cache.layers[segment.filter]
-    assert isinstance(entry, SparseLayer)
-    assert entry.chosen is not None, "the filter layer comes first"
-    assert entry.chosen.length == call.length, "a choice of an earlier step"
-    return entry.chosen.tokens_BGN
-
-
-def _attend_chosen(
-    call: LayerCall, segment: Segment, choice_BgN: torch.Tensor, backend: str, meter: Meter
+def decode(
+    layer: LayerProgram,
+    q_BH1D: torch.Tensor,
+    source: KeySource,
+    state: DecodeState,
+    *,
+    scale: float,
+    backend: str,
+    meter: Meter | None = None,
 ) -> torch.Tensor:
-    entry = _entry(call)
-    tokens_BgN = tokens_for_layer(segment, call.layer, choice_BgN.to(call.q_BHSD.device))
-    tail_start = entry.prompt_end
-    if call.window is not None:
-        first = call.length - call.window
-        tokens_BgN, tail_start = within_window(tokens_BgN, first), max(tail_start, first)
-    found = entry.store.gather(DecodeRows(tokens_BgN, tail_start, call.length))
-    visible = _visible(call)
-    meter.add_decode(min(visible, tokens_BgN.shape[2] + call.length - tail_start), visible)
-    return decode_attention(
-        call.q_BHSD, found.k_BGSD, found.v_BGSD, found.rows, scale=call.scale, backend=backend
-    ).out_BHSD
+    """Attention of one new token in every row.
+
+    Args:
+        layer: what the layer computes.
+        q_BH1D: queries of the rank's heads.
+        source: of the layer's keys and values.
+        state: of the step: `begin` was called, and filter layers come before the layers of their segments.
+        scale: softmax scale.
+        backend: the name that `choose_backend` gave.
+        meter: counts what was attended to, where the host knows the lengths.
+
+    Returns:
+        [B, H, 1, D].
+    """
+    state.remember(layer, q_BH1D)
+    selection = selected_for(layer, state) if layer.follows else None
+    if meter is not None and state.lengths is not None:
+        _count(layer, state.lengths, meter)
+    if selection is not None:
+        return _attend_selected(layer, q_BH1D, source, selection, state, scale, backend)
+    keys = source.view(state.lengths_B)
+    if layer.filters:
+        choose_tokens(layer, q_BH1D, keys, state, scale=scale)
+    if state.uniform is not None and keys.table_BP is None:
+        k_BGSD, v_BGSD = keys.contiguous(state.uniform)
+        return attend_newest(q_BH1D, k_BGSD, v_BGSD, scale=scale, window=layer.window)
+    return decode_attention(q_BH1D, keys, scale=scale, window=layer.window, backend=backend).out_BHSD
+
+
+def _attend_selected(
+    layer: LayerProgram, q_BH1D: torch.Tensor, source: KeySource, selection: Selection, state: DecodeState,
+    scale: float, backend: str,
+) -> torch.Tensor:  # fmt: skip
+    keys, found = source.gather(selection, state.lengths_B, layer.window)
+    window = layer.window if found is selection else None
+    return decode_attention(q_BH1D, keys, found, scale=scale, window=window, backend=backend).out_BHSD
+
+
+def _count(layer: LayerProgram, lengths: tuple[int, ...], meter: Meter) -> None:
+    for length in lengths:
+        visible = length if layer.window is None else min(length, layer.window)
+        chosen = ALL if layer.follows is None else layer.follows.count(length)
+        attended = visible if layer.follows is None or chosen == ALL else (
+            layer.follows.sink + chosen + layer.follows.recent
+        )  # fmt: skip
+        meter.add_decode(min(visible, attended), visible)

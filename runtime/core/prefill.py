@@ -1,6 +1,6 @@
 """Prefill attention of one layer: the plan's patterns for its heads, or dense.
 
-Shapes: B batch, H query heads, S queries, D head size.
+Shapes: B batch, H query heads, G KV heads, S queries, K keys, D head size.
 """
 
 from __future__ import annotations
@@ -11,43 +11,90 @@ import torch
 
 from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.tiles import computed_tiles
-from sparsekv.plans.patterns import Dense, TileShape
-from sparsekv.plans.phases import PrefillPlan
+from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.plans.errors import ShapeError
+from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
-from sparsekv.runtime.engine import LayerCall
-
-DEFAULT_TILE = TileShape()
 
 
-def attend_prefill(call: LayerCall, plan: PrefillPlan | None, fallback: Fallback, meter: Meter) -> torch.Tensor:
-    """Attention of the call's rows to everything before them, as the plan's bucket for this length says."""
-    k_BGSD, v_BGSD = call.keys_values()
-    heads = call.q_BHSD.shape[1]
-    tile = plan.tile if plan else DEFAULT_TILE
-    causal = heads * call.chunk.causal_tiles(tile)
-    patterns = call.own(plan.bucket(call.length).patterns(call.layer, call.layer_heads)) if plan else ()
-    if all(isinstance(pattern, Dense) for pattern in patterns):
+def prefill(
+    layer: LayerProgram,
+    q_BHSD: torch.Tensor,
+    keys: KeyView,
+    chunk: Chunk,
+    *,
+    scale: float,
+    fallback: Fallback,
+    meter: Meter | None = None,
+    overwrite_above: int | None = None,
+) -> torch.Tensor:
+    """Attention of a chunk's rows to everything before them, as the bucket of the longest row says.
+
+    Args:
+        layer: what the layer computes.
+        q_BHSD: queries of the rank's heads.
+        keys: all keys so far, the chunk's included: contiguous. A host with pages copies a request's past first.
+        chunk: where the rows lie.
+        scale: softmax scale.
+        fallback: the backend, and what follows when it fails.
+        meter: counts what was computed.
+        overwrite_above: where the output holds more bytes than this, it takes the place of q, in groups of KV heads
+            that keep each output within it (or one by one); the output of a layer is as large as its queries: 8.6 GB
+            at 1M tokens of an 8B model. None never overwrites.
+
+    Returns:
+        [B, H, S, D]: q itself where it was overwritten.
+
+    Raises:
+        ShapeError: the keys are in pages.
+    """
+    if keys.table_BP is not None:
+        raise ShapeError("prefill takes contiguous keys, found pages: copy a request's tokens with KeyView.contiguous")
+    attend = partial(_attend, chunk=chunk, scale=scale, fallback=fallback, meter=meter or Meter())
+    groups = keys.kv_heads if overwrite_above is None else _groups(q_BHSD, keys.kv_heads, overwrite_above)
+    if groups >= keys.kv_heads:
+        return attend(layer, q_BHSD, keys)
+    per_kv = layer.heads // keys.kv_heads
+    for first in range(0, keys.kv_heads, groups):
+        kv = slice(first, min(first + groups, keys.kv_heads))
+        queries = slice(kv.start * per_kv, kv.stop * per_kv)
+        part_BHSD = q_BHSD[:, queries]
+        part_BHSD.copy_(attend(layer.for_heads(queries, kv), part_BHSD, keys.heads(kv)))
+    return q_BHSD
+
+
+def _groups(q_BHSD: torch.Tensor, kv_heads: int, most_bytes: int) -> int:
+    """KV heads of a group, as even as they go."""
+    per_head = q_BHSD.numel() * q_BHSD.element_size() // kv_heads
+    count = -(-kv_heads // max(1, most_bytes // max(per_head, 1)))
+    return -(-kv_heads // count)
+
+
+def _attend(
+    layer: LayerProgram, q_BHSD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float, fallback: Fallback,
+    meter: Meter,
+) -> torch.Tensor:  # fmt: skip
+    k_BGKD, v_BGKD = keys.contiguous(chunk.longest)
+    causal, patterns = layer.heads * chunk.causal_tiles(layer.tile), layer.patterns_at(chunk.longest)
+    if not patterns:
         meter.add_dense_prefill(causal)
-        return _dense_layer(call, k_BGSD, v_BGSD, fallback)
-    build = partial(build_index, patterns, call.q_BHSD, k_BGSD, call.chunk, tile, scale=call.scale, window=call.window)
-    index = fallback.build(lambda builder: build(builder=builder), call.q_BHSD.device)
+        return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)
+    window = layer.window
+    build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window)
+    index = fallback.build(lambda builder: build(builder=builder), q_BHSD.device)
     meter.add_sparse_prefill(computed_tiles(index), causal)
-    attend = partial(
-        prefill_attention, call.q_BHSD, k_BGSD, v_BGSD, index, call.chunk, scale=call.scale, window=call.window
-    )
-    return fallback.run(lambda backend: attend(backend=backend), call.q_BHSD, tile).out_BHSD
+    attend = partial(prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
+    return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 
-def _dense_layer(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, fallback: Fallback) -> torch.Tensor:
+def _attend_dense(
+    layer: LayerProgram, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk, scale: float,
+    fallback: Fallback,
+) -> torch.Tensor:  # fmt: skip
     """By the backend's dense kernel where it has one. What fails in torch is no fault of the backend."""
-    if not dense_by_flash(call.q_BHSD, k_BGSD, v_BGSD, call.chunk, backend=fallback.backend):
-        return attend_dense(call, k_BGSD, v_BGSD)
-    attend = partial(dense_prefill, call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window)
-    return fallback.run(lambda backend: attend(backend=backend), call.q_BHSD).out_BHSD
-
-
-def attend_dense(call: LayerCall, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
-    """Dense causal attention within the layer's own window, by torch."""
-    return dense_attention(call.q_BHSD, k_BGSD, v_BGSD, call.chunk, scale=call.scale, window=call.window).out_BHSD
+    attend = partial(dense_prefill, q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window)
+    if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=fallback.backend):
+        return fallback.run(lambda backend: attend(backend=backend), q_BHSD).out_BHSD
+    return dense_attention(q_BHSD, k_BGKD, v_BGKD, chunk, scale=scale, window=layer.window).out_BHSD

@@ -1,24 +1,23 @@
 """Which tokens the layers of a segment attend to: the filter layer's choice (OmniKV, ICLR 2025, context selector).
 
-Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window,
-top-k. Only tokens before the tail are chosen from; the tail is attended to anyway.
+Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window, top-k
+among the tokens between sinks and recent ones.
 
-Shapes: B batch, H query heads, G KV heads, S keys, W window queries, N chosen tokens, D head size.
+Shapes: B batch, H query heads, G KV heads, S keys, W window queries, D head size; g is 1 (`heads: max`) or G.
 """
 
 from __future__ import annotations
 
 import torch
 
+from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.scores import HeadReduction, token_scores, top_tokens
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.scores import token_scores
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.phases import Segment
-
-
-def window_queries(segment: Segment) -> int:
-    """How many of the last queries the selector of `segment` looks at."""
-    return 1 if segment.selector == "last" else segment.window
+from sparsekv.kernels.topk import top_ascending
+from sparsekv.runtime.core.program import LayerProgram, SegmentProgram
+from sparsekv.runtime.core.state import DecodeState
 
 
 def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
@@ -36,38 +35,60 @@ def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
 
 
 def choose_tokens(
-    segment: Segment, q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, tail_start: int, *, scale: float
-) -> torch.Tensor | None:
-    """The filter layer's choice for its segment.
+    layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, state: DecodeState, *, scale: float
+) -> None:
+    """The choice of a filter layer for its segment, recorded in the state.
 
     Args:
-        segment: budget, selector and head sharing.
-        q_BHWD: the last queries, the newest being token S - 1; fewer than the window when the context is shorter.
-        k_BGSD: all keys.
-        tail_start: tokens before it are chosen from.
+        layer: a filter layer.
+        q_BH1D: the new queries; `state.remember` has seen them.
+        keys: all keys, the new ones included.
+        state: of the step.
         scale: softmax scale.
-
-    Returns:
-        int32 [B, 1, N] (`heads: max`) or [B, G, N], ascending; None when the budget covers all tokens to choose from.
     """
-    length, queries = k_BGSD.shape[2], q_BHWD.shape[2]
-    budget = segment.budget.resolve(length)
-    if budget >= tail_start:
-        return None
-    positions = range(length - queries, length)
-    weights_W = torch.tensor(selector_weights(segment.selector, queries), dtype=torch.float32)
-    heads: HeadReduction = "max" if segment.heads == "max" else "per_kv_head"
-    scores_BgS = token_scores(q_BHWD, k_BGSD, positions, weights_W, scale=scale, heads=heads)
-    return top_tokens(scores_BgS, budget, tail_start)
+    segment = layer.filters
+    assert segment is not None
+    if state.lengths is not None and all(segment.count(length) == ALL for length in state.lengths):
+        state.choose(segment, None)
+        return
+    longest = max(state.lengths) if state.lengths else keys.capacity
+    k_BGSD, _ = keys.contiguous(longest)
+    room = state.lists(segment, 1 if segment.heads == "max" else layer.kv_heads)
+    room.counts_B.copy_(segment.counts(state.lengths_B))
+    scores_BgS = _scores(segment, state.queries(layer, q_BH1D), k_BGSD, state, scale)
+    most = min(segment.most, longest)
+    counts_Bg = room.counts_B.clamp(min=0)[:, None].expand(-1, scores_BgS.shape[1])
+    room.chosen_BgN[:, :, :most] = top_ascending(scores_BgS, counts_Bg, most, NO_TOKEN)
+    state.choose(segment, room)
 
 
-def tokens_for_layer(segment: Segment, layer: int, tokens_BgN: torch.Tensor) -> torch.Tensor:
-    """The choice as KV heads of `layer` use it: through the layer's head map where the segment has one."""
-    if isinstance(segment.heads, str):
-        return tokens_BgN
-    return tokens_BgN.index_select(1, on_device(segment.heads[layer], tokens_BgN.device))
+def _scores(
+    segment: SegmentProgram, q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, state: DecodeState, scale: float
+) -> torch.Tensor:
+    """[B, g, S], float32; -inf for sinks, recent tokens and whatever is no token."""
+    queries, lengths_B1, device = q_BHWD.shape[2], state.lengths_B[:, None], q_BHWD.device
+    positions_BW = lengths_B1 + on_device(tuple(range(-queries, 0)), device, torch.int32)
+    weights_W = on_device(selector_weights(segment.selector, queries), device, torch.float32)
+    scores_BgS = token_scores(
+        q_BHWD,
+        k_BGSD,
+        positions_BW,
+        weights_W,
+        scale=scale,
+        heads="max" if segment.heads == "max" else "per_kv_head",
+        reduce_max=state.reduce_max if segment.across_ranks else None,
+    )
+    j_S = torch.arange(k_BGSD.shape[2], dtype=torch.int32, device=device)
+    free_BS = (j_S >= segment.sink) & (j_S < lengths_B1 - segment.recent)
+    return scores_BgS.masked_fill(~free_BS[:, None], -torch.inf)
 
 
-def within_window(tokens_BgN: torch.Tensor, first: int) -> torch.Tensor:
-    """Drops the tokens before `first`, which a sliding layer cannot see."""
-    return torch.where(tokens_BgN >= first, tokens_BgN, NO_TOKEN)
+def selected_for(layer: LayerProgram, state: DecodeState) -> Selection | None:
+    """What the layer of a segment attends to in this step; None is everything."""
+    assert layer.follows is not None
+    selection = state.chosen(layer.follows)
+    if selection is None or layer.kv_map is None:
+        return selection
+    source = on_device(layer.kv_map, selection.chosen_BgN.device)
+    chosen_BGN = selection.chosen_BgN.index_select(1, source)
+    return Selection(chosen_BGN, selection.counts_B, selection.sink, selection.recent)

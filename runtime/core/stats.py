@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.runtime.hf.cache import Bytes
+from sparsekv.runtime.stores.store import Bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,89 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
+import torch
 from transformers import Cache, PreTrainedModel
 
-from sparsekv.kernels.backends import BackendChoice, choose_backend
+from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.plans.errors import PlanWarning, UnsupportedError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported
+from sparsekv.runtime.core.decode import decode
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
+from sparsekv.runtime.hf.attention import LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.placement import layouts_of, place_layers
-from sparsekv.runtime.sparse import SparseEngine
+from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.pinned import HostMemory
+from sparsekv.runtime.stores.store import Bytes, KVStore
 
-# Whether a plan can run on a model, asked before anything does.
+
+class PlanEngine:
+    """Attention of a model as a program has it.
+
+    Args:
+        program: what every layer computes.
+        backend: the kernel backend's name; prefill goes on with another one should it fail.
+        placement: the layers whose keys and values live in host memory.
+        chunking: how long inputs are cut.
+    """
+
+    def __init__(self, program: Program, backend: str, placement: Placement, chunking: Chunking) -> None:
+        self.open = True
+        self.bytes: list[Bytes] = []
+        self.meter = Meter()
+        self.fallback = Fallback(backend)
+        self._backend = backend  # of decode: there is one for each kind of device
+        self._program = program
+        self._placement = placement
+        self._chunking = chunking
+        self._memory = HostMemory()
+
+    def new_store(self, layer: int) -> KVStore:
+        """Host memory for the layers that are placed there, else the device."""
+        return HostStore(self._placement.hot, self._memory) if layer in self._placement.layers else DeviceStore()
+
+    def new_state(self) -> DecodeState:
+        """What the layers of one cache share."""
+        return DecodeState(self._program)
+
+    def release(self) -> None:
+        """Gives host memory back to the system as soon as no cache uses it."""
+        self._memory.close()
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """The call's phase of its layer."""
+        layer, entry = self._program.layers[call.layer], call.entry
+        if call.phase is Phase.DECODE:
+            assert entry is not None, "decode without a cache"
+            return decode(
+                layer,
+                call.q_BHSD,
+                entry.store,
+                entry.state,
+                scale=call.scale,
+                backend=self._backend,
+                meter=self.meter,
+            )
+        if entry is not None:
+            entry.state.remember(layer, call.q_BHSD)
+        return prefill(
+            layer,
+            call.q_BHSD,
+            call.keys(),
+            call.chunk,
+            scale=call.scale,
+            fallback=self.fallback,
+            meter=self.meter,
+            overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
+        )
 
 
 def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
@@ -33,7 +101,7 @@ def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> No
     """
     for line in check_model(plan, found, allow_mismatch):
         warnings.warn(line, PlanWarning, stacklevel=3)
-    refused = [*unsupported(plan), *_sliding_filters(plan, found)]
+    refused = unsupported(plan)
     if refused:
         listed = "\n".join(f"  {line}" for line in refused)
         raise UnsupportedError(
@@ -42,8 +110,7 @@ def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> No
 
 
 def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
-    """Warns (`PlanWarning`) where cost and crossover of a plan were measured elsewhere: the plan runs, and right, but
-    whether sparse is faster here nobody has measured.
+    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here.
 
     Args:
         plan: the plan; one without targets (an import) claims nothing.
@@ -68,20 +135,10 @@ def _devices(count: int) -> str:
     return "" if count == 1 else f", {count} devices"
 
 
-def _sliding_filters(plan: Plan, found: ModelInfo) -> list[str]:
-    """A layer that sees only its window cannot choose among all tokens."""
-    segments = [segment for bucket in (plan.decode.lengths if plan.decode else ()) for segment in bucket.segments]
-    filters = sorted({segment.filter for segment in segments})
-    sliding = [layer for layer in filters if found.group_of(layer).kind != "full"]
-    return [f"decode: layer {layer} is {found.group_of(layer).kind} and cannot be a filter layer" for layer in sliding]
-
-
 class Handle:
     """A plan at work. `close()`, or leaving its `with` block, gives the model back as it was."""
 
-    def __init__(
-        self, model: PreTrainedModel, engine: SparseEngine, backend: BackendChoice, chunking: Chunking
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, engine: PlanEngine, backend: BackendChoice, chunking: Chunking) -> None:
         self._backend = backend
         self._engine = engine
         self._layouts = layouts_of(model)
@@ -155,6 +212,7 @@ def apply(
     *,
     prefill: bool = True,
     decode: bool = True,
+    info: ModelInfo | None = None,
     backend: str = "auto",
     allow_mismatch: bool = False,
     kv_host_layers: int | Sequence[int] | None = None,
@@ -167,6 +225,7 @@ def apply(
         plan: what to compute of it.
         prefill: False runs prefill dense.
         decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
+        info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
         kv_host_layers: the layers whose keys and values go to host memory, or how many (those that decode reads
@@ -184,13 +243,14 @@ def apply(
         BackendError: `backend` cannot run here.
     """
     check_attachable(model)
-    info = describe_model(model)
+    info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
-    tile = plan.prefill.tile if prefill and plan.prefill else None
+    phases = plan.prefill if prefill else None, plan.decode if decode else None
+    tile = phases[0].tile if phases[0] else None
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile)
     if prefill or decode:
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
-    chunking, phase = chunking or Chunking(), plan.decode if decode else None
-    placement = place_layers(phase, model.config.num_hidden_layers, kv_host_layers)
-    engine = SparseEngine(plan.prefill if prefill else None, phase, choice.name, placement, chunking)
+    chunking = chunking or Chunking()
+    placement = place_layers(phases[1], info.layers, kv_host_layers)
+    engine = PlanEngine(Program.of(*phases, info), choice.name, placement, chunking)
     return Handle(model, engine, choice, chunking)

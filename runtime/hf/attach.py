@@ -1,8 +1,8 @@
 """Attaching an engine to a model, and taking it off again without a trace. The one way to do so.
 
-While attached: the model's attention implementation is `sparsekv`; a hook on the decoder checks the inputs and gives
-the cache our layers; a hook on every attention module hands the engine and the cache to the attention function; the
-decoder layers and the final norm work in pieces on long inputs; and `generate` refuses what cannot be right.
+While attached: the model's attention implementation is `sparsekv`; a hook on the decoder checks the inputs, gives the
+cache our layers, decides the phase and hands all three to the attention function as a keyword argument; long inputs run
+by an executor of our own; and `generate` refuses what cannot be right.
 """
 
 from __future__ import annotations
@@ -14,48 +14,69 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
-from sparsekv.runtime.attention import CONTEXT, NAME, Context, register
-from sparsekv.runtime.engine import Engine
-from sparsekv.runtime.hf.cache import check_even, sparse_cache
+from sparsekv.runtime.hf.attention import CONTEXT, NAME, Context, Engine, Phase, register
+from sparsekv.runtime.hf.cache import begin_step, check_even, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, check_supported, decoder_of
-from sparsekv.runtime.hf.long_inputs import PASS, Chunking, ForwardPass, LongInputs, is_watched
+from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 
 # What a forward pass may be given: equally long rows without padding, positions in a row, no custom mask.
 
 
-def check_inputs(inputs: dict[str, Any], training: bool) -> None:
+def check_inputs(inputs: dict[str, Any], tokens: torch.Tensor | None, training: bool) -> None:
     """Raises a clear error for what would give wrong tokens.
 
     Raises:
         UsageError: the model is in training mode.
         PromptError: there are no tokens.
-        UnsupportedError: padding, custom masks, or attention weights asked for.
+        UnsupportedError: attention weights are asked for.
     """
     if training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
-    tokens = inputs.get("input_ids")
-    if tokens is None:
-        tokens = inputs.get("inputs_embeds")
     if tokens is not None and tokens.shape[1] == 0:
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
-    _check_mask(inputs.get("attention_mask"))
     if inputs.get("output_attentions"):
         raise UnsupportedError("attention weights are never materialised here; leave output_attentions off")
 
 
-def _check_mask(mask: Any) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
-    if not bool(mask.all()):
+class MaskCheck:
+    """Refuses padding and custom masks. On a GPU the mask of a decode step is looked at one step later: asking for it
+    at once would wait for the device in every step."""
+
+    def __init__(self) -> None:
+        self._flag: torch.Tensor | None = None  # pinned: whether the last decode step's mask was all ones
+        self._copied: torch.cuda.Event | None = None
+
+    def check(self, mask: Any, *, waits: bool) -> None:
+        """Checks this mask, now if `waits` or on a CPU, and the last one that was not waited for.
+
+        Raises:
+            UnsupportedError: it is no 2D mask, or one of them has padding.
+        """
+        if self._copied is not None and self._flag is not None and (waits or self._copied.query()):
+            self._copied.synchronize()
+            self._copied = None
+            _refuse_padding(bool(self._flag), "the step before")
+        if mask is None:
+            return
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
+        if waits or not mask.is_cuda:
+            _refuse_padding(bool(mask.all()), "this call")
+        elif self._copied is None:
+            self._flag = torch.ones((), dtype=torch.bool, pin_memory=True) if self._flag is None else self._flag
+            self._flag.copy_(mask.all(), non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+
+def _refuse_padding(ones: bool, where: str) -> None:
+    if not ones:
         raise UnsupportedError(
-            "expected rows of equal length, found padding in attention_mask; "
+            f"expected rows of equal length, found padding in the attention_mask of {where}; "
             "run prompts of different lengths one at a time, or group those of equal length"
         )
 
@@ -170,11 +191,12 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
     with ExitStack() as undo:
         undo.callback(_restore_implementations, _implementations(model))
         model.set_attn_implementation(NAME)
-        hook = _decoder_hook(engine, decoder_of(model), len(attention_modules(model)))
-        undo.callback(decoder_of(model).register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for module in attention_modules(model):
-            undo.callback(module.register_forward_pre_hook(_attention_hook(engine), with_kwargs=True).remove)
-        _shadow_forwards(decoder_of(model), LongInputs(engine, chunking or Chunking(), model.config.model_type), undo)
+        decoder = decoder_of(model)
+        hook = _decoder_hook(engine, decoder, len(attention_modules(model)))
+        undo.callback(decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
+            long = LongInputs(decoder, engine, chunking or Chunking(), model.config.model_type)
+            _shadow(decoder, "forward", long.forward, undo)
         if model.can_generate():
             _shadow(model, "generate", guarded(model), undo)
         undo.callback(setattr, engine, "open", False)
@@ -199,55 +221,32 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 
 
 def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Callable[..., Any]:
-    names = tuple(inspect.signature(decoder.forward).parameters)
+    names, mask = tuple(inspect.signature(decoder.forward).parameters), MaskCheck()
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config
-        check_inputs({"output_attentions": config.output_attentions} | inputs, module.training)
-        cache = inputs.get("past_key_values")
-        use_cache = inputs.get("use_cache")
+        tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
+        check_inputs({"output_attentions": config.output_attentions} | inputs, tokens, module.training)
+        mask.check(inputs.get("attention_mask"), waits=tokens is None or tokens.shape[1] > 1)
+        cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
             check_even(cache, config.num_hidden_layers)
-        check_positions(inputs.get("position_ids"), 0 if cache is None else cache.get_seq_length())
-        if not (inputs.get("output_hidden_states") or config.output_hidden_states):  # else each layer's is kept
-            inputs[PASS] = ForwardPass(_makes_embeddings(module, inputs), module.layers)
+        past = 0 if cache is None else cache.get_seq_length()
+        check_positions(inputs.get("position_ids"), past)
+        phase = Phase.PREFILL
+        if cache is not None and past > 0 and tokens is not None and tokens.shape[1] == 1:
+            phase = Phase.DECODE
+            begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
+        inputs[CONTEXT] = Context(engine, cache, phase)
         return (), inputs
 
     return prepare
 
 
-def _attention_hook(engine: Engine) -> Callable[..., Any]:
-    def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, {CONTEXT: Context(engine, kwargs.get("past_key_values"))} | kwargs
-
-    return hand_over
-
-
-def _makes_embeddings(decoder: Any, inputs: dict[str, Any]) -> bool:
-    """Whether the first layer's input is made in this pass and seen by nobody else."""
-    embedding = decoder.get_input_embeddings()
-    return (
-        inputs.get("inputs_embeds") is None
-        and type(embedding) is nn.Embedding
-        and "forward" not in vars(embedding)
-        and not is_watched(embedding._forward_hooks)
-        and "forward" not in vars(decoder)  # somebody else's may yet put embeddings in, and so may a hook behind ours
-        and not is_watched(decoder._forward_pre_hooks)
-    )
-
-
-def _shadow_forwards(decoder: Any, long: LongInputs, undo: ExitStack) -> None:
-    for layer in decoder.layers:
-        _shadow(layer, "forward", long.layer_forward(layer), undo)
-    _shadow(decoder.norm, "forward", long.norm_forward(decoder.norm), undo)
-
-
-def _shadow(thing: Any, name: str, function: Callable[..., Any] | None, undo: ExitStack) -> None:
+def _shadow(thing: Any, name: str, function: Callable[..., Any], undo: ExitStack) -> None:
     """An attribute of this one object, in front of the method of its class."""
-    if function is None:
-        return
     attributes: dict[str, Any] = thing.__dict__
     former = attributes.get(name)
     attributes[name] = function

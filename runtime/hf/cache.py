@@ -1,15 +1,14 @@
-"""The Hugging Face cache over our KV stores, and what a layer remembers between calls.
+"""The Hugging Face cache over our KV stores.
 
 A cache stays the `Cache` object that `generate` or the user made; only its layers are ours. So several turns, and
 callers that keep their own reference, go on working.
 
-Shapes: B batch, H query heads, G KV heads, S tokens, W remembered queries, N chosen tokens, D head size.
+Shapes: B batch, G KV heads, S tokens, D head size.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,17 +16,10 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.stores.device import KVStore, Layout
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 _EXPECTED = "sparsekv_expected_tokens"
-
-
-@dataclass(slots=True)
-class Bytes:
-    """Bytes of one layer's store; outlives the store, so that they can be read when the cache is gone."""
-
-    device: int = 0
-    host: int = 0
 
 
 class CacheOwner(Protocol):
@@ -39,27 +31,23 @@ class CacheOwner(Protocol):
     def new_store(self, layer: int) -> KVStore:
         """An empty store for layer number `layer`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The tokens a filter layer chose at a context of `length` tokens; None is all of them."""
-
-    length: int
-    tokens_BGN: torch.Tensor | None
+    def new_state(self) -> DecodeState:
+        """What the layers of one cache share in decode steps."""
 
 
 class SparseLayer(CacheLayerMixin):
-    """One layer of a cache: a KV store, and what decode needs to know of the calls before."""
+    """One layer of a cache: a KV store, and the decode state that the layers share."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, owner: CacheOwner, layer: int) -> None:
+    def __init__(self, owner: CacheOwner, layer: int, state: DecodeState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.layer = layer
+        self.state = state
         self.bytes = Bytes()
         self.reserved = 0  # tokens to make room for
         self._start()
@@ -68,29 +56,15 @@ class SparseLayer(CacheLayerMixin):
         self.is_initialized = False
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
-        self.prompt_end = 0  # tokens of the last prefill and all before it; the tail starts here
-        self.recent_BHWD: torch.Tensor | None = None
-        self.chosen: Choice | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
-        copied = SparseLayer(self.owner, self.layer)
+        copied = SparseLayer(self.owner, self.layer, deepcopy(self.state, memo))
         copied.is_initialized = self.is_initialized
         copied.store = deepcopy(self.store, memo)
         copied.bytes = Bytes(self.bytes.device, self.bytes.host)
         copied.reserved = self.reserved
-        copied.prompt_end, copied.recent_BHWD, copied.chosen = self.prompt_end, self.recent_BHWD, self.chosen
         return copied
-
-    def remember(self, q_BHSD: torch.Tensor, count: int) -> torch.Tensor:
-        """Keeps the last `count` queries seen so far and returns them, [B, H, up to count, D]."""
-        held = self.recent_BHWD
-        if held is None or q_BHSD.shape[2] >= count:
-            # a copy: a view would keep the queries of the whole prompt alive
-            self.recent_BHWD = q_BHSD[:, :, -count:].detach().clone()
-        else:
-            self.recent_BHWD = torch.cat((held, q_BHSD.detach()), dim=2)[:, :, -count:].contiguous()
-        return self.recent_BHWD
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: stores allocate on their first append."""
@@ -143,6 +117,7 @@ class SparseLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets all tokens; the memory is given back."""
         self._start()
+        self.state.reset()
         self.bytes.device = self.bytes.host = 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -176,7 +151,8 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
         _check_owned(cache, owner)
     else:
         _check_empty(cache)
-        cache.layers = [SparseLayer(owner, layer) for layer in range(layers)]
+        state = owner.new_state()
+        cache.layers = [SparseLayer(owner, layer, state) for layer in range(layers)]
         cache.layer_class_to_replicate = None
         reserve(cache, getattr(cache, _EXPECTED, 0))
     owner.bytes = [layer.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
@@ -196,6 +172,13 @@ def reserve(cache: Cache, tokens: int) -> None:
         layer.reserve(tokens)
     if not ours:
         setattr(cache, _EXPECTED, tokens)
+
+
+def begin_step(cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
+    """Starts a decode step at which the rows have these lengths, the new tokens included."""
+    first = cache.layers[0]
+    assert isinstance(first, SparseLayer)
+    first.state.begin(lengths, device)
 
 
 def check_owner_open(owner: CacheOwner) -> None:

@@ -13,11 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.runtime.core.prefill import attend_dense
-from sparsekv.runtime.engine import LayerCall
 from sparsekv.runtime.hf.attach import attach
-from sparsekv.runtime.hf.cache import Bytes
-from sparsekv.runtime.stores.device import DeviceStore, KVStore
+from sparsekv.runtime.hf.attention import DenseEngine, LayerCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +51,14 @@ def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[No
         undo()
 
 
-class _Watched:
+class _Watched(DenseEngine):
     def __init__(self, observer: Observer) -> None:
-        self.open = True
-        self.bytes: list[Bytes] = []
+        super().__init__()
         self._observer = observer
 
-    def new_store(self, layer: int) -> KVStore:
-        return DeviceStore()
-
     def attend(self, call: LayerCall) -> torch.Tensor:
-        k_BGKD, v_BGKD = call.keys_values()
-        seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, call.chunk, call.scale, call.window)
+        chunk = call.chunk
+        k_BGKD, v_BGKD = call.keys().contiguous(chunk.longest)
+        seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, chunk, call.scale, call.window)
         replaced = self._observer(seen)
-        return attend_dense(call, k_BGKD, v_BGKD) if replaced is None else replaced
+        return super().attend(call) if replaced is None else replaced

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.patterns import Budget
-from sparsekv.runtime.stores.device import Gathered, Layout, check_layout, check_rows, grown
 from sparsekv.runtime.stores.pinned import Block, HostMemory, Lane, Ticket
+from sparsekv.runtime.stores.store import Layout, check_layout, check_rows, grown
 
 # Tokens packed as the host holds them: one token's keys and values of all heads, of all batch rows, side by side.
 #
@@ -144,28 +146,29 @@ class HostStore:
         if known is not None:
             self._make_room(max(tokens, self._reserved), known)
 
-    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens, brought to the compute device for as long as the caller holds them."""
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """All tokens, copied to the compute device for as long as the caller keeps them."""
         ring_PBGRD, host_CBPGD = self._buffers()
         self._lane().order(self._written)
         whole_SBPGD = empty_packed(self._length, self._layout())
         whole_SBPGD[: self._hot_start].copy_(host_CBPGD[: self._hot_start], non_blocking=True)
         hot_PBGSD = ring_PBGRD[:, :, :, self._slots_of(self._hot_start, self._length)]
         whole_SBPGD[self._hot_start :] = hot_PBGSD.permute(3, 1, 0, 2, 4)
-        return unpacked(whole_SBPGD)
+        return KeyView(*unpacked(whole_SBPGD), lengths_B)
 
-    def gather(self, rows: DecodeRows) -> Gathered:
-        """The wanted rows alone, side by side; only those that are not hot are read from the host."""
-        device = rows.tokens_BGN.device
-        tail = torch.arange(rows.tail_start, rows.tail_stop, device=device, dtype=rows.tokens_BGN.dtype)
-        tokens_BgN = rows.tokens_BGN
-        wanted_BgM = torch.cat((tokens_BgN, tail.expand(*tokens_BgN.shape[:2], -1)), dim=2)
+    def gather(
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+    ) -> tuple[KeyView, Selection]:
+        """The selected tokens alone, side by side; only those that are not hot are read from the host."""
+        wanted_BgM = selection.listed(lengths_B)
+        if window is not None:
+            wanted_BgM = wanted_BgM.masked_fill(wanted_BgM < lengths_B[:, None, None] - window, NO_TOKEN)
         found_PBGMD = self._from_ring(wanted_BgM)
         self._fetch_cold(wanted_BgM, found_PBGMD)
-        count = tokens_BgN.shape[2]
-        places = torch.arange(count, device=device, dtype=tokens_BgN.dtype).expand_as(tokens_BgN)
-        renumbered = torch.where(tokens_BgN < 0, tokens_BgN, places)
-        return Gathered(found_PBGMD[0], found_PBGMD[1], DecodeRows(renumbered, count, wanted_BgM.shape[2]))
+        listed_BgM = torch.arange(wanted_BgM.shape[2], dtype=torch.int32, device=wanted_BgM.device)
+        listed_BgM = torch.where(wanted_BgM < 0, wanted_BgM, listed_BgM)
+        full_B = torch.full_like(lengths_B, wanted_BgM.shape[2])
+        return KeyView(found_PBGMD[0], found_PBGMD[1], full_B), Selection(listed_BgM, full_B, 0, 0)
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Ring and host part."""

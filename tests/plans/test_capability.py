@@ -19,7 +19,6 @@ def test_a_plan_that_runs_names_nothing() -> None:
     [
         "model.attention[3]: linear",
         "prefill.lengths[1].reuse: tiles reused by layers 4,6, 5",
-        "decode.lengths[1].segments[2].scope: local",
         "kv_cache[1].keep: lossy retention (layers 2-7)",
         "targets[0].tensor_parallel: 2 ranks",
     ],

@@ -10,7 +10,7 @@ from plans_samples import full_plan, model_info, small_plan
 from pydantic import ValidationError
 
 from sparsekv.plans.patterns import AShape, BlockSparse, Budget, Dense, TileShape, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan, to_data
 
 FULL = to_data(full_plan())
@@ -111,10 +111,23 @@ REJECTED = {
     "a bad digest": (("model", "fingerprint", "architecture"), "abc", "pattern"),
     "filter after its segment": ((*SEGMENTS, 0, "filter"), 2, "before its segment"),
     "filter inside a segment": ((*SEGMENTS, 1, "filter"), 2, "outside every segment"),
-    "segments descending": ((*SEGMENTS, 0), {"filter": 3, "layers": "7", "budget": {"tokens": 1}}, "ascending"),
+    "segments descending": (
+        (*SEGMENTS, 0),
+        {"filter": 3, "layers": "7", "budget": {"tokens": 1}, "recent": 1},
+        "ascending",
+    ),
     "segments that share a layer": ((*SEGMENTS, 0, "layers"), "2,4", "ascending order that share no layer"),
     "segment out of range": ((*SEGMENTS, 2, "layers"), "9", "layers 0 to 8"),
     "segment on a linear layer": ((*SEGMENTS, 2, "layers"), "7-8", "linear"),
+    "segment without recent": ((*SEGMENTS, 0, "recent"), REMOVED, "compile it again with `sparsekv plan MODEL"),
+    "segment without recent tokens": ((*SEGMENTS, 0, "recent"), 0, "greater than or equal to 1"),
+    "fraction without a bound": ((*SEGMENTS, 0, "budget"), {"fraction": 0.1}, "at_most: n"),
+    "tokens with a bound": ((*SEGMENTS, 0, "budget"), {"tokens": 9, "at_most": 9}, "at_most: n"),
+    "sparse lengths with other filters": (
+        ("decode", "lengths", 0),
+        {"up_to": 32768, "segments": [{"filter": 1, "layers": "2", "budget": {"tokens": 1}, "recent": 1}]},
+        "differ in their budgets alone",
+    ),
     "segment without budget": ((*SEGMENTS, 0, "budget"), REMOVED, "required"),
     "window of zero": ((*SEGMENTS, 0, "window"), 0, "greater than or equal to 1"),
     "unknown selector": ((*SEGMENTS, 0, "selector"), "first", "uniform"),
@@ -217,7 +230,7 @@ class TestPrefill:
 
 
 def test_decode_lengths_find_their_bucket() -> None:
-    segment = Segment(filter=0, layers=(1,), budget=tokens(1))
+    segment = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=1), recent=1)
     plan = DecodePlan(lengths=(DecodeBucket(up_to=8, dense=True), DecodeBucket(up_to=None, segments=(segment,))))
     assert (plan.bucket(8).dense, plan.bucket(9).dense) == (True, False)
 

@@ -8,6 +8,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.phases import Segment
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
@@ -20,14 +21,12 @@ class BruteForce:
     def __init__(self, segments: list[Segment]) -> None:
         self.segments = segments
         self.queries: dict[int, torch.Tensor] = {}
-        self.prompt_end = 0
         self.chosen: dict[int, torch.Tensor] = {}
 
     def __call__(self, call: AttentionCall) -> torch.Tensor | None:
         before = self.queries.get(call.layer, call.q_BHSD[:, :, :0])
         self.queries[call.layer] = torch.cat((before, call.q_BHSD), 2)
         if call.q_BHSD.shape[2] > 1:
-            self.prompt_end = call.chunk.longest
             return None
         for part in self.segments:
             if part.filter == call.layer:
@@ -49,9 +48,14 @@ class BruteForce:
             heads = scores.softmax(-1).unflatten(1, (groups, -1)).amax(2)
             heads = heads.amax(1, keepdim=True).expand_as(heads) if part.heads == "max" else heads
             total = total + heads * (0.5**age if part.selector == "exponential" else 1.0)
-        best = total[:, :, : self.prompt_end].topk(part.budget.resolve(length)).indices
-        visible = torch.zeros(*total.shape, dtype=torch.bool).scatter_(2, best, True)
-        visible[:, :, self.prompt_end :] = True
+        budget = part.budget.resolve(length)
+        visible = torch.zeros(*total.shape, dtype=torch.bool)
+        if part.sink + budget + part.recent >= length:
+            return visible | True
+        free = total[:, :, part.sink : length - part.recent]
+        visible.scatter_(2, free.topk(budget).indices + part.sink, True)
+        visible[:, :, : part.sink] = True
+        visible[:, :, length - part.recent :] = True
         return visible
 
     def attend(self, part: Segment, call: AttentionCall) -> torch.Tensor:
@@ -65,6 +69,13 @@ class BruteForce:
         scores = torch.einsum("bhsd,bhkd->bhsk", call.q_BHSD, k) * call.scale
         scores = scores.masked_fill(~visible.repeat_interleave(repeats, 1)[:, :, None], -math.inf)
         return scores.softmax(-1) @ v
+
+
+def selection_of(cache, plan):
+    """What the filter layer of the only segment chose in the last step."""
+    program = Program.of(None, plan.decode, plan.model)
+    (segment,) = {layer.filters for layer in program.layers if layer.filters}
+    return cache.layers[0].state.chosen(segment)
 
 
 def run(model, turns):
@@ -119,7 +130,7 @@ def test_a_sliding_layer_of_a_segment_keeps_its_window(window: int):
 
 
 def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_for(model):
-    """Keys of the needle's tokens are planted in the filter layer; later layers attend to them and the tail alone."""
+    """Keys of the needle's tokens are planted in the filter layer; later layers attend to them."""
     needle, length = [17, 18, 41], 90
     seen: dict[int, torch.Tensor] = {}
 
@@ -136,21 +147,42 @@ def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_
             cache = model(random_tokens(1, length)).past_key_values
             for token in random_tokens(1, 4, seed=2).split(1, 1):
                 model(token, past_key_values=cache)
-                seen[cache.get_seq_length()] = cache.layers[0].chosen.tokens_BGN
+                seen[cache.get_seq_length()] = selection_of(cache, plan).chosen_BgN.clone()
     finally:
         hook.remove()
     found = [len(set(needle) & set(chosen.flatten().tolist())) for chosen in seen.values()]
     assert min(found) >= 2, seen
 
 
-def test_the_tail_starts_after_the_last_prefill(model):
-    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1,), 4)))):
-        cache = model(random_tokens(1, 50)).past_key_values
-        for _ in range(3):
-            model(random_tokens(1, 1), past_key_values=cache)
-        assert {layer.prompt_end for layer in cache.layers} == {50}
-        model(random_tokens(1, 10), past_key_values=cache)
-        assert {layer.prompt_end for layer in cache.layers} == {63}
+@pytest.mark.parametrize("offload", [(), (1,)], ids=["device", "host"])
+def test_generated_tokens_are_chosen_from_like_any_other(model, offload):
+    """2,000 tokens after a prompt of 20: what a layer of a segment attends to stays what it is, the share falls."""
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2, 3, 4, 5), 30, sink=4, recent=16), offload=offload))
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache, shares = model(random_tokens(1, 20)).past_key_values, []
+        for token in random_tokens(1, 2000, seed=1).split(1, 1):
+            model(token, past_key_values=cache)
+            if cache.get_seq_length() % 500 == 20:
+                shares.append(handle.stats().decode_share)
+                handle.reset_stats()
+                chosen = selection_of(cache, plan)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == pytest.approx(1 / 6 + 5 / 6 * 50 / 1770, rel=0.02)
+    assert chosen.chosen_BgN.max() > 1000
+
+
+def test_where_sinks_budget_and_recent_cover_the_context_the_step_is_dense_bit_for_bit(model):
+    prompt, token = random_tokens(2, 39), random_tokens(2, 1, seed=1)
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 30, sink=4, recent=6)))
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache = model(prompt).past_key_values
+        covered = model(token, past_key_values=cache).logits
+        assert handle.stats().decode_share == 1.0
+        model(token, past_key_values=cache)
+        assert handle.stats().decode_share < 1.0
+    with torch.no_grad(), apply(model, plan, decode=False):
+        cache = model(prompt).past_key_values
+        assert torch.equal(model(token, past_key_values=cache).logits, covered)
 
 
 def test_statistics_count_what_decode_attended_to(model):
@@ -159,7 +191,7 @@ def test_statistics_count_what_decode_attended_to(model):
         model(random_tokens(1, 1), past_key_values=cache)
         stats = handle.stats()
         assert stats.decode_tokens_cached == 6 * 51
-        assert stats.decode_tokens_attended == 3 * 51 + 3 * (4 + 1)
+        assert stats.decode_tokens_attended == 3 * 51 + 3 * (2 + 4 + 3)
 
 
 def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):

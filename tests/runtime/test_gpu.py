@@ -5,7 +5,7 @@ import torch
 from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.stores.bank import HostStore
@@ -78,13 +78,17 @@ def test_pinned_memory_holds_what_was_moved(hot):
         k, v = torch.randn(2, 2, 2, count, 64, device="cuda", dtype=torch.bfloat16)
         whole.append(k, v)
         moved.append(k, v)
-    length = whole.length
-    assert all(torch.equal(a, b) for a, b in zip(whole.view(), moved.view(), strict=True))
-    chosen = torch.stack([torch.randperm(length - 10, device="cuda")[:64].sort().values for _ in range(2)])
-    found = moved.gather(DecodeRows(chosen.int()[:, None], length - 10, length))
+    length, counts_B = whole.length, torch.full((2,), 64, dtype=torch.int32, device="cuda")
+    lengths_B = torch.full((2,), length, dtype=torch.int32, device="cuda")
+    there, back = whole.view(lengths_B), moved.view(lengths_B)
+    assert torch.equal(there.k[:, :, :length], back.k)
+    assert torch.equal(there.v[:, :, :length], back.v)
+    chosen = torch.stack([torch.randperm(length - 14, device="cuda")[:64].sort().values + 4 for _ in range(2)])
+    keys, _ = moved.gather(Selection(chosen.int()[:, None], counts_B, 4, 10), lengths_B)
     for b in range(2):
-        wanted = torch.cat((chosen[b], torch.arange(length - 10, length, device="cuda")))
-        assert torch.equal(found.k_BGSD[b], whole.view()[0][b][:, wanted])
-        assert torch.equal(found.v_BGSD[b], whole.view()[1][b][:, wanted])
+        ends = torch.arange(4, device="cuda"), torch.arange(length - 10, length, device="cuda")
+        wanted = torch.cat((ends[0], chosen[b], ends[1]))
+        assert torch.equal(keys.k[b], there.k[b][:, wanted])
+        assert torch.equal(keys.v[b], there.v[b][:, wanted])
     assert moved._host_CBPGD.is_pinned()
     assert whole.bytes_device - moved.bytes_device == moved.bytes_host

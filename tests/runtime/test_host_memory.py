@@ -12,12 +12,12 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import reserve
-from sparsekv.runtime.placement import layouts_of
+from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores import bank as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
@@ -63,6 +63,19 @@ def rows(count: int, seed: int):
     return torch.randn(2, BATCH, GROUPS, count, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
+def seen_in(store):
+    """Keys and values of all tokens."""
+    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
+    return store.view(lengths_B).contiguous(store.length)
+
+
+def gathered(store, chosen, sink, recent):
+    """The keys of these tokens, and where in them each listed one lies."""
+    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
+    counts_B = torch.full((BATCH,), chosen.shape[2], dtype=torch.int32)
+    return store.gather(Selection(chosen, counts_B, sink, recent), lengths_B)
+
+
 def filled(store, chunks, pieces=False):
     given = [rows(count, seed) for seed, count in enumerate(chunks)]
     for k, v in given:
@@ -77,7 +90,7 @@ def filled(store, chunks, pieces=False):
 
 
 def holds(store, k, v):
-    return all(torch.equal(seen, given) for seen, given in zip(store.view(), (k, v), strict=True))
+    return all(torch.equal(seen, given) for seen, given in zip(seen_in(store), (k, v), strict=True))
 
 
 CHUNKS = st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_size=12)
@@ -100,7 +113,7 @@ def test_the_lane_of_these_tests_is_late(late):
     store.reserve(100)
     store.append(*rows(20, 0))
     store._host_CBPGD.zero_()
-    assert bool(store.view()[0][:, :, :15].any()) == late
+    assert bool(seen_in(store)[0][:, :, :15].any()) == late
 
 
 @pytest.mark.parametrize("heads", [1, GROUPS])
@@ -108,9 +121,9 @@ def test_a_gather_comes_after_copies_however_late(heads):
     store = HostStore(tokens(7), LateMemory())
     k, v = filled(store, [90, 1, 30, 1])
     chosen = torch.arange(0, 110, 11).int().expand(BATCH, heads, -1).contiguous()
-    found = store.gather(DecodeRows(chosen, 121, 122))
-    assert torch.equal(found.k_BGSD[:, :, :10], k[:, :, ::11][:, :, :10])
-    assert torch.equal(found.v_BGSD[:, :, :10], v[:, :, ::11][:, :, :10])
+    found = gathered(store, chosen, 0, 1)[0]
+    assert torch.equal(found.k[:, :, :10], k[:, :, ::11][:, :, :10])
+    assert torch.equal(found.v[:, :, :10], v[:, :, ::11][:, :, :10])
 
 
 def test_a_copy_of_a_store_has_what_was_still_under_way_and_goes_its_own_way():

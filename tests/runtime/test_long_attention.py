@@ -6,11 +6,15 @@ import pytest
 import torch
 from masks import brute_heads, brute_mask
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import decode_plan, every_head, plan_for, segment
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
+from sparsekv.kernels.backends import Fallback
+from sparsekv.kernels.keys import resident
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
-from sparsekv.runtime import sparse
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import long_inputs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import capture_attention
@@ -27,9 +31,9 @@ def pieces(monkeypatch):
     seen = []
     real = long_inputs.forward_in_pieces
 
-    def counted(layer, given, engine, pieces, into):
+    def counted(layer, model_type, given, engine, pieces, into):
         seen.append(len(pieces))
-        return real(layer, given, engine, pieces, into)
+        return real(layer, model_type, given, engine, pieces, into)
 
     monkeypatch.setattr(long_inputs, "forward_in_pieces", counted)
     return seen
@@ -67,7 +71,7 @@ def test_turns_pieces_and_batches_give_the_tokens_of_the_dense_model(architectur
 
 
 def everything():
-    return decode_plan(segment(0, (1, 2), fraction(1.0)), offload=(1, 2), hot=16)
+    return decode_plan(segment(0, (1, 2), EVERYTHING), offload=(1, 2), hot=16)
 
 
 PATTERNS = (
@@ -122,19 +126,19 @@ def test_every_head_computes_its_own_pattern_at_every_offset(turns, hosts, piece
     assert (stats.kv_bytes_host > 0) == bool(hosts)
 
 
-@pytest.mark.parametrize(("output_bytes", "calls"), [(1, 6), (2 * 200 * 2 * 32 * 4, 6), (1 << 40, 3)])
-def test_groups_of_heads_compute_and_count_what_all_together_do(output_bytes, calls, monkeypatch):
-    model, prompt, heads = tiny_model(), random_tokens(2, 200), []
+@pytest.mark.parametrize(("output_bytes", "groups"), [(1, 2), (2 * 200 * 2 * 32 * 4, 2), (1 << 40, 1)])
+def test_groups_of_heads_compute_and_count_what_all_together_do(output_bytes, groups):
+    model, prompt = tiny_model(), random_tokens(2, 200)
     plan = plan_for(model, every_head(model, *PATTERNS, tile=TILE))
-    real = sparse.attend_prefill
-    monkeypatch.setattr(
-        sparse, "attend_prefill", lambda call, *rest: heads.append(call.own(range(4))) or real(call, *rest)
-    )
     with torch.no_grad(), apply(model, plan, chunking=WHOLE) as handle:
         expected, density = model(prompt).logits, handle.stats().prefill_density
-    assert heads == [range(4)] * 3
-    heads.clear()
     with torch.no_grad(), apply(model, plan, chunking=Chunking(20, 33, output_bytes)) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, atol=2e-4, rtol=2e-4)
         assert handle.stats().prefill_density == density < 0.95
-    assert heads == ([range(4)] if calls == 3 else [range(2), range(2, 4)]) * 3
+    layer, q = Program.of(plan.prefill, None, plan.model).layers[0], torch.randn(2, 4, 200, 32)
+    keys, chunk, fallback = resident(*torch.randn(2, 2, 2, 200, 32)), Chunk.uniform(2, 0, 200), Fallback("cpu")
+    whole = prefill(layer, q, keys, chunk, scale=0.2, fallback=fallback)
+    given = q.clone()
+    found = prefill(layer, given, keys, chunk, scale=0.2, fallback=fallback, overwrite_above=output_bytes)
+    assert (found.data_ptr() == given.data_ptr()) == (groups > 1)
+    assert torch.equal(found, whole)

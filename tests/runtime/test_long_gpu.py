@@ -6,9 +6,9 @@ import gc
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, random_tokens, tiny_model
-from tiny_plans import decode_plan, every_head, plan_for, segment
+from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.patterns import AShape, Dense, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
@@ -41,6 +41,19 @@ def rows(count):
     return torch.randn(2, BATCH, GROUPS, count, SIZE, device="cuda", dtype=torch.bfloat16)
 
 
+def seen_in(store):
+    """Keys and values of all tokens."""
+    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32, device="cuda")
+    return store.view(lengths_B).contiguous(store.length)
+
+
+def gathered(store, chosen, sink, recent):
+    """The keys of these tokens, and where in them each listed one lies."""
+    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32, device="cuda")
+    counts_B = torch.full((BATCH,), chosen.shape[2], dtype=torch.int32, device="cuda")
+    return store.gather(Selection(chosen, counts_B, sink, recent), lengths_B)
+
+
 def written(store, k, v):
     k_room, v_room = store.room(k.shape[2], Layout.of(k))
     k_room.copy_(k)
@@ -49,7 +62,7 @@ def written(store, k, v):
 
 
 def holds(store, k, v):
-    return all(torch.equal(seen, given) for seen, given in zip(store.view(), (k, v), strict=True))
+    return all(torch.equal(seen, given) for seen, given in zip(seen_in(store), (k, v), strict=True))
 
 
 def spoil():
@@ -88,9 +101,9 @@ def test_a_gather_waits_for_late_copies():
         k, v = rows(4000)
         written(store, k, v)
         chosen = torch.randperm(3900, device="cuda")[:64].sort().values.int().expand(BATCH, 1, -1).contiguous()
-        found = store.gather(DecodeRows(chosen, 3990, 4000))
-        assert torch.equal(found.k_BGSD[:, :, :64], k[:, :, chosen[0, 0].long()]), turn
-        assert torch.equal(found.v_BGSD[:, :, :64], v[:, :, chosen[0, 0].long()]), turn
+        found = gathered(store, chosen, 0, 10)[0]
+        assert torch.equal(found.k[:, :, :64], k[:, :, chosen[0, 0].long()]), turn
+        assert torch.equal(found.v[:, :, :64], v[:, :, chosen[0, 0].long()]), turn
 
 
 def test_nobody_waits_while_tokens_leave():
@@ -141,7 +154,7 @@ def test_pieces_give_the_unmodified_models_logits(architecture, hosts):
 
     dense = run()
     full = AShape(sink=tokens(1), window=fraction(1.0))
-    decode = decode_plan(segment(0, (1, 2), fraction(1.0)), offload=(1, 2), hot=100)
+    decode = decode_plan(segment(0, (1, 2), EVERYTHING), offload=(1, 2), hot=100)
     with apply(
         model, plan_for(model, every_head(model, full, Dense()), decode), chunking=CUT, kv_host_layers=hosts
     ) as on:

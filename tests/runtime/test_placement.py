@@ -8,7 +8,7 @@ from tiny_plans import decode_plan, plan_for, segment
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.placement import Placement, place_layers
+from sparsekv.runtime.hf.placement import Placement, place_layers
 
 
 @pytest.fixture(scope="module")

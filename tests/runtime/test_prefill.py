@@ -142,11 +142,11 @@ def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypat
 
 
 def test_what_fails_in_torch_is_not_blamed_on_the_backend(monkeypatch):
-    def broken(*args):
+    def broken(*args, **how):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = tiny_model(layers=2)
-    monkeypatch.setattr(prefill, "attend_dense", broken)
+    monkeypatch.setattr(prefill, "dense_attention", broken)
     monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)
     with apply(model, plan_for(model, every_head(model, Dense())), backend="triton") as handle:
         with pytest.raises(torch.OutOfMemoryError):

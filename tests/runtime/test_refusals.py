@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, GenerationConfig
 from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
+from sparsekv.plans.schema import Target
 from sparsekv.runtime.hf.apply import apply
 
 
@@ -132,11 +133,11 @@ def test_a_plan_for_other_weights_only_warns(model):
 
 def test_fields_that_nothing_executes_yet(model):
     kept = Retention(layers=(0,), keep=tokens(64), sink=4, recent=16, score="attention_sum", observe=16)
-    local = decode_plan(segment(0, (1, 2), 8, scope="local"))
-    plan = plan_for(model, None, local).model_copy(update={"kv_cache": (kept,)})
+    two = Target(device="cpu", tensor_parallel=2, backend="cpu", dtype="float32")
+    plan = plan_for(model).model_copy(update={"kv_cache": (kept,), "targets": (two,)})
     with pytest.raises(UnsupportedError) as refused:
         apply(model, plan)
-    assert all(field in str(refused.value) for field in ("scope", "kv_cache"))
+    assert all(field in str(refused.value) for field in ("tensor_parallel: 2", "kv_cache"))
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
@@ -151,7 +152,7 @@ def test_sliding_layers_that_the_plan_does_not_name(model):
 
 def test_a_sliding_filter_layer():
     model = tiny_model("qwen2", layer_types=["sliding_attention", "full_attention", "full_attention"], **SLIDING)
-    with pytest.raises(UnsupportedError, match="layer 0 is sliding and cannot be a filter"):
+    with pytest.raises(UnsupportedError, match="filter layers with full attention, found layer 0, which is sliding"):
         apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))))
 
 

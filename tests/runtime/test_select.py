@@ -2,70 +2,104 @@
 
 import pytest
 import torch
+from plans_samples import model_info
+from tiny_plans import decode_plan, segment
 
-from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.plans.patterns import fraction, tokens
-from sparsekv.plans.phases import Segment
-from sparsekv.runtime.core.select import (
-    choose_tokens,
-    selector_weights,
-    tokens_for_layer,
-    window_queries,
-    within_window,
-)
+from sparsekv.kernels.decode.selection import ALL
+from sparsekv.kernels.keys import KeyView
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.select import choose_tokens, selected_for, selector_weights
+from sparsekv.runtime.core.state import DecodeState
 
 HEADS, GROUPS, SIZE = 4, 2, 16
+MODEL = model_info(layers=3, heads=HEADS, kv_heads=GROUPS)
 
 
-def brute_force(q, k, weights, scale, per_kv_head):
+def brute_force(q_HWD, k_GSD, weights, scale, per_kv_head):
     """Softmax for each query and head over the keys it may see, maximum over heads, weighted sum over queries."""
-    batch, window, keys = q.shape[0], q.shape[2], k.shape[2]
-    result = torch.zeros(batch, GROUPS if per_kv_head else 1, keys)
-    for b in range(batch):
-        for w in range(window):
-            last = keys - window + w
-            rows = []
-            for h in range(HEADS):
-                scores = k[b, h * GROUPS // HEADS, : last + 1] @ q[b, h, w] * scale
-                rows.append(torch.cat((scores.softmax(0), torch.zeros(keys - last - 1))))
-            groups = torch.stack(rows).view(GROUPS, HEADS // GROUPS, keys).amax(1)
-            result[b] += weights[w] * (groups if per_kv_head else groups.amax(0, keepdim=True))
+    window, keys = q_HWD.shape[1], k_GSD.shape[1]
+    result = torch.zeros(GROUPS if per_kv_head else 1, keys)
+    for w in range(window):
+        last = keys - window + w
+        if last < 0:
+            continue
+        rows = []
+        for h in range(HEADS):
+            scores = k_GSD[h * GROUPS // HEADS, : last + 1] @ q_HWD[h, w] * scale
+            rows.append(torch.cat((scores.softmax(0), torch.zeros(keys - last - 1))))
+        groups = torch.stack(rows).view(GROUPS, HEADS // GROUPS, keys).amax(1)
+        result += weights[w] * (groups if per_kv_head else groups.amax(0, keepdim=True))
     return result
 
 
+def choose(part, q_BHSD, keys: KeyView, lengths, program=None):
+    """What the filter layer 0 chooses when it has seen all these queries, the last one in this step."""
+    program = program or Program.of(None, decode_plan(part), MODEL)
+    state, layer = DecodeState(program), program.layers[0]
+    state.remember(layer, q_BHSD)
+    state.begin(lengths, q_BHSD.device)
+    choose_tokens(layer, q_BHSD[:, :, -1:], keys, state, scale=0.25)
+    return state.chosen(layer.filters), program, state
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on the device"])
 @pytest.mark.parametrize("heads", ["max", "per_kv_head"])
 @pytest.mark.parametrize(
     ("selector", "window", "weights"),
     [("last", 4, [1.0]), ("uniform", 4, [1, 1, 1, 1]), ("exponential", 4, [1 / 8, 1 / 4, 1 / 2, 1])],
 )
-def test_the_choice_is_the_brute_force_one(selector: str, window: int, weights: list[float], heads: str):
+def test_the_choice_is_the_brute_force_one(selector: str, window: int, weights: list[float], heads: str, known: bool):
     source = torch.Generator().manual_seed(1)
-    q = torch.randn(2, HEADS, len(weights), SIZE, generator=source)
-    k = torch.randn(2, GROUPS, 60, SIZE, generator=source)
-    segment = Segment(filter=0, layers=(1,), budget=tokens(9), selector=selector, window=window, heads=heads)
-    assert window_queries(segment) == len(weights)
-    expected = brute_force(q, k, weights, 0.25, heads == "per_kv_head")[..., :50].topk(9).indices.sort().values
-    assert torch.equal(choose_tokens(segment, q, k, 50, scale=0.25).long(), expected)
+    q = torch.randn(3, HEADS, 4, SIZE, generator=source)
+    k = torch.randn(3, GROUPS, 64, SIZE, generator=source)
+    lengths = (60, 18, 9)  # the last is covered by 2 + 9 + 3
+    part = segment(0, (1,), 9, selector=selector, window=window, heads=heads)
+    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+    selection, *_ = choose(part, q, KeyView(k, k, lengths_B), lengths if known else lengths_B)
+    assert selection.counts_B.tolist() == [9, 9, ALL]
+    for b in (0, 1):
+        seen = q[b, :, -len(weights) :]
+        scores = brute_force(seen, k[b, :, : lengths[b]], weights, 0.25, heads == "per_kv_head")
+        expected = scores[:, 2 : lengths[b] - 3].topk(9).indices.sort().values + 2
+        assert torch.equal(selection.chosen_BgN[b].long(), expected), b
 
 
-def test_a_budget_is_of_all_cached_tokens_and_covering_the_prompt_means_all():
-    q, k = torch.randn(1, HEADS, 1, SIZE), torch.randn(1, GROUPS, 100, SIZE)
-
-    def chosen(budget, tail_start):
-        return choose_tokens(Segment(filter=0, layers=(1,), budget=budget), q, k, tail_start, scale=1.0)
-
-    assert chosen(fraction(0.2), 90).shape == (1, 1, 20)
-    assert chosen(tokens(89), 90).shape == (1, 1, 89)
-    assert chosen(tokens(90), 90) is None
-    assert chosen(fraction(1.0), 90) is None
+def test_queries_before_the_first_token_do_not_count():
+    source = torch.Generator().manual_seed(2)
+    q, k = torch.randn(1, HEADS, 8, SIZE, generator=source), torch.randn(1, GROUPS, 8, SIZE, generator=source)
+    part = segment(0, (1,), 2, selector="uniform", window=20)
+    selection, *_ = choose(part, q, KeyView(k, k, torch.tensor([8], dtype=torch.int32)), (8,))
+    expected = brute_force(q[0], k[0], [1.0] * 8, 0.25, False)[:, 2:5].topk(2).indices.sort().values + 2
+    assert torch.equal(selection.chosen_BgN[0].long(), expected)
 
 
-def test_only_tokens_before_the_tail_are_chosen():
-    q = torch.ones(1, HEADS, 1, SIZE)
-    k = torch.zeros(1, GROUPS, 100, SIZE)
-    k[:, :, 95:] = 1.0
-    found = choose_tokens(Segment(filter=0, layers=(1,), budget=tokens(5)), q, k, 95, scale=1.0)
-    assert found.max() < 95
+def test_pages_give_the_choice_of_contiguous_keys():
+    source = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, HEADS, 1, SIZE, generator=source), torch.randn(2, GROUPS, 64, SIZE, generator=source)
+    table_BP = torch.randperm(8, generator=source).int().view(2, 4)
+    pages = torch.empty(8, GROUPS, 16, SIZE)
+    pages[table_BP.flatten().long()] = k.unflatten(2, (4, 16)).transpose(1, 2).flatten(0, 1)
+    lengths_B = torch.tensor([60, 33], dtype=torch.int32)
+    whole, *_ = choose(segment(0, (1,), 5), q, KeyView(k, k, lengths_B), lengths_B)
+    paged, *_ = choose(segment(0, (1,), 5), q, KeyView(pages, pages, lengths_B, table_BP), lengths_B)
+    assert torch.equal(whole.chosen_BgN, paged.chosen_BgN)
+
+
+@pytest.mark.parametrize("length", [1, 10, 100, 101, 999, 1000, 1001, 12345])
+def test_counts_on_the_device_are_those_on_the_host(length: int):
+    tenth, all_of_it = DecodeBudget(fraction=0.1, at_most=64), DecodeBudget(tokens=50)
+    buckets = (
+        DecodeBucket(up_to=100, dense=True),
+        DecodeBucket(up_to=1000, segments=(segment(0, (1,), tenth),)),
+        DecodeBucket(up_to=None, segments=(segment(0, (1,), all_of_it),)),
+    )
+    lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
+    found = lowered.counts(torch.tensor([length], dtype=torch.int32))
+    bucket = next(b for b in buckets if b.up_to is None or length <= b.up_to)
+    expected = None if bucket.dense else bucket.segments[0].chosen_tokens(length)
+    assert found.tolist() == [lowered.count(length)] == [ALL if expected is None else expected]
+    assert lowered.most == 64
 
 
 def test_weights_run_from_the_oldest_query_to_the_newest():
@@ -75,11 +109,9 @@ def test_weights_run_from_the_oldest_query_to_the_newest():
 
 
 def test_a_head_map_says_whose_choice_each_kv_head_takes():
-    segment = Segment(filter=0, layers=(1, 2), budget=tokens(2), heads={1: (0, 0), 2: (1, 0)})
-    choice = torch.tensor([[[1, 2], [3, 4]]])
-    assert tokens_for_layer(segment, 1, choice).tolist() == [[[1, 2], [1, 2]]]
-    assert tokens_for_layer(segment, 2, choice).tolist() == [[[3, 4], [1, 2]]]
-
-
-def test_tokens_outside_a_sliding_window_are_dropped():
-    assert within_window(torch.tensor([[[NO_TOKEN, 3, 5, 9]]]), 5).tolist() == [[[NO_TOKEN, NO_TOKEN, 5, 9]]]
+    part = segment(0, (1, 2), 2, heads={1: (0, 0), 2: (1, 0)})
+    q, k = torch.randn(1, HEADS, 1, SIZE), torch.randn(1, GROUPS, 50, SIZE)
+    chosen, program, state = choose(part, q, KeyView(k, k, torch.tensor([50], dtype=torch.int32)), (50,))
+    first, second = chosen.chosen_BgN[0].tolist()
+    assert selected_for(program.layers[1], state).chosen_BgN.tolist() == [[first, first]]
+    assert selected_for(program.layers[2], state).chosen_BgN.tolist() == [[second, first]]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
@@ -22,6 +22,19 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
+def seen_in(store):
+    """Keys and values of all tokens."""
+    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
+    return store.view(lengths_B).contiguous(store.length)
+
+
+def gathered(store, chosen, sink, recent):
+    """The keys of these tokens, and where in them each listed one lies."""
+    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
+    counts_B = torch.full((BATCH,), chosen.shape[2], dtype=torch.int32)
+    return store.gather(Selection(chosen, counts_B, sink, recent), lengths_B)
+
+
 def filled(store, chunks):
     pieces = [rows(count, seed) for seed, count in enumerate(chunks)]
     for k, v in pieces:
@@ -35,39 +48,40 @@ def filled(store, chunks):
 def test_a_view_is_everything_appended_in_order(hot: Budget | None, chunks: list[int]):
     store = DeviceStore() if hot is None else HostStore(hot)
     k, v = filled(store, chunks)
-    seen_k, seen_v = store.view()
+    seen_k, seen_v = seen_in(store)
     assert store.length == sum(chunks)
     assert torch.equal(seen_k, k)
     assert torch.equal(seen_v, v)
 
 
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("heads", [1, GROUPS])
 @pytest.mark.parametrize("hot", [None, *HOT], ids=str)
-def test_gather_gives_the_rows_that_were_asked_for(hot: Budget | None, heads: int):
+def test_gather_gives_the_tokens_that_were_selected(hot: Budget | None, heads: int, window: int | None):
     store = DeviceStore() if hot is None else HostStore(hot)
     k, v = filled(store, [150, 1, 60, 1, 1])
-    length = store.length
-    chosen = torch.stack([torch.randperm(150)[:20].sort().values for _ in range(BATCH * heads)])
+    chosen = torch.stack([torch.randperm(140)[:20].sort().values + 3 for _ in range(BATCH * heads)])
     chosen = chosen.view(BATCH, heads, 20).int()
     chosen[:, :, -3:] = NO_TOKEN
-    found = store.gather(DecodeRows(chosen, length - 4, length))
+    lengths_B = torch.full((BATCH,), 213, dtype=torch.int32)
+    selection = Selection(chosen, torch.full((BATCH,), 20, dtype=torch.int32), 3, 4)
+    keys, found = store.gather(selection, lengths_B, window)
+    applied = window if found is not selection else None
+    listed, wanted = found.listed(keys.lengths_B), selection.listed(lengths_B)
     for b in range(BATCH):
         for g in range(GROUPS):
-            wanted, placed = chosen[b, min(g, heads - 1)], found.rows.tokens_BGN[b, min(g, heads - 1)]
-            assert torch.equal(wanted < 0, placed < 0)
-            wanted, placed = wanted[wanted >= 0].long(), placed[placed >= 0].long()
-            assert torch.equal(found.k_BGSD[b, g, placed], k[b, g, wanted])
-            assert torch.equal(found.v_BGSD[b, g, placed], v[b, g, wanted])
-    tail = slice(found.rows.tail_start, found.rows.tail_stop)
-    assert torch.equal(found.k_BGSD[:, :, tail], k[:, :, -4:])
-    assert torch.equal(found.v_BGSD[:, :, tail], v[:, :, -4:])
+            at, token = listed[b, min(g, heads - 1)], wanted[b, min(g, heads - 1)]
+            token = token if applied is None else token.masked_fill(token < 213 - applied, -1)
+            assert torch.equal(at < 0, token < 0)
+            assert torch.equal(keys.k[b, g, at[at >= 0].long()], k[b, g, token[token >= 0].long()])
+            assert torch.equal(keys.v[b, g, at[at >= 0].long()], v[b, g, token[token >= 0].long()])
 
 
 def test_a_gather_reads_from_the_host_only_what_is_not_hot():
     store = HostStore(tokens(10))
     filled(store, [100])
     chosen = torch.tensor([[[3, 50, 89, 90, 99]]] * BATCH, dtype=torch.int32)
-    store.gather(DecodeRows(chosen, 95, 100))
+    gathered(store, chosen, 0, 5)
     assert store.fetched_tokens == 3 * BATCH
 
 
@@ -103,7 +117,7 @@ def test_a_store_keeps_no_graph():
     store = DeviceStore()
     k, v = rows(4, 0)
     store.append(k.requires_grad_(), v)
-    assert not store.view()[0].requires_grad
+    assert not seen_in(store)[0].requires_grad
 
 
 @pytest.mark.parametrize("store", [DeviceStore(), HostStore(tokens(4))], ids=["device", "host"])

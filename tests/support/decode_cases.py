@@ -1,33 +1,38 @@
-"""Random decode problems with their answer by brute force; tokens that are not chosen are NaN."""
+"""Random decode problems with their answer by brute force; tokens that are not attended to are NaN."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from attention_cases import Comparison
 
 from sparsekv.kernels.backends import decode_attention
-from sparsekv.kernels.decode.rows import DecodeRows
-from sparsekv.kernels.tiles import NO_TOKEN, AttentionOutput
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.reference import decode_mask
+from sparsekv.kernels.tiles import AttentionOutput
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One problem: `listed` list entries, about a tenth of them padding, and a tail."""
+    """One problem: a batch of rows of these lengths, and how many tokens are chosen in each (ALL: everything)."""
 
     name: str
-    tokens: int = 300
-    listed: int = 70
-    tail: tuple[int, int] = (280, 300)
-    batch: int = 1
+    lengths: tuple[int, ...] = (300,)
+    chosen: tuple[int, ...] | None = (70,)  # None is no selection at all
+    listed: int = 80  # room in the lists
+    sink: int = 4
+    recent: int = 20
+    window: int | None = None
     heads: int = 4
     kv_heads: int = 2
     shared: bool = True
+    skipped: bool = False  # negative entries among the chosen
     dim: int = 64
     dtype: torch.dtype = torch.float32
-    overlap: bool = False  # the list names tokens of the tail as well
-    token_major: bool = False
+    page: int = 0  # tokens of a page; 0 is contiguous
+    interleaved: bool = False  # token-major, K and V of a token side by side, as vLLM has them
     seed: int = 0
 
     def __str__(self) -> str:
@@ -35,105 +40,155 @@ class DecodeCase:
 
 
 CASES = [
-    DecodeCase("list and tail"),
-    DecodeCase("a list for each KV head", shared=False, batch=2),
-    DecodeCase("one list in a batch", batch=3),
-    DecodeCase("empty list", listed=0),
-    DecodeCase("empty tail", tail=(300, 300)),
-    DecodeCase("nothing chosen", listed=0, tail=(10, 10)),
-    DecodeCase("one token", listed=0, tail=(299, 300)),
-    DecodeCase("list names tokens of the tail", overlap=True, tail=(200, 300)),
-    DecodeCase("long tail", tail=(20, 300), listed=10),
+    DecodeCase("sinks, chosen and recent"),
+    DecodeCase("a list for each KV head", (300, 200), (70, 5), shared=False),
+    DecodeCase("ragged lengths and counts", (300, 41, 130), (70, 0, 80)),
+    DecodeCase("rows that attend to everything beside sparse ones", (300, 41, 20), (70, ALL, ALL)),
+    DecodeCase("dense", (300, 7, 1), None),
+    DecodeCase("a row without tokens", (0, 30), None),
+    DecodeCase("nothing chosen", chosen=(0,), listed=0),
+    DecodeCase("only recent tokens", chosen=(0,), listed=0, sink=0, recent=1),
+    DecodeCase("skipped entries", skipped=True),
+    DecodeCase("a window over a selection", (300, 60), (70, ALL), window=50),
+    DecodeCase("a window, dense", (300, 60), None, window=100),
     DecodeCase("no groups", heads=2, kv_heads=2),
     DecodeCase("groups of three", heads=6, kv_heads=2, shared=False),
     DecodeCase("groups of twenty", heads=20, kv_heads=1),
     DecodeCase("head size 128", dim=128),
     DecodeCase("head size that is no power of two", dim=40),
-    DecodeCase("token-major memory", token_major=True, batch=2),
+    DecodeCase("token-major memory", (300, 250), (70, 3), interleaved=True),
     DecodeCase("bfloat16", dtype=torch.bfloat16),
     DecodeCase("float16", dtype=torch.float16),
+    *(DecodeCase(f"pages of {page}", (300, 41), (70, ALL), page=page, seed=page) for page in (16, 32, 64, 128, 256)),
+    DecodeCase("pages, dense, interleaved", (300, 16, 17), None, page=16, interleaved=True, dtype=torch.bfloat16),
+    DecodeCase("pages, a list for each KV head, a window", (300, 90), (70, 9), page=32, shared=False, window=120),
 ]
 GPU_CASES = [
     *CASES,
-    DecodeCase("large", tokens=40000, listed=2048, tail=(38000, 40000), heads=32, kv_heads=8, dtype=torch.bfloat16),
+    DecodeCase("large", (40000,), (2048,), 2048, recent=128, heads=32, kv_heads=8, dtype=torch.bfloat16),
     DecodeCase(
-        "large batch",
-        tokens=9000,
-        listed=1000,
-        tail=(8900, 9000),
-        batch=5,
-        heads=32,
-        kv_heads=8,
-        dim=128,
-        shared=False,
-        dtype=torch.bfloat16,
+        "large batch", (9000, 8500, 300, 8999, 4000), (1000, 7, ALL, 1024, 1024), 1024, recent=128, heads=32,
+        kv_heads=8, dim=128, shared=False, dtype=torch.bfloat16, page=16, interleaved=True,
     ),
-    DecodeCase("head size 256", tokens=5000, listed=3000, tail=(4990, 5000), dim=256, dtype=torch.bfloat16),
-]
+    DecodeCase("large, dense", (40000, 100), None, heads=32, kv_heads=8, dtype=torch.bfloat16),
+    DecodeCase("head size 256", (5000,), (3000,), 3000, dim=256, dtype=torch.bfloat16),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """A case drawn: tensors, rows, and the mask [B, G, S] that they stand for."""
+    """A case drawn: tensors, selection, and the mask [B, H, 1, S] that they stand for."""
 
+    case: DecodeCase
     q_BHQD: torch.Tensor
-    k_BGSD: torch.Tensor
-    v_BGSD: torch.Tensor
-    rows: DecodeRows
-    mask_BGS: torch.Tensor
+    keys: KeyView
+    selection: Selection | None
+    mask_BH1S: torch.Tensor
     scale: float
 
 
 def draw(case: DecodeCase, device: str = "cpu") -> DecodeProblem:
     """Tensors, lists and mask of a case."""
     generator = torch.Generator().manual_seed(case.seed)
-    start, stop = case.tail
+    selection = None if case.chosen is None else _selection(case, generator)
+    q_BHQD = torch.randn((len(case.lengths), case.heads, 1, case.dim), generator=generator).to(case.dtype)
+    keys = _keys(case, generator)
+    mask_BH1S = decode_mask(keys, selection, case.heads, case.window)
+    problem = DecodeProblem(case, q_BHQD, keys, selection, mask_BH1S, case.dim**-0.5)
+    poison(problem)
+    return moved(problem, device)
+
+
+def _selection(case: DecodeCase, generator: torch.Generator) -> Selection:
+    assert case.chosen is not None
     lists = 1 if case.shared else case.kv_heads
-    tokens_BGN = torch.full((case.batch, lists, case.listed), NO_TOKEN)
-    mask_BGS = torch.zeros((case.batch, case.kv_heads, case.tokens), dtype=torch.bool)
-    mask_BGS[:, :, start:stop] = True
-    free = (
-        torch.arange(case.tokens) if case.overlap else torch.cat([torch.arange(start), torch.arange(stop, case.tokens)])
-    )
-    for b in range(case.batch):
-        for g in range(lists):
-            chosen = free[torch.randperm(len(free), generator=generator)[: case.listed]]
-            chosen[torch.rand(len(chosen), generator=generator) < 0.1] = NO_TOKEN
-            tokens_BGN[b, g] = chosen
-            mask_BGS[b, slice(None) if case.shared else g, chosen[chosen >= 0]] = True
-    q_BHQD = torch.randn((case.batch, case.heads, 1, case.dim), generator=generator).to(case.dtype)
-    k_BGSD, v_BGSD = (_tokens(case, generator).masked_fill(~mask_BGS[..., None], float("nan")) for _ in range(2))
-    rows = DecodeRows(tokens_BGN.int().to(device), start, stop)
-    return DecodeProblem(
-        q_BHQD.to(device), k_BGSD.to(device), v_BGSD.to(device), rows, mask_BGS.to(device), case.dim**-0.5
+    chosen_BgN = torch.full((len(case.lengths), lists, case.listed), 12345, dtype=torch.int32)  # unused: anything
+    for b, (length, count) in enumerate(zip(case.lengths, case.chosen, strict=True)):
+        for g in range(lists if count > 0 else 0):
+            free = length - case.recent - case.sink
+            drawn = torch.randperm(free, generator=generator)[:count].sort().values + case.sink
+            if case.skipped:
+                drawn[torch.rand(count, generator=generator) < 0.3] = -1
+            chosen_BgN[b, g, :count] = drawn.int()
+    return Selection(chosen_BgN, torch.tensor(case.chosen, dtype=torch.int32), case.sink, case.recent)
+
+
+def _keys(case: DecodeCase, generator: torch.Generator) -> KeyView:
+    batch, most, lengths_B = len(case.lengths), max(case.lengths), torch.tensor(case.lengths, dtype=torch.int32)
+    if not case.page:
+        return KeyView(*_rows(case, batch, most, generator), lengths_B)
+    pages = -(-most // case.page)
+    used = batch * pages
+    table_BP = torch.randperm(used + 3, generator=generator)[:used].int().view(batch, pages)
+    for b, length in enumerate(case.lengths):
+        table_BP[b, -(-length // case.page) :] = 10**6  # beyond a row's length: anything
+    return KeyView(*_rows(case, used + 3, case.page, generator), lengths_B, table_BP)
+
+
+def _rows(case: DecodeCase, rows: int, tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [rows, G, tokens, D] of the case's memory order."""
+    if not case.interleaved:
+        shape = (rows, case.kv_heads, tokens, case.dim)
+        k, v = (torch.randn(shape, generator=generator).to(case.dtype) for _ in range(2))
+        return k, v
+    whole = torch.randn((rows, tokens, case.kv_heads, 2 * case.dim), generator=generator).to(case.dtype)
+    k, v = whole.transpose(1, 2).split(case.dim, dim=3)
+    return k, v
+
+
+def poison(problem: DecodeProblem) -> None:
+    """Tokens that no head of a KV head sees become NaN, in memory that no row owns too."""
+    case, keys = problem.case, problem.keys
+    seen_BGS = problem.mask_BH1S[:, :, 0].unflatten(1, (case.kv_heads, -1)).any(2)
+    unseen = torch.ones(keys.k.shape[:3], dtype=torch.bool)
+    for b, length in enumerate(case.lengths):
+        for token in range(length):
+            row = b if keys.table_BP is None else int(keys.table_BP[b, token // case.page])
+            unseen[row, :, token if keys.table_BP is None else token % case.page] = ~seen_BGS[b, :, token]
+    for tensor in (keys.k, keys.v):
+        tensor.masked_fill_(unseen[..., None], float("nan"))
+
+
+def moved(problem: DecodeProblem, device: str) -> DecodeProblem:
+    """The problem on another device, strides kept."""
+    keys, selection = problem.keys, problem.selection
+    if device == "cpu":
+        return problem
+    there = lambda x: None if x is None else x.to(device)  # noqa: E731
+    k, v = (_with_strides(x, device) for x in (keys.k, keys.v))
+    if selection is not None:
+        selection = replace(selection, chosen_BgN=there(selection.chosen_BgN), counts_B=there(selection.counts_B))
+    keys = KeyView(k, v, there(keys.lengths_B), there(keys.table_BP))
+    return replace(
+        problem, q_BHQD=there(problem.q_BHQD), keys=keys, selection=selection, mask_BH1S=there(problem.mask_BH1S)
     )
 
 
-def _tokens(case: DecodeCase, generator: torch.Generator) -> torch.Tensor:
-    drawn = torch.randn((case.batch, case.tokens, case.kv_heads, case.dim), generator=generator).to(case.dtype)
-    return drawn.transpose(1, 2) if case.token_major else drawn.transpose(1, 2).contiguous()
+def _with_strides(x: torch.Tensor, device: str) -> torch.Tensor:
+    copied = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return copied.copy_(x)
 
 
 def attend(problem: DecodeProblem, backend: str, want_lse: bool = True) -> AttentionOutput:
     """The problem through the public call."""
     return decode_attention(
         problem.q_BHQD,
-        problem.k_BGSD,
-        problem.v_BGSD,
-        problem.rows,
+        problem.keys,
+        problem.selection,
         scale=problem.scale,
+        window=problem.case.window,
         want_lse=want_lse,
         backend=backend,
     )
 
 
 def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:
-    """Output and log-sum-exp of every head against float32 attention; nothing chosen gives 0 and -inf."""
-    group = problem.q_BHQD.shape[1] // problem.k_BGSD.shape[1]
-    mask_BHQS = problem.mask_BGS.repeat_interleave(group, 1)[:, :, None]
-    k_BHSD, v_BHSD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (problem.k_BGSD, problem.v_BGSD))
-    scores_BHQS = (problem.q_BHQD.float() @ k_BHSD.mT * problem.scale).masked_fill(~mask_BHQS, float("-inf"))
-    answer = torch.softmax(scores_BHQS, -1).nan_to_num(0.0) @ v_BHSD
+    """Output and log-sum-exp of every head against float32 attention; a row without tokens gives 0 and -inf."""
+    group, mask_BH1S = problem.case.heads // problem.case.kv_heads, problem.mask_BH1S
+    k_BGSD, v_BGSD = problem.keys.contiguous(problem.keys.capacity)
+    k_BHSD, v_BHSD = (x.float().nan_to_num(0.0).repeat_interleave(group, 1) for x in (k_BGSD, v_BGSD))
+    scores_BH1S = (problem.q_BHQD.float() @ k_BHSD.mT * problem.scale).masked_fill(~mask_BH1S, float("-inf"))
+    answer = torch.softmax(scores_BH1S, -1).nan_to_num(0.0) @ v_BHSD
     limit = 2e-5 if problem.q_BHQD.dtype == torch.float32 else 5e-3
     error = float((found.out_BHSD.float() - answer).norm() / answer.norm().clamp(min=1e-9))
     faults = []
@@ -141,11 +196,11 @@ def compare(found: AttentionOutput, problem: DecodeProblem) -> Comparison:
         faults.append(f"relative error {error:.2e}, {found.out_BHSD.dtype}")
     lse_error = 0.0
     if found.lse_BHS is not None:
-        seen_BHQ = mask_BHQS.any(-1)
-        apart = (found.lse_BHS - scores_BHQS.logsumexp(-1))[seen_BHQ].abs()
+        seen_BHQ = mask_BH1S.any(-1)
+        apart = (found.lse_BHS - scores_BH1S.logsumexp(-1))[seen_BHQ].abs()
         lse_error = float(apart.max()) if apart.numel() else 0.0
         if not lse_error < limit or not (found.lse_BHS[~seen_BHQ] == float("-inf")).all():
-            faults.append(f"log-sum-exp off by {lse_error:.2e}, or not -inf where nothing is chosen")
+            faults.append(f"log-sum-exp off by {lse_error:.2e}, or not -inf where nothing is seen")
     return Comparison(error, lse_error, tuple(faults))
 
 

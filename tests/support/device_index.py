@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from index_cases import Layer
 
-from sparsekv.kernels.index.build import build_index, room_for
-from sparsekv.kernels.index.layout import IndexCall, LineScores
+from sparsekv.kernels.index.build import build_index, empty_index
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall, LineScores
 from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.index.triton.sizes import Pass, Sizes
 from sparsekv.kernels.tiles import TileIndex
@@ -47,18 +47,23 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def call_of(layer: Layer, lines: dict[int, LineScores] | None = None) -> IndexCall:
-    return IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window, lines)
+    return IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window, lines)
+
+
+def group_of(layer: Layer) -> HeadGroup:
+    """All heads, whose patterns are of one kind."""
+    return HeadGroup.of(layer.patterns, range(len(layer.patterns)))
 
 
 def triton_index(
     layer: Layer, sizes: Sizes = SMALL, lines: dict[int, LineScores] | None = None, builder: Any = vertical_slash
 ) -> TileIndex:
     """All heads by a Triton builder; every number of the index is poison before."""
-    call, heads = call_of(layer, lines), range(len(layer.patterns))
-    assert builder.obstacle(layer.patterns, call) is None
+    call, group = call_of(layer, lines), group_of(layer)
+    assert builder.obstacle(group, call) is None
     with poisoned_memory():
-        prepared = builder.prepare(layer.patterns, heads, call, sizes)
-        index = room_for([prepared.widths], call, ())
+        prepared = builder.prepare(group, call, sizes)
+        index = empty_index([prepared.widths], call.layout, ())
         prepared.fill(index)
     return index
 

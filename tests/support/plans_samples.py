@@ -8,6 +8,7 @@ from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import (
     DecodeBucket,
+    DecodeBudget,
     DecodePlan,
     HeadGroup,
     Offload,
@@ -18,6 +19,8 @@ from sparsekv.plans.phases import (
     Segment,
 )
 from sparsekv.plans.schema import Cost, Estimate, Measurement, Plan, Prediction, Provenance, Quality, Score, Target
+
+TENTH = DecodeBudget(fraction=0.1, at_most=13108)
 
 
 def digest_of(letter: str) -> str:
@@ -60,7 +63,7 @@ def small_plan(**fields: Any) -> Plan:
         "decode": DecodePlan(
             lengths=(
                 DecodeBucket(up_to=4096, dense=True),
-                DecodeBucket(up_to=None, segments=(Segment(filter=2, layers=(4, 5, 6, 7), budget=fraction(0.1)),)),
+                DecodeBucket(up_to=None, segments=(Segment(filter=2, layers=(4, 5, 6, 7), budget=TENTH, recent=128),)),
             ),
         ),
     }
@@ -171,11 +174,14 @@ def _prefill() -> PrefillPlan:
 
 
 def _decode() -> DecodePlan:
-    head_map = {4: (0, 1), 5: (1, 1)}
+    maps, none = {4: (0, 1), 5: (1, 1)}, DecodeBudget(tokens=0)
+    twentieth = DecodeBudget(fraction=0.05, at_most=8192)
     segments = (
-        Segment(filter=1, layers=(2,), budget=tokens(2048), heads="per_kv_head"),
-        Segment(filter=3, layers=(4, 5), budget=fraction(0.05), selector="uniform", window=8, heads=head_map),
-        Segment(filter=6, layers=(7,), budget=tokens(0), selector="exponential", window=16, scope="local", heads="max"),
+        Segment(filter=1, layers=(2,), budget=DecodeBudget(tokens=2048), recent=128, heads="per_kv_head"),
+        Segment(filter=3, layers=(4, 5), budget=twentieth, sink=0, recent=64, selector="uniform", window=8, heads=maps),
+        Segment(
+            filter=6, layers=(7,), budget=none, recent=1, selector="exponential", window=16, scope="local", heads="max"
+        ),
     )
     return DecodePlan(
         lengths=(DecodeBucket(up_to=32768, dense=True), DecodeBucket(up_to=None, segments=segments)),

@@ -10,13 +10,25 @@ from plans_samples import digest_of
 
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Dense, Pattern, TileShape, VerticalSlash
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, Offload, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import (
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    HeadGroup,
+    Offload,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+)
 from sparsekv.plans.schema import Measurement, Plan, Provenance, Quality, Score
 
 LAYERS, HEADS, KV_HEADS = 6, 4, 2
 
 shares = st.floats(1e-6, 1.0)
 counts = st.integers(0, 1 << 21)
+decode_budgets = st.builds(DecodeBudget, tokens=counts) | st.builds(
+    DecodeBudget, fraction=shares, at_most=st.integers(1, 1 << 20)
+)
 budgets = st.builds(Budget, tokens=counts) | st.builds(Budget, fraction=shares)
 # Text that a file can hold: everything but halves of surrogate pairs.
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -80,7 +92,9 @@ def segments(draw: st.DrawFn) -> tuple[Segment, ...]:
         Segment(
             filter=first,
             layers=tuple(range(first + 1, last + 1)),
-            budget=draw(budgets),
+            budget=draw(decode_budgets),
+            sink=draw(st.integers(0, 64)),
+            recent=draw(st.integers(1, 512)),
             selector=draw(st.sampled_from(["last", "uniform", "exponential"])),
             window=draw(st.integers(1, 64)),
             scope=draw(st.sampled_from(["global", "local"])),
@@ -93,9 +107,10 @@ def segments(draw: st.DrawFn) -> tuple[Segment, ...]:
 @st.composite
 def decode_plans(draw: st.DrawFn) -> DecodePlan:
     """Buckets that are dense or hold segments; some of the sparse layers may be offloaded."""
-    buckets = []
+    buckets, shared = [], draw(segments())
     for bound in draw(bounds()):
-        chosen = draw(st.just(()) | segments())
+        chosen = tuple(part.model_copy(update={"budget": draw(decode_budgets)}) for part in shared)
+        chosen = chosen if draw(st.booleans()) else ()
         buckets.append(DecodeBucket(up_to=bound, segments=chosen) if chosen else DecodeBucket(up_to=bound, dense=True))
     sparse = sorted({layer for bucket in buckets for layer in bucket.sparse_layers})
     offload = Offload(layers=tuple(sparse), hot=draw(budgets)) if sparse and draw(st.booleans()) else None

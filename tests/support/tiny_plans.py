@@ -7,8 +7,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Budget, Pattern, TileShape, fraction, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, Offload, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.patterns import Pattern, TileShape, tokens
+from sparsekv.plans.phases import (
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    HeadGroup,
+    Offload,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+)
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.describe import describe_model
 
@@ -34,10 +43,10 @@ def every_head(model: PreTrainedModel, *patterns: Pattern, tile: int = 64) -> Pr
     return PrefillPlan(tile=TileShape(query=tile, key=tile), lengths=(bucket,))
 
 
-def segment(filter_layer: int, layers: tuple[int, ...], budget: Budget | int, **options: Any) -> Segment:
-    """A decode segment; a whole number is a budget in tokens."""
-    spend = tokens(budget) if isinstance(budget, int) else budget
-    return Segment(filter=filter_layer, layers=layers, budget=spend, **options)
+def segment(filter_layer: int, layers: tuple[int, ...], budget: DecodeBudget | int, **options: Any) -> Segment:
+    """A decode segment; a whole number is a budget in tokens. Two sinks, three recent tokens."""
+    spend = DecodeBudget(tokens=budget) if isinstance(budget, int) else budget
+    return Segment(filter=filter_layer, layers=layers, budget=spend, **{"sink": 2, "recent": 3} | options)
 
 
 def decode_plan(*segments: Segment, offload: tuple[int, ...] = (), hot: int = 16) -> DecodePlan:
@@ -46,4 +55,4 @@ def decode_plan(*segments: Segment, offload: tuple[int, ...] = (), hot: int = 16
     return DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),), offload=moved)
 
 
-EVERYTHING = fraction(1.0)
+EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 20)

@@ -1,16 +1,23 @@
-"""Antidiagonal tile scores by a Triton kernel, a drop-in for tile_scores.tile_scores("antidiagonal", ...).
+"""Adaptive indices on a GPU: antidiagonal tile scores by a Triton kernel, their choice by torch.
 
-Used where `build_index` builds by Triton. Right in the interpreter and compiled for Hopper and Ampere; not yet run on a
-GPU.
+The scores are those that tile_scores.py defines, without strided scores in memory. A program scores BLOCK_X strided
+rows of one query head: several whole row tiles. It walks the strided keys that they see twice, BLOCK_N at a time: once
+for the maximum and the sum of every strided row's softmax, and once more for the weights, which it adds up per tile and
+stores. Computing the products twice costs less than writing them once: what goes to memory is a number a tile. No two
+programs store to one number: results are the same run to run.
 
-Shapes as in call.py; R row tiles of one block, M key tiles.
+The products alone are an eighth of those of queries and keys in dense attention, so these heads are far from as cheap
+as those of the other patterns: on an H200 they took 8 of the 9 ms that the index of a layer of mixed patterns took at
+128K tokens, and 3.6 of 4.7 ms at 32K.
+
+Shapes: as in layout.py; R row tiles of one block, M key tiles, X strided rows of a program, N strided keys of a step,
+D head size padded to a power of two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import no_type_check
 
 import torch
@@ -18,26 +25,61 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.index.layout import IndexCall, ceil_div
-from sparsekv.kernels.index.tile_scores import STRIDE, TileScores, tiles_up_to
+from sparsekv.kernels.index.adaptive import index_adaptive
+from sparsekv.kernels.index.layout import HeadGroup, HeadIndex, IndexCall, ceil_div
+from sparsekv.kernels.index.tile_scores import STRIDE, ScoreKind, TileScores, tile_scores, tiles_up_to
+from sparsekv.kernels.index.triton.sizes import strided_launch
 from sparsekv.kernels.topk import blocks
-from sparsekv.kernels.triton_support import (
-    LONGEST_ROW_STRIDE,
-    check_device,
-    check_head_size,
-    check_row_strides,
-    head_size_obstacle,
-    interpreting,
-)
+from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstacle, interpreting
 
-# Device code of antidiagonal tile scores: what tile_scores.py defines, without strided scores in memory.
-#
-# A program scores BLOCK_X strided rows of one query head: several whole row tiles. It walks the strided keys that they
-# see twice, BLOCK_N at a time: once for the maximum and the sum of every strided row's softmax, and once more for the
-# weights, which it adds up per tile and stores. Computing the products twice costs less than writing them once: what
-# goes to memory is a number a tile. No two programs store to one number: results are the same run to run.
-#
-# Shapes: X strided rows of a program, N strided keys of a step, D head size padded to a power of two.
+
+def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
+    """Why the tiles of these heads cannot be scored by the kernel; None when they can."""
+    if any(x.stride(3) != 1 or x.stride(2) >= LONGEST_ROW_STRIDE for x in (call.q_BHSD, call.k_BGKD)):
+        return f"it needs contiguous heads, and tokens less than {LONGEST_ROW_STRIDE} elements apart"
+    return head_size_obstacle(call.layout.head_dim)
+
+
+def prepare(group: HeadGroup, call: IndexCall) -> HeadIndex:
+    """The index of heads with Adaptive patterns; `obstacle` has found nothing against them."""
+    return index_adaptive(group, call, score)
+
+
+def score(kind: ScoreKind, heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
+    """`tile_scores`, the antidiagonal ones of all heads and a block of row tiles in one launch.
+
+    Takes any strides of batch, heads and tokens and copies neither queries nor keys; what it yields holds about
+    topk.BLOCK_ELEMENTS elements. Nothing waits for the device.
+    """
+    if kind != "antidiagonal":
+        yield from tile_scores(kind, heads, call)
+        return
+    layout = call.layout
+    heads_h = on_device(list(heads), layout.device, torch.int32)
+    past_B, lengths_B = on_device([layout.chunk.past, layout.chunk.lengths], layout.device, torch.int32)
+    for part in blocks(layout.row_tiles, layout.batch * len(heads) * layout.key_tiles):
+        shape = (layout.batch, len(heads), part.stop - part.start, tiles_up_to(part, layout))
+        scores_BhRM = torch.zeros(shape, dtype=torch.float32, device=layout.device)
+        with torch.cuda.device_of(scores_BhRM):
+            _launch(scores_BhRM, part.start, (heads_h, past_B, lengths_B), call)
+        yield TileScores(tuple(range(len(heads))), part, scores_BhRM)
+
+
+def _launch(
+    scores_BhRM: torch.Tensor, first_tile: int, where: tuple[torch.Tensor, torch.Tensor, torch.Tensor], call: IndexCall
+) -> None:
+    layout, q_BHSD, k_BGKD = call.layout, call.q_BHSD, call.k_BGKD
+    batch, heads, row_tiles, key_tiles = scores_BhRM.shape
+    block_d, per_tile = triton.next_power_of_2(layout.head_dim), layout.tile.query // STRIDE
+    launch = strided_launch(layout.device, layout.dtype, block_d)
+    antidiagonal_kernel[(ceil_div(row_tiles * per_tile, launch.rows), heads, batch)](
+        q_BHSD, k_BGKD, scores_BhRM, *where, *q_BHSD.stride()[:3], *k_BGKD.stride()[:3],
+        call.scale / STRIDE * math.log2(math.e), layout.window or 0, first_tile, row_tiles, key_tiles, heads,
+        GROUP=layout.group_size, S=STRIDE, D=layout.head_dim, BLOCK_D=block_d, TILE_X=per_tile,
+        TILE_N=layout.tile.key // STRIDE, BLOCK_X=launch.rows, BLOCK_N=launch.keys, STAGES=launch.stages,
+        WINDOWED=layout.window is not None, PRECISION="ieee",
+        UPCAST=interpreting() and layout.dtype == torch.bfloat16, num_warps=launch.warps,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,22 +116,22 @@ def _visible(first_X, end_X, number_N, window, S: tl.constexpr, WINDOWED: tl.con
 
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
-@triton.jit(do_not_specialize=["window", "first_tile", "row_tiles", "key_tiles", "places"])
+@triton.jit(do_not_specialize=["window", "first_tile", "row_tiles", "key_tiles", "asked"])
 @no_type_check
 def antidiagonal_kernel(
     q_ptr, k_ptr, scores_ptr, heads_ptr, past_ptr, lengths_ptr,
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,
-    scale_log2, window, first_tile, row_tiles, key_tiles, places,
+    scale_log2, window, first_tile, row_tiles, key_tiles, asked,
     GROUP: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_X: tl.constexpr,
     TILE_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of strided rows, heads asked for, batch). TILE_X strided rows are a row tile, TILE_N strided keys
-    a key tile. `scores_ptr` is [batch, places, row_tiles, key_tiles], zeros before; tile 0 of it is `first_tile`."""
+    a key tile. `scores_ptr` is [batch, asked, row_tiles, key_tiles], zeros before; tile 0 of it is `first_tile`."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see most: nothing long is left for the end
-    place = tl.program_id(1)
+    own = tl.program_id(1)
     batch = tl.program_id(2)
-    head = tl.load(heads_ptr + place)
+    head = tl.load(heads_ptr + own)
     past = tl.load(past_ptr + batch).to(tl.int32)
     length = tl.load(lengths_ptr + batch).to(tl.int32)
 
@@ -132,7 +174,7 @@ def antidiagonal_kernel(
     weight_X = rows_X / tl.where(l_X > 0.0, l_X, 1.0)
     base_X = tl.where(l_X > 0.0, m_X, 0.0)
     tile_R = block * TILES_X + tl.arange(0, TILES_X)
-    scores_R = ((batch * places + place) * row_tiles + tile_R).to(tl.int64) * key_tiles
+    scores_R = ((batch * asked + own) * row_tiles + tile_R).to(tl.int64) * key_tiles
     for step in range(start, stop):
         number_N = step * BLOCK_N + lanes_N
         z_XN = _logits(
@@ -146,113 +188,3 @@ def antidiagonal_kernel(
         tile_M = step * TILES_N + tl.arange(0, TILES_N)
         keep_RM = (tile_R < row_tiles)[:, None] & (tile_M < key_tiles)[None, :]
         tl.store(scores_ptr + scores_R[:, None] + tile_M[None, :], score_RM, mask=keep_RM)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the kernel cuts its work: strided rows of a program, strided keys of a step, warps, pipeline depth.
-
-    Rows and keys are multiples of the 8 that a tile of 128 has.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# Everything that is to be tuned: the largest padded head size that a row is for, and its launch. None has been timed on
-# a GPU yet. As compiled by Triton 3.7 they spill 8 bytes at most and share 192 KiB on Hopper, 48 KiB elsewhere.
-_HOPPER = ((128, Launch(128, 128, 8, 3)), (256, Launch(128, 64, 8, 2)))
-_AMPERE = ((128, Launch(64, 64, 4, 2)), (256, Launch(64, 32, 8, 2)))
-# Without tensor cores every product is unrolled into registers; this only has to be right.
-_FLOAT32 = ((256, Launch(32, 32, 4, 1)),)
-
-
-def takes(call: IndexCall) -> bool:
-    """Whether the kernel takes this head size and layout."""
-    fits = head_size_obstacle(call.q_BHSD.shape[3]) is None
-    return fits and all(x.stride(3) == 1 and x.stride(2) < LONGEST_ROW_STRIDE for x in (call.q_BHSD, call.k_BGKD))
-
-
-def tile_scores_by_triton(heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
-    """Antidiagonal scores of these heads, all heads and a block of row tiles in one launch.
-
-    Takes any strides of batch, heads and tokens and copies neither queries nor keys; what it yields holds about
-    topk.BLOCK_ELEMENTS elements. Nothing waits for the device.
-
-    Args:
-        heads: query heads, ascending.
-        call: the layer's queries and keys; elements of a row lie side by side.
-
-    Raises:
-        BackendError: the tensors are not where Triton runs, or it does not take the head size.
-        ShapeError: tokens lie too far apart.
-    """
-    check_device(call.q_BHSD)
-    check_head_size(call.q_BHSD.shape[3])
-    check_row_strides(call.q_BHSD, call.k_BGKD)
-    heads_h = on_device(list(heads), call.device, torch.int32)
-    past_B, lengths_B = on_device([call.chunk.past, call.chunk.lengths], call.device, torch.int32)
-    for part in blocks(call.row_tiles, call.batch * len(heads) * call.key_tiles):
-        shape = (call.batch, len(heads), part.stop - part.start, tiles_up_to(part, call))
-        scores_BhRM = torch.zeros(shape, dtype=torch.float32, device=call.device)
-        with torch.cuda.device_of(scores_BhRM):
-            _launch(scores_BhRM, part.start, heads_h, past_B, lengths_B, call)
-        yield TileScores(tuple(range(len(heads))), part, scores_BhRM)
-
-
-def _launch(
-    scores_BhRM: torch.Tensor,
-    first_tile: int,
-    heads_h: torch.Tensor,
-    past_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    call: IndexCall,
-) -> None:
-    q_BHSD, k_BGKD = call.q_BHSD, call.k_BGKD
-    batch, places, row_tiles, key_tiles = scores_BhRM.shape
-    block_d, per_tile = triton.next_power_of_2(q_BHSD.shape[3]), call.tile.query // STRIDE
-    launch = launch_for(call.device, q_BHSD.dtype, block_d)
-    antidiagonal_kernel[(ceil_div(row_tiles * per_tile, launch.rows), places, batch)](
-        q_BHSD,
-        k_BGKD,
-        scores_BhRM,
-        heads_h,
-        past_B,
-        lengths_B,
-        *q_BHSD.stride()[:3],
-        *k_BGKD.stride()[:3],
-        call.scale / STRIDE * math.log2(math.e),
-        call.window or 0,
-        first_tile,
-        row_tiles,
-        key_tiles,
-        places,
-        GROUP=call.group_size,
-        S=STRIDE,
-        D=q_BHSD.shape[3],
-        BLOCK_D=block_d,
-        TILE_X=per_tile,
-        TILE_N=call.tile.key // STRIDE,
-        BLOCK_X=launch.rows,
-        BLOCK_N=launch.keys,
-        STAGES=launch.stages,
-        WINDOWED=call.window is not None,
-        PRECISION="ieee",
-        UPCAST=interpreting() and q_BHSD.dtype == torch.bfloat16,
-        num_warps=launch.warps,
-    )
-
-
-def launch_for(device: torch.device, dtype: torch.dtype, block_d: int) -> Launch:
-    """The launch for this GPU, dtype and padded head size; the interpreter takes the smallest, to have many steps."""
-    return next(launch for limit, launch in _rows_of(device, dtype) if block_d <= limit)
-
-
-def _rows_of(device: torch.device, dtype: torch.dtype) -> tuple[tuple[int, Launch], ...]:
-    if device.type != "cuda" or dtype == torch.float32:
-        return _FLOAT32
-    major, _ = torch.cuda.get_device_capability(device)
-    # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
-    return _HOPPER if major in (9, 10) and torch.version.hip is None else _AMPERE

@@ -1,18 +1,19 @@
-"""Block-sparse indices built by Triton kernels: the launches, nothing else.
+"""Block-sparse indices built by Triton kernels (MInference 1.0, section 3.2).
 
-    pool       mean queries of every row tile, and mean keys of every key tile     two launches
-    products   scores of a block of row tiles
+    pool       mean queries of every row tile, and mean keys of every key tile, float32     two launches
+    products   scores of a block of row tiles, as integers that order like them: the bits of a float32, those below 0
+               turned round; mandatory tiles above all others, tiles that a window hides below
     choose     the best tiles of these rows, listed
 
 The last two repeat for blocks of row tiles, whose scores take bounded memory: once up to 128K tokens of 32 heads with
 128 x 128 tiles. The result is that of kernels/index/block_sparse.py, and the same run to run.
 
-Shapes: as in call.py; R row tiles of one block, M key tiles.
+Shapes: as in layout.py; R row tiles of one block. In kernels X rows of a tile, T row tiles of a program, M key tiles of
+a step, W listed tiles, D numbers of a head that are multiplied at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, no_type_check
@@ -21,76 +22,42 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.index.build import Same
-from sparsekv.kernels.index.layout import IndexCall, IndexWidths, Layout, ceil_div
-from sparsekv.kernels.index.triton.numbers import Fields, flat, largest, send_fields
+from sparsekv.kernels.device_cache import fields_on_device
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall, IndexWidths, Layout, ceil_div, largest
 from sparsekv.kernels.index.triton.sizes import Sizes, sizes_for, tensor_obstacle
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.kernels.topk import blocks
 from sparsekv.kernels.triton_support import interpreting
-from sparsekv.plans.patterns import BlockSparse
 
-# Device code that takes the mean of the rows of every tile, in float32, padding left out.
-#
-# Shapes: X rows of a tile, D head size padded to a power of two.
-
-
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
-@triton.jit(do_not_specialize=["tiles"])
-@no_type_check
-def pool_kernel(
-    x_ptr, mean_ptr, first_ptr, length_ptr, head_ptr, stride_B, stride_H, stride_S, tiles,
-    TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tiles, heads, batch). Row r of x is token first + r; rows of tokens from `length` on are not read."""
-    tile = tl.program_id(0)
-    own = tl.program_id(1)
-    batch = tl.program_id(2)
-    rows = tl.load(length_ptr + batch) - tl.load(first_ptr + batch)
-    lane_D = tl.arange(0, BLOCK_D)
-    row_X = tile * TILE + tl.arange(0, TILE)
-    x_base = x_ptr + batch.to(tl.int64) * stride_B + tl.load(head_ptr + own).to(tl.int64) * stride_H
-    at_XD = x_base + row_X.to(tl.int64)[:, None] * stride_S + lane_D[None, :]
-    x_XD = tl.load(at_XD, mask=(row_X < rows)[:, None] & (lane_D < D)[None, :], other=0.0).to(tl.float32)
-    count = tl.minimum(tl.maximum(rows - tile * TILE, 1), TILE)
-    mean_D = tl.sum(x_XD, 0) / count.to(tl.float32)
-    at = ((batch * tl.num_programs(1) + own).to(tl.int64) * tiles + tile) * D
-    tl.store(mean_ptr + at + lane_D, mean_D, mask=lane_D < D)
-
-
-# Scores of row tiles by key tiles held at once, in elements.
+# Scores of row tiles by key tiles stored at once, in elements.
 MOST_SCORES = 1 << 26
 
 
-def obstacle(patterns: Sequence[BlockSparse], call: IndexCall) -> str | None:
+def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
     """Why the index of these heads cannot be built here; None when it can."""
     return tensor_obstacle(call)
 
 
-def prepare(
-    patterns: Sequence[BlockSparse], heads: Sequence[int], call: IndexCall, sizes: Sizes | None = None
-) -> BlockSparseBuild:
+def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> BlockSparseBuild:
     """All that the host knows about the index of these heads; arguments as in vertical_slash.py."""
-    return BlockSparseBuild(
-        _plan(Same(tuple(patterns)), tuple(heads), call.layout), call, sizes or sizes_for(call.device)
-    )
+    return BlockSparseBuild(_plan(group, call.layout), call, sizes or sizes_for(call.layout.device))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What follows from patterns and places, never from tensors."""
+    """What follows from patterns and layout, never from tensors."""
 
     heads: int  # h
     widths: IndexWidths
-    fields: Fields  # past, length, zero, head, KV head, tiles a row
+    fields: tuple[tuple[int, ...], ...]  # past, length, zero, head, KV head, tiles a row
 
 
 @lru_cache(maxsize=256)
-def _plan(patterns: Same, heads: tuple[int, ...], layout: Layout) -> _Plan:
-    keep = layout.tile_bounds([pattern.keep for pattern in patterns.objects])
-    places = (layout.chunk.past, layout.chunk.lengths, (0,) * layout.batch)
-    fields = (*places, heads, tuple(range(layout.kv_heads)), flat(keep))
-    return _Plan(len(heads), IndexWidths(layout.most_tiles(largest(keep)), 0), fields)
+def _plan(group: HeadGroup, layout: Layout) -> _Plan:
+    keep = layout.tile_bounds([pattern.keep for pattern in group.patterns])
+    rows = (layout.chunk.past, layout.chunk.lengths, (0,) * layout.batch)
+    fields = (*rows, group.heads, tuple(range(layout.kv_heads)), tuple(tiles for row in keep for tiles in row))
+    return _Plan(len(group.heads), IndexWidths(layout.most_tiles(largest(keep)), 0), fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +79,12 @@ class BlockSparseBuild:
         Args:
             into: contiguous, of all heads, at least as wide as `widths`; tiles and counts of these heads are written.
         """
-        call, h = self.call, self.plan.heads
+        call, layout, h = self.call, self.call.layout, self.plan.heads
         with torch.cuda.device_of(call.q_BHSD):
-            past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = send_fields(call.device, self.plan.fields)
-            q_BhTD = self._pool(call.q_BHSD, past_B, length_B, head_h, call.row_tiles, call.tile.query)
-            k_BGMD = self._pool(call.k_BGKD, zero_B, length_B, kv_head_G, call.key_tiles, call.tile.key)
-            for part in blocks(call.row_tiles, call.batch * h * call.key_tiles, MOST_SCORES):
+            past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = fields_on_device(layout.device, self.plan.fields)
+            q_BhTD = self._pool(call.q_BHSD, past_B, length_B, head_h, layout.row_tiles, layout.tile.query)
+            k_BGMD = self._pool(call.k_BGKD, zero_B, length_B, kv_head_G, layout.key_tiles, layout.tile.key)
+            for part in blocks(layout.row_tiles, layout.batch * h * layout.key_tiles, MOST_SCORES):
                 self._list_rows(part, q_BhTD, k_BGMD, (past_B, length_B, head_h), keep_Bh, into)
 
     def _pool(
@@ -148,29 +115,50 @@ class BlockSparseBuild:
         into: TileIndex,
     ) -> None:
         """Scores and lists a block of row tiles."""
-        call, sizes, h, rows = self.call, self.sizes, self.plan.heads, part.stop - part.start
-        shape: dict[str, Any] = {"QUERY": call.tile.query, "KEY": call.tile.key, "WINDOWED": call.window is not None}
-        order_BhRM = torch.empty((call.batch, h, rows, call.key_tiles), dtype=torch.int32, device=call.device)
-        reach = (call.row_tiles, call.key_tiles, part.start, part.stop)
-        products_kernel[(ceil_div(rows, sizes.products_block), h, call.batch)](
-            q_BhTD, k_BGMD, order_BhRM, *where, call.scale, call.window or 0, h, k_BGMD.shape[1], *reach,
-            GROUP=call.group_size, D=q_BhTD.shape[3], BLOCK_D=sizes.products_numbers, BLOCK_T=sizes.products_block,
+        call, layout, sizes, h = self.call, self.call.layout, self.sizes, self.plan.heads
+        rows = part.stop - part.start
+        shape: dict[str, Any] = {
+            "QUERY": layout.tile.query,
+            "KEY": layout.tile.key,
+            "WINDOWED": layout.window is not None,
+        }
+        order_BhRM = torch.empty((layout.batch, h, rows, layout.key_tiles), dtype=torch.int32, device=layout.device)
+        reach = (layout.row_tiles, layout.key_tiles, part.start, part.stop)
+        products_kernel[(ceil_div(rows, sizes.products_block), h, layout.batch)](
+            q_BhTD, k_BGMD, order_BhRM, *where, call.scale, layout.window or 0, h, k_BGMD.shape[1], *reach,
+            GROUP=layout.group_size, D=q_BhTD.shape[3], BLOCK_D=sizes.products_numbers, BLOCK_T=sizes.products_block,
             BLOCK_M=sizes.products_block,
             PRECISION="ieee" if interpreting() else "tf32x3", num_warps=sizes.products_warps, **shape,
         )  # fmt: skip
-        choose_kernel[(ceil_div(rows, sizes.choose_block), h, call.batch)](
-            order_BhRM, into.tiles_BHTW, into.counts_BHT, *where, keep_Bh, call.window or 0, h,
+        choose_kernel[(ceil_div(rows, sizes.choose_block), h, layout.batch)](
+            order_BhRM, into.tiles_BHTW, into.counts_BHT, *where, keep_Bh, layout.window or 0, h,
             into.tiles_BHTW.shape[1], *reach, into.tiles_BHTW.shape[3],
             BLOCK_T=sizes.choose_block, BLOCK_M=sizes.choose_tiles, num_warps=sizes.choose_warps, **shape,
         )  # fmt: skip
 
 
-# Device code that scores key tiles for row tiles by their mean queries and keys (MInference 1.0, section 3.2).
-#
-# Scores are written as integers that order like them: the bits of a float32, those below 0 turned round. Mandatory
-# tiles are above all others, tiles that a window hides below.
-#
-# Shapes: T row tiles of a program, M key tiles of a step, D numbers of a head that are multiplied at once.
+# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
+@triton.jit(do_not_specialize=["tiles"])
+@no_type_check
+def pool_kernel(
+    x_ptr, mean_ptr, first_ptr, length_ptr, head_ptr, stride_B, stride_H, stride_S, tiles,
+    TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles, heads, batch). Row r of x is token first + r; rows of tokens from `length` on are not read."""
+    tile = tl.program_id(0)
+    own = tl.program_id(1)
+    batch = tl.program_id(2)
+    rows = tl.load(length_ptr + batch) - tl.load(first_ptr + batch)
+    lane_D = tl.arange(0, BLOCK_D)
+    row_X = tile * TILE + tl.arange(0, TILE)
+    x_base = x_ptr + batch.to(tl.int64) * stride_B + tl.load(head_ptr + own).to(tl.int64) * stride_H
+    at_XD = x_base + row_X.to(tl.int64)[:, None] * stride_S + lane_D[None, :]
+    x_XD = tl.load(at_XD, mask=(row_X < rows)[:, None] & (lane_D < D)[None, :], other=0.0).to(tl.float32)
+    count = tl.minimum(tl.maximum(rows - tile * TILE, 1), TILE)
+    mean_D = tl.sum(x_XD, 0) / count.to(tl.float32)
+    at = ((batch * tl.num_programs(1) + own).to(tl.int64) * tiles + tile) * D
+    tl.store(mean_ptr + at + lane_D, mean_D, mask=lane_D < D)
+
 
 HIDDEN = tl.constexpr(-2147483648)
 MANDATORY = tl.constexpr(2147483647)
@@ -233,11 +221,6 @@ def products_kernel(
         order_TM = tl.where(tile_M[None, :] >= seen_T[:, None], order_TM, HIDDEN)
         keep_TM = tile_M[None, :] <= end_T[:, None]
         tl.store(order_T[:, None] + tile_M[None, :], order_TM, mask=keep_TM)
-
-
-# Device code that lists the best key tiles of every row tile, from the integers of products.py.
-#
-# Shapes: T row tiles of a program, M key tiles of a step, W listed tiles.
 
 
 @triton.jit

@@ -1,24 +1,38 @@
-"""Device code that the two passes over the keys share: which sampled queries a program holds, and what they see.
+"""Device code of the two passes over the keys that score the lines of vertical-slash heads.
 
 The sampled queries of a head are its last ones, counted back: row 0 is the last query of the batch row. A program
-holds SLOTS heads of one KV head and STRIPS strips of ROWS rows of each. The heads are stacked, so that a block of keys
+serves SLOTS heads of one KV head and STRIPS strips of ROWS rows of each. The heads are stacked, so that a block of keys
 is read once for all of them; the strips are tuples of tensors, as every one needs a product of its own.
 
-Shapes: M = SLOTS * ROWS stacked rows of a strip, N keys of a step, D head size padded to a power of two.
+The first pass gives the maximum and the sum of the softmax of every sampled query. The keys are cut into ranges, so
+that a few heads fill the GPU; each leaves a partial maximum and a partial sum (flash decoding), joined by the second.
+
+The second pass gives what each column and each diagonal gets (MInference 1.0, section 3.2). The scores are computed
+again, as storing them would take last_q numbers a key and head. Let row r be r tokens before the last query. Its weight
+for key j counts for column j and for diagonal c = j + r, which is offset `last - c`. Blocks of weights are upside down,
+keys by rows, so that sums over the rows stay within a thread. To sum diagonals, a block is skewed: row r is read r keys
+higher. The diagonals of a block then take the weights above its own diagonal from the block itself and those below from
+the one before, which waits in registers. The rows of strip s lie s blocks further back, so their weights wait s steps:
+the diagonals of all strips then coincide, are added, and are skewed once. No two programs of a launch add to one
+number: results are the same run to run. Where so many rows do not fit in the registers, launches of some strips each
+follow one another, and all but the first add to what is there.
+
+Shapes: P slots (heads of a program), M = SLOTS * ROWS stacked rows of a strip, N keys of a step, R ranges of the first
+pass, D head size padded to a power of two.
 """
+
+# ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
 
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
-# ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
-
 
 @triton.jit
 @no_type_check
-def held_rows(slots_ptr, unit, SLOTS: tl.constexpr, ROWS: tl.constexpr):
-    """Of each stacked row of the first strip: which of the builder's heads it is, or -1, and its place counted back."""
+def stacked_rows(slots_ptr, unit, SLOTS: tl.constexpr, ROWS: tl.constexpr):
+    """Of each stacked row of the first strip: which of the builder's heads it is, or -1, and its row counted back."""
     lane_M = tl.arange(0, SLOTS * ROWS)
     return tl.load(slots_ptr + unit * SLOTS + lane_M // ROWS), lane_M % ROWS
 
@@ -81,16 +95,6 @@ def visible(i, j, window, WINDOWED: tl.constexpr):
     return keep
 
 
-# Device code of the first pass over the keys: maximum and sum of the softmax of every sampled query.
-#
-# The keys are cut into runs, so that a few heads fill the GPU; each run leaves a partial maximum and a partial sum
-# (flash decoding), which the second pass joins.
-#
-# Shapes: M stacked rows, N keys of a step; see sample.py.
-
-# ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
-
-
 @triton.jit
 @no_type_check
 def _join_stats(m_M, l_M, s_MN, scale_log2, MASKED: tl.constexpr):
@@ -127,23 +131,23 @@ def _stats_step(
 
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
-@triton.jit(do_not_specialize=["window", "heads", "run"])
+@triton.jit(do_not_specialize=["window", "heads", "span"])
 @no_type_check
 def stats_kernel(
     q_ptr, k_ptr, m_ptr, l_ptr, past_ptr, length_ptr, head_ptr, limits_ptr, slots_ptr,
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,
-    scale_log2, window, heads, run,
+    scale_log2, window, heads, span,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (units, runs of `run` keys, batch). Units of one KV head run side by side: they share K in cache."""
+    """Grid: (units, ranges of `span` keys, batch). Units of one KV head run side by side: they share K in cache."""
     unit = tl.program_id(0)
     part = tl.program_id(1)
     batch = tl.program_id(2)
     past = tl.load(past_ptr + batch)
     length = tl.load(length_ptr + batch)
-    own_M, back_M = held_rows(slots_ptr, unit, SLOTS, ROWS)
+    own_M, back_M = stacked_rows(slots_ptr, unit, SLOTS, ROWS)
     i_M = length - 1 - back_M
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B
     q, used = load_strips(
@@ -153,8 +157,8 @@ def stats_kernel(
     kv_head = tl.load(head_ptr + tl.load(slots_ptr + unit * SLOTS)) // GROUP
     k_base = k_ptr + batch.to(tl.int64) * k_stride_B + kv_head.to(tl.int64) * k_stride_G
 
-    begin = part * run
-    end = tl.minimum(begin + run, length)
+    begin = part * span
+    end = tl.minimum(begin + span, length)
     # Up to `whole` every row sees every key.
     whole = begin
     if not WINDOWED:
@@ -181,30 +185,13 @@ def stats_kernel(
         tl.store(l_ptr + at_M + strip * ROWS * tl.num_programs(1), total[strip], mask=used[strip])
 
 
-# Device code of the second pass over the keys: what each column and each diagonal gets (MInference 1.0, section 3.2).
-#
-# The scores are computed again, as keeping them would take last_q numbers a key and head. Let row r be r tokens before
-# the last query. Its weight for key j counts for column j and for diagonal c = j + r, which is offset `last - c`.
-#
-# Blocks of weights are held upside down, keys by rows, so that sums over the rows stay within a thread. To sum
-# diagonals, a block is skewed: row r is read r keys higher. The diagonals of a block then take the weights above its
-# own diagonal from the block itself and those below from the one before, which waits in registers. The rows of strip s
-# lie s blocks further back, so their weights wait s steps: the diagonals of all strips then coincide, are added, and
-# are skewed once. No two programs of a launch add to one number: results are the same run to run. Where so many rows do
-# not fit in the registers, launches of some strips each follow one another, and all but the first add to what is there.
-#
-# Shapes: P slots (heads of a program), M stacked rows, N keys of a step, R runs of the first pass; see sample.py.
-
-# ruff: noqa: RUF005 (tuples are joined by +: the language has no unpacking)
-
-
 @triton.jit
 @no_type_check
-def _log_of_sum(m_ptr, l_ptr, at_M, used_M, runs, MOST_RUNS: tl.constexpr):
-    """Joins the runs of the first pass. Rows that do not count get infinity, and so weights of 0."""
-    lane_R = tl.arange(0, MOST_RUNS)
-    keep_MR = used_M[:, None] & (lane_R < runs)[None, :]
-    at_MR = at_M[:, None] * runs + lane_R[None, :]
+def _log_of_sum(m_ptr, l_ptr, at_M, used_M, ranges, MOST_RANGES: tl.constexpr):
+    """Joins the ranges of the first pass. Rows that do not count get infinity, and so weights of 0."""
+    lane_R = tl.arange(0, MOST_RANGES)
+    keep_MR = used_M[:, None] & (lane_R < ranges)[None, :]
+    at_MR = at_M[:, None] * ranges + lane_R[None, :]
     m_MR = tl.load(m_ptr + at_MR, mask=keep_MR, other=float("-inf"))
     l_MR = tl.load(l_ptr + at_MR, mask=keep_MR, other=0.0)
     m_M = tl.where(used_M, tl.max(m_MR, 1), 0.0)
@@ -230,10 +217,10 @@ def _add_diagonals(p_NM, before_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLO
 
 @triton.jit
 @no_type_check
-def _pad(plane_P, held_P, length, PADDING: tl.constexpr):
-    """Scores whose bits are -1 up to the next multiple of PADDING; see ranking.py."""
+def _pad(plane_P, real_P, length, PADDING: tl.constexpr):
+    """Scores whose bits are -1 up to the next multiple of PADDING; see selection.py."""
     at_X1 = (length + tl.arange(0, PADDING))[:, None]
-    keep_XP = (at_X1 < tl.cdiv(length, PADDING) * PADDING) & held_P[None, :]
+    keep_XP = (at_X1 < tl.cdiv(length, PADDING) * PADDING) & real_P[None, :]
     tl.store(plane_P[None, :] + at_X1, tl.full([PADDING, 1], -1, tl.int32).to(tl.float32, bitcast=True), mask=keep_XP)
 
 
@@ -249,7 +236,7 @@ def _put(at, x, keep, ADD: tl.constexpr):
 @triton.jit
 @no_type_check
 def _lines_step(
-    waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
+    waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, real_P,
     first_key, begin, end, length, k_stride_S, scale_log2, window,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, FIRST_ROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -277,7 +264,7 @@ def _lines_step(
         else:
             still_waiting = still_waiting + (p_NM,)
     diagonals_NP = _add_diagonals(whole_NM, before_NM, SLOTS, ROWS, BLOCK_N)
-    keep_NP = ((number_N >= begin) & (number_N < end))[:, None] & held_P[None, :]
+    keep_NP = ((number_N >= begin) & (number_N < end))[:, None] & real_P[None, :]
     _put(vertical_P[None, :] + number_N[:, None], columns_NP, keep_NP, FIRST_ROW > 0)
     if FIRST_ROW > 0:
         keep_NP = keep_NP & (number_N < length - FIRST_ROW)[:, None]
@@ -286,21 +273,21 @@ def _lines_step(
 
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
-@triton.jit(do_not_specialize=["window", "heads", "run", "runs", "keys"])
+@triton.jit(do_not_specialize=["window", "heads", "span", "ranges", "keys"])
 @no_type_check
 def lines_kernel(
     q_ptr, k_ptr, m_ptr, l_ptr, vertical_ptr, slash_ptr, past_ptr, length_ptr, head_ptr, limits_ptr, slots_ptr,
     q_stride_B, q_stride_H, q_stride_S, k_stride_B, k_stride_G, k_stride_S,
-    scale_log2, window, heads, run, runs, keys,
+    scale_log2, window, heads, span, ranges, keys,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, FIRST_ROW: tl.constexpr, ALL_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    MOST_RUNS: tl.constexpr, PADDING: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
+    MOST_RANGES: tl.constexpr, PADDING: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (units, runs of `run` keys, batch). A program owns the columns and the diagonals c of its run.
+    """Grid: (units, ranges of `span` keys, batch). A program owns the columns and the diagonals c of its range.
 
     A launch serves STRIPS strips from FIRST_ROW on, of the ALL_ROWS rows that the first pass left statistics of. The
-    diagonals that begin before the run cost STRIPS steps before it.
+    diagonals that begin before the range cost STRIPS steps before it.
     """
     tl.static_assert(BLOCK_N >= ROWS, "a diagonal must not span more than two blocks")
     tl.static_assert(STRIPS == 1 or BLOCK_N == ROWS, "strips must lie one block apart")
@@ -308,7 +295,7 @@ def lines_kernel(
     batch = tl.program_id(2)
     past = tl.load(past_ptr + batch)
     length = tl.load(length_ptr + batch)
-    own_M, back_M = held_rows(slots_ptr, unit, SLOTS, ROWS)
+    own_M, back_M = stacked_rows(slots_ptr, unit, SLOTS, ROWS)
     back_M += FIRST_ROW
     i_M = length - 1 - back_M
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B
@@ -320,12 +307,12 @@ def lines_kernel(
     log_sum = ()
     waiting = ()
     for strip in tl.static_range(STRIPS):
-        log_sum = log_sum + (_log_of_sum(m_ptr, l_ptr, at_M + strip * ROWS, used[strip], runs, MOST_RUNS),)
+        log_sum = log_sum + (_log_of_sum(m_ptr, l_ptr, at_M + strip * ROWS, used[strip], ranges, MOST_RANGES),)
     for _ in tl.static_range(STRIPS - 1):
         waiting = waiting + (tl.zeros([BLOCK_N, SLOTS * ROWS], tl.float32),)
 
     slot_P = tl.load(slots_ptr + unit * SLOTS + tl.arange(0, SLOTS))
-    held_P = slot_P >= 0
+    real_P = slot_P >= 0
     plane_P = (batch * heads + tl.maximum(slot_P, 0)).to(tl.int64) * keys
     vertical_P = vertical_ptr + plane_P
     slash_P = slash_ptr + plane_P
@@ -333,12 +320,12 @@ def lines_kernel(
     k_base = k_ptr + batch.to(tl.int64) * k_stride_B + kv_head.to(tl.int64) * k_stride_G
 
     if (FIRST_ROW == 0) & (tl.program_id(1) == 0):
-        _pad(vertical_P, held_P, length, PADDING)
-        _pad(slash_P, held_P, length, PADDING)
-    begin = tl.program_id(1) * run
+        _pad(vertical_P, real_P, length, PADDING)
+        _pad(slash_P, real_P, length, PADDING)
+    begin = tl.program_id(1) * span
     start = tl.maximum(begin - STRIPS * BLOCK_N, 0)
-    # A run beyond the length has nothing to do, nor the steps before it.
-    end = tl.where(begin < length, tl.minimum(begin + run, length), start)
+    # A range beyond the length has nothing to do, nor the steps before it.
+    end = tl.where(begin < length, tl.minimum(begin + span, length), start)
     # Up to `whole` every row sees every key.
     whole = start
     if not WINDOWED:
@@ -346,13 +333,13 @@ def lines_kernel(
     before_NM = tl.zeros([BLOCK_N, SLOTS * ROWS], tl.float32)
     for first_key in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
         waiting, before_NM = _lines_step(
-            waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
+            waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, real_P,
             first_key, begin, end, length, k_stride_S, scale_log2, window,
             False, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION, UPCAST,
         )  # fmt: skip
     for first_key in tl.range(whole, end, BLOCK_N, num_stages=1):
         waiting, before_NM = _lines_step(
-            waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, held_P,
+            waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, real_P,
             first_key, begin, end, length, k_stride_S, scale_log2, window,
             True, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION, UPCAST,
         )  # fmt: skip

@@ -1,14 +1,23 @@
-"""Device code that finds the k-th largest of a row of numbers, by one program, in a few passes over the row.
+"""Device code that chooses the best of a row of scores: the columns and the slashes of each vertical-slash head.
 
-Numbers are the bit patterns of float32 scores that are 0 or more, which order like the scores; -1 means "none".
-Where the compiler can see that `count` and the row's start are multiples of 4, four numbers are loaded at once. Rows
-are shorter than 2 ** 21 (LONGEST in sizes.py).
+The k-th largest number is found by one program in a few passes over the row. Numbers are the bit patterns of float32
+scores that are 0 or more, which order like the scores; -1 means "none". The chosen entries of a row are those above a
+threshold, and of those equal to it the ones up to an index: the lower index wins, as in topk.py. Columns are listed;
+slashes need no list, their threshold is enough.
+
+Rows of scores are padded to a multiple of PADDING with -1, which is never chosen, so that they can be read in large
+steps: where the compiler can see that `count` and the row's start are multiples of 4, four numbers are loaded at once.
+Rows are shorter than 2 ** 21 (LONGEST in sizes.py).
+
+Shapes: S keys, C listed columns.
 """
 
 from typing import no_type_check
 
 import triton
 import triton.language as tl
+
+NOTHING = tl.constexpr(2147483647)  # a threshold that no score exceeds
 
 
 @triton.jit
@@ -81,40 +90,27 @@ def count_equal(row_ptr, count, number, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def place_of_equal(row_ptr, count, number, nth, BLOCK: tl.constexpr):
+def index_of_equal(row_ptr, count, number, nth, BLOCK: tl.constexpr):
     """Index of the nth entry (from 1) that equals `number`; `count` where there are fewer."""
     lane = tl.arange(0, BLOCK)
     seen = 0
-    place = count
+    index = count
     start = 0
     while (seen < nth) & (start < count):
         entry = tl.load(row_ptr + start + lane, mask=start + lane < count, other=-1)
         equal = ((entry == number) & (start + lane < count)).to(tl.int32)
         rank = seen + tl.cumsum(equal, 0)
-        place = tl.minimum(place, tl.min(tl.where((equal != 0) & (rank == nth), start + lane, count)))
+        index = tl.minimum(index, tl.min(tl.where((equal != 0) & (rank == nth), start + lane, count)))
         seen += tl.sum(equal)
         start += BLOCK
-    return place
-
-
-# Device code that chooses the best columns and the best slashes of each head.
-#
-# The chosen entries of a row are those above a threshold, and of those equal to it the ones up to an index: the lower
-# index wins, as in topk.py. Columns are listed; slashes need no list, their threshold is enough.
-#
-# Rows of scores are padded to a multiple of PADDING with -1, which is never chosen, so that they can be read in large
-# steps.
-#
-# Shapes: S keys, C listed columns.
-
-NOTHING = tl.constexpr(2147483647)  # a threshold that no score exceeds
+    return index
 
 
 @triton.jit
 @no_type_check
-def chosen(number, place, threshold, last_equal):
+def chosen(number, index, threshold, last_equal):
     """Whether an entry is among the best ones."""
-    return (number > threshold) | ((number == threshold) & (place <= last_equal))
+    return (number > threshold) | ((number == threshold) & (index <= last_equal))
 
 
 @triton.jit
@@ -129,7 +125,7 @@ def _best(row_ptr, count, k, BLOCK: tl.constexpr):
         if found > k:
             # Two passes, only where equal scores straddle the edge of the choice.
             above = found - count_equal(row_ptr, count, threshold, BLOCK)
-            last_equal = place_of_equal(row_ptr, count, threshold, k - above, BLOCK)
+            last_equal = index_of_equal(row_ptr, count, threshold, k - above, BLOCK)
     return threshold, last_equal
 
 
@@ -140,11 +136,11 @@ def _list_chosen(row_ptr, count, threshold, last_equal, list_ptr, width, BLOCK: 
     lane = tl.arange(0, BLOCK)
     written = 0
     for start in tl.range(0, count, BLOCK):
-        place = start + lane
-        number = tl.load(row_ptr + place, mask=place < count, other=-1)
-        keep = chosen(number, place, threshold, last_equal) & (number >= 0)
+        index = start + lane
+        number = tl.load(row_ptr + index, mask=index < count, other=-1)
+        keep = chosen(number, index, threshold, last_equal) & (number >= 0)
         slot = written + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.store(list_ptr + slot, place, mask=keep & (slot < width))
+        tl.store(list_ptr + slot, index, mask=keep & (slot < width))
         written += tl.sum(keep.to(tl.int32))
     for start in tl.range(tl.minimum(written, width), width, BLOCK):
         tl.store(list_ptr + start + lane, tl.full([BLOCK], -1, tl.int32), mask=start + lane < width)
@@ -159,7 +155,7 @@ def select_kernel(
     heads, all_heads, keys, width,
     PADDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (heads, 2, batch). Columns of a head go to its place among all heads; slashes leave their threshold."""
+    """Grid: (heads, 2, batch). Columns of a head go to its row among all heads; slashes leave their threshold."""
     own = tl.program_id(0)
     batch = tl.program_id(2)
     row = batch * heads + own

@@ -1,11 +1,18 @@
-"""Device code that gives every tile diagonal the best of the chosen slashes that cross it.
+"""Device code of the tiles of vertical-slash heads, in three launches: crossings, diagonals, rows.
 
 Row tiles are whole multiples of key tiles, so a slash crosses the same tiles, counted back from the row's own, in every
-row (see diagonals.py of the torch builder). Distance d of a tile: key tile of the first row, less the tile; the entry
-of distance d is d + RIGHT. A tile at distance d holds the offsets from d * key + phase - key + 1 on, query + key - 1 of
-them, `phase` being how far into a key tile the row tiles begin.
+row (see vertical_slash.py of the torch builder). Distance d of a tile: key tile of the first row, less the tile; the
+entry of distance d is d + RIGHT. A tile at distance d holds the offsets from d * key + phase - key + 1 on, query + key
+- 1 of them, `phase` being how far into a key tile the row tiles begin.
 
-Shapes: E entries, X offsets of a tile.
+Slashes are taken in order of score (equal ones the lower offset first) until the next would make some row exceed its
+bound. No sorting is needed: a diagonal enters with the best slash that crosses it, its key, and all diagonals of one
+slash enter together; so those are taken whose key is above the key of the first diagonal that has no room any more.
+
+A row tile has the chosen distances counted back from its own tile, between the first tile that it sees and its last,
+and key tile 0. Columns outside these tiles are computed singly: their live bits, 32 to a word.
+
+Shapes: E entries, X offsets of a tile, T row tiles of a program, W listed tiles, N words.
 """
 
 from typing import no_type_check
@@ -13,7 +20,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.index.triton.selection import chosen, count_equal, kth_largest, place_of_equal
+from sparsekv.kernels.index.triton.selection import chosen, count_equal, index_of_equal, kth_largest
 
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
@@ -53,15 +60,6 @@ def crossings_kernel(
     tl.store(offset_ptr + at_E, lowest_E, mask=entry_E < entries)
 
 
-# Device code that chooses tile diagonals within the tiles that a row may have.
-#
-# Slashes are taken in order of score (equal ones the lower offset first) until the next would make some row exceed its
-# bound. No sorting is needed: a diagonal enters with the best slash that crosses it, its key, and all diagonals of one
-# slash enter together; so those are kept whose key is above the key of the first diagonal that has no room any more.
-#
-# Shapes: E entries, see crossings.py.
-
-
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["heads", "entries", "most"])
 @no_type_check
@@ -88,8 +86,8 @@ def diagonals_kernel(
         # Those equal to the first diagonal without room: of a better slash, of the same, or of a worse one. The lowest
         # offset of equal scores never falls from one diagonal to the next, so ranks among them follow the entries.
         above = found - count_equal(best_row, counted, threshold, BLOCK)
-        place = place_of_equal(best_row, counted, threshold, bound - above, BLOCK)
-        limit_offset = tl.load(offset_row + place, mask=place < counted, other=-1)
+        index = index_of_equal(best_row, counted, threshold, bound - above, BLOCK)
+        limit_offset = tl.load(offset_row + index, mask=index < counted, other=-1)
 
     lane = tl.arange(0, BLOCK)
     written = 0
@@ -104,14 +102,6 @@ def diagonals_kernel(
         tl.store(code_row + entry, within * 2 + keep, mask=real)
         tl.store(near_row + within - 1, entry - RIGHT, mask=(keep != 0) & (within <= most))
         written += tl.sum(keep)
-
-
-# Device code that writes the index of every row tile: its tiles, their count, and its live columns.
-#
-# A row tile has the chosen distances counted back from its own place, between the first tile that it sees and its last,
-# and key tile 0. Columns outside these tiles are computed singly: their live bits, 32 to a word.
-#
-# Shapes: T row tiles of a program, W listed tiles, N words, E entries, see crossings.py.
 
 
 @triton.jit
@@ -137,7 +127,7 @@ def rows_kernel(
     own = tl.program_id(1)
     batch = tl.program_id(2)
     row = (batch * heads + own).to(tl.int64)
-    place = (batch * all_heads + tl.load(head_ptr + own)).to(tl.int64)
+    head_row = (batch * all_heads + tl.load(head_ptr + own)).to(tl.int64)
     past = tl.load(past_ptr + batch)
     length = tl.load(length_ptr + batch)
     code_row = code_ptr + row * entries
@@ -159,7 +149,7 @@ def rows_kernel(
     has_first_T = _code_at(code_row, base_T, entries, RIGHT, real_T) % 2
     sink_T = ((seen_T == 0) & (end_T >= 0) & (has_first_T == 0)).to(tl.int32)
     count_T = tl.maximum(within_T - right_of_T, 0) + sink_T
-    line_T = place * row_tiles + tile_T
+    line_T = head_row * row_tiles + tile_T
     tl.store(counts_ptr + line_T, count_T, mask=real_T)
 
     lane_W = tl.arange(0, BLOCK_W)
@@ -175,7 +165,7 @@ def rows_kernel(
 
     lane_N = tl.arange(0, BLOCK_N)
     bit_B = tl.arange(0, 32)
-    column_row = columns_ptr + place * columns
+    column_row = columns_ptr + head_row * columns
     for start in tl.range(0, words, BLOCK_N):
         slot_NB = (start + lane_N)[:, None] * 32 + bit_B[None, :]
         j_NB = tl.load(column_row + slot_NB, mask=slot_NB < columns, other=-1)[None, :, :]

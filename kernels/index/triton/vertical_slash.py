@@ -1,6 +1,6 @@
-"""Vertical-slash indices built by Triton kernels: the launches, nothing else.
+"""Vertical-slash indices built by Triton kernels: what the host works out, and the launches.
 
-Six launches (or some more, see lines.py), whatever the number of heads, and one copy from the host:
+Six launches (or some more, see key_passes.py), whatever the number of heads, and one copy from the host:
 
     stats      softmax statistics of the sampled queries            split over the keys
     lines      scores of every column and every diagonal            split over the keys (some GPUs: and the queries)
@@ -10,66 +10,72 @@ Six launches (or some more, see lines.py), whatever the number of heads, and one
     rows       tile lists, counts and live bits                     split over the row tiles
 
 The result is that of kernels/index/vertical_slash.py, and the same run to run. Work and memory are linear in the
-length; the scores of query and key are never kept.
+length; the scores of query and key are never stored.
 
-Shapes: as in call.py; E tile diagonals (see crossings.py), M chosen ones, L sampled queries, R runs of the first pass.
+Shapes: as in layout.py; E tile diagonals (see slash_tiles.py), M chosen ones, L sampled queries, R key ranges of the
+first pass, U units (programs' heads) of a pass, P slots (heads) of a unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+import triton
 
-from sparsekv.kernels.index.layout import IndexCall, IndexWidths, LineScores, take_heads
+from sparsekv.kernels.device_cache import fields_on_device
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall, IndexWidths, Layout, LineScores, ceil_div, largest
 from sparsekv.kernels.index.triton.key_passes import lines_kernel, stats_kernel
-from sparsekv.kernels.index.triton.line_plan import BuildPlan, HeadsPlan, plan_build
-from sparsekv.kernels.index.triton.numbers import Numbers, send
 from sparsekv.kernels.index.triton.selection import select_kernel
 from sparsekv.kernels.index.triton.sizes import (
     LARGEST_SAMPLE,
     LONGEST,
-    MOST_RUNS,
+    MOST_RANGES,
     PADDING,
+    Pass,
     Sizes,
+    Strips,
     sizes_for,
+    strips_for,
     tensor_obstacle,
 )
 from sparsekv.kernels.index.triton.slash_tiles import crossings_kernel, diagonals_kernel, rows_kernel
 from sparsekv.kernels.tiles import TileIndex
+from sparsekv.kernels.topk import blocks
+from sparsekv.kernels.triton_support import interpreting
 from sparsekv.plans.patterns import VerticalSlash
 
 _LOG2_E = math.log2(math.e)
 # Scores of columns and diagonals held at once, in elements; a layer that would need more is built in groups of heads.
 MOST_SCORES = 1 << 27
+NO_HEAD = -1
+_ALIGNED = 16  # elements of 4 bytes: where Triton's usual launch expects pieces of scratch memory, and full rows end
 
 
-def obstacle(patterns: Sequence[VerticalSlash], call: IndexCall) -> str | None:
+def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
     """Why the index of these heads cannot be built here; None when it can."""
-    sampled = max(pattern.last_q for pattern in patterns)
+    sampled = max(pattern.last_q for pattern in group.unique)
     if sampled > LARGEST_SAMPLE:
         return f"it samples at most {LARGEST_SAMPLE} queries, found last_q {sampled}"
-    if call.chunk.longest > LONGEST:
-        return f"it takes up to {LONGEST:,} tokens, found {call.chunk.longest:,}"
+    if call.layout.chunk.longest > LONGEST:
+        return f"it takes up to {LONGEST:,} tokens, found {call.layout.chunk.longest:,}"
     return tensor_obstacle(call)
 
 
-def prepare(
-    patterns: Sequence[VerticalSlash], heads: Sequence[int], call: IndexCall, sizes: Sizes | None = None
-) -> VerticalSlashBuild:
+def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> VerticalSlashBuild:
     """All that the host knows about the index of these heads.
 
     Args:
-        patterns: one of each of `heads`; `obstacle` has found nothing against them.
-        heads: query heads, any of the layer's.
+        group: heads with VerticalSlash patterns; `obstacle` has found nothing against them.
         call: the layer's queries and keys.
         sizes: block sizes to use instead of the table's, for tuning and for tests.
     """
-    sizes = sizes or sizes_for(call.device)
-    plan = plan_build(patterns, heads, call.layout, sizes, MOST_SCORES)
-    return VerticalSlashBuild(plan, call, sizes, _known_lines(patterns, heads, call))
+    sizes = sizes or sizes_for(call.layout.device)
+    return VerticalSlashBuild(_plan(group, call.layout, sizes, MOST_SCORES), call, sizes, call.known_lines(group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +100,186 @@ class VerticalSlashBuild:
         """
         with torch.cuda.device_of(self.call.q_BHSD):
             for part in self.plan.parts:
-                launches = Launches(part, self.call, self.sizes, send(self.call.device, part.fields))
+                launches = Launches(part, self.call, self.sizes, part.send(self.call.layout.device))
                 lines = launches.score() if self.known is None else _padded(self.known, part.heads)
                 launches.choose(lines, into)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What each head may spend in each batch row: [B][h]."""
+
+    sampled: list[list[int]]  # queries
+    columns: list[list[int]]
+    slashes: list[list[int]]
+    tiles: list[list[int]]  # in any row, mandatory ones included; at least those
+
+    @classmethod
+    def of(cls, group: HeadGroup, layout: Layout) -> Budgets:
+        """The budgets of the patterns, resolved for this call: once for heads that share a pattern."""
+        rows = zip(layout.chunk.rows, layout.chunk.lengths, layout.phases, strict=True)
+        spent = [[_resolve(pattern, *row, layout) for pattern in group.unique] for row in rows]
+        return cls(*([[row[own][field] for own in group.own] for row in spent] for field in range(4)))
+
+    def part(self, heads: slice) -> Budgets:
+        """Only these heads."""
+        cut = ([row[heads] for row in rows] for rows in (self.sampled, self.columns, self.slashes, self.tiles))
+        return Budgets(*cut)
+
+
+def _resolve(pattern: VerticalSlash, rows: int, length: int, phase: int, layout: Layout) -> tuple[int, int, int, int]:
+    """What a head may spend in one batch row, in the order of Budgets."""
+    most = max(ceil_div(pattern.max_tiles.resolve(length), layout.tile.key), layout.mandatory_tiles(phase))
+    return min(pattern.last_q, rows), pattern.vertical.resolve(length), pattern.slash.resolve(length), most
+
+
+class Numbers(NamedTuple):
+    """What the kernels need to know from the host, int32 on the device."""
+
+    past_B: torch.Tensor
+    length_B: torch.Tensor
+    head_h: torch.Tensor  # which of all query heads each one is
+    sampled_Bh: torch.Tensor
+    columns_Bh: torch.Tensor
+    slashes_Bh: torch.Tensor
+    tiles_Bh: torch.Tensor
+    stats_units: torch.Tensor  # [U * P] heads that a program of a pass serves; NO_HEAD where a KV head has no more
+    lines_units: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """One pass over the keys."""
+
+    grid: tuple[int, int, int]  # units, key ranges, batch
+    range: int  # keys of a program
+    options: Mapping[str, Any]  # what it is compiled for
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsPlan:
+    """The launches for some heads."""
+
+    heads: slice  # which of those that are built
+    count: int  # h
+    fields: tuple[tuple[int, ...], ...]  # Numbers, on the host
+    stats: PassPlan
+    lines: PassPlan
+    sampled_rows: int  # of a head, rounded up to whole strips
+    lines_rows: tuple[int, ...]  # the first row of each launch of the second pass
+    stride: int  # numbers of a row of scores
+    entries: int  # E
+    nearest: int  # M
+    shape: Mapping[str, Any]  # the tile, as kernels are compiled for it
+    crossings_grid: tuple[int, int, int]
+    offsets: int  # of a tile, as a power of two
+    rows_grid: tuple[int, int, int]
+    score_pieces: tuple[int, ...]  # elements of scratch memory: maxima, sums, columns, diagonals
+    choice_pieces: tuple[int, ...]  # choices, best, offsets, codes, nearest
+
+    def send(self, device: torch.device) -> Numbers:
+        """The numbers on the device; not to be written to."""
+        return Numbers(*fields_on_device(device, self.fields))
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """A whole build, in groups of heads whose scores fit. Follows from patterns and layout, never from tensors."""
+
+    widths: IndexWidths
+    parts: tuple[HeadsPlan, ...]
+
+
+@lru_cache(maxsize=256)
+def _plan(group: HeadGroup, layout: Layout, sizes: Sizes, most_scores: int) -> BuildPlan:
+    budgets = Budgets.of(group, layout)
+    most = layout.slash_tiles(largest(budgets.slashes), largest(budgets.tiles))
+    widths = IndexWidths(layout.most_tiles(most), largest(budgets.columns))
+    parts = blocks(len(group.heads), 2 * layout.batch * layout.chunk.longest, most_scores)
+    plans = (_plan_heads(part, group.heads[part], budgets.part(part), layout, sizes) for part in parts)
+    return BuildPlan(widths, tuple(plans))
+
+
+def _plan_heads(part: slice, heads: tuple[int, ...], budgets: Budgets, layout: Layout, sizes: Sizes) -> HeadsPlan:
+    """Deals the heads out to programs."""
+    h, tile, strips = len(heads), layout.tile, strips_for(max(1, largest(budgets.sampled)))
+    at_once = Strips(strips.rows, min(strips.count, sizes.lines_at_once))
+    first, second = sizes.stats[strips.count], sizes.lines[at_once.count]
+    units = [units_of(heads, layout.group_size, _stacked(one, layout)) for one in (first, second)]
+    stats, lines = _pass(first, len(units[0]), strips, layout), _pass(second, len(units[1]), at_once, layout)
+    spent = (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles)
+    right = tile.query // tile.key + 1  # entry of distance 0, one more than any row needs: entry 0 is never chosen
+    entries = layout.key_tiles + right + 2
+    nearest = min(layout.slash_tiles(largest(budgets.slashes), largest(budgets.tiles)), entries)
+    stride = ceil_div(layout.chunk.longest, PADDING) * PADDING
+    sampled_rows = strips.rows * strips.count
+    ranges = sampled_rows * stats.grid[1]
+    return HeadsPlan(
+        heads=part,
+        count=h,
+        fields=(layout.chunk.past, layout.chunk.lengths, heads, *map(_flat, (*spent, *units))),
+        stats=stats,
+        lines=lines,
+        sampled_rows=sampled_rows,
+        lines_rows=tuple(range(0, sampled_rows, at_once.rows * at_once.count)),
+        stride=stride,
+        entries=entries,
+        nearest=nearest,
+        shape={"QUERY": tile.query, "KEY": tile.key, "RIGHT": right},
+        crossings_grid=(ceil_div(entries, sizes.crossings_block), h, layout.batch),
+        offsets=int(triton.next_power_of_2(tile.query + tile.key - 1)),
+        rows_grid=(ceil_div(layout.row_tiles, sizes.rows_block), h, layout.batch),
+        score_pieces=_pieces(layout.batch * h, (ranges, ranges, stride, stride)),
+        choice_pieces=_pieces(layout.batch * h, (2, entries, entries, entries, nearest)),
+    )
+
+
+def _pieces(rows: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(ceil_div(rows * width, _ALIGNED) * _ALIGNED for width in widths)
+
+
+def _flat(rows: list[list[int]]) -> tuple[int, ...]:
+    return tuple(number for row in rows for number in row)
+
+
+def _pass(one: Pass, units: int, strips: Strips, layout: Layout) -> PassPlan:
+    keys = layout.chunk.longest
+    span = ceil_div(max(one.least_range, ceil_div(keys, MOST_RANGES)), one.keys) * one.keys  # a multiple of a step
+    options = {
+        "GROUP": layout.group_size,
+        "D": layout.head_dim,
+        "BLOCK_D": triton.next_power_of_2(layout.head_dim),
+        "SLOTS": _stacked(one, layout),
+        "ROWS": strips.rows,
+        "STRIPS": strips.count,
+        "BLOCK_N": one.keys,
+        "STAGES": one.stages,
+        "WINDOWED": layout.window is not None and layout.window < keys,
+        "PRECISION": "ieee",
+        "UPCAST": interpreting() and layout.dtype == torch.bfloat16,
+        "num_warps": one.warps,
+    }
+    return PassPlan((units, ceil_div(keys, span), layout.batch), span, options)
+
+
+def _stacked(one: Pass, layout: Layout) -> int:
+    """Heads of a program: never more than a KV head serves."""
+    return min(one.heads, int(triton.next_power_of_2(layout.group_size)))
+
+
+def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int]]:
+    """Deals the heads into units of up to `slots` heads that share a KV head, those of one KV head side by side.
+
+    A head is named by its position in `heads`; short units are filled with NO_HEAD.
+    """
+    members: dict[int, list[int]] = {}
+    for position, head in enumerate(heads):
+        members.setdefault(head // group_size, []).append(position)
+    return [
+        (own[start : start + slots] + [NO_HEAD] * slots)[:slots]
+        for _, own in sorted(members.items())
+        for start in range(0, len(own), slots)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,86 +298,56 @@ class Launches:
         m_BhLR, l_BhLR, vertical, slash = self._scratch(plan.score_pieces, torch.float32)
         where = (n.past_B, n.length_B, n.head_h, n.sampled_Bh)
         strides = (*q_BHSD.stride()[:3], *k_BGKD.stride()[:3])
-        numbers = (*strides, call.scale * _LOG2_E, call.window or 0, plan.count)
+        numbers = (*strides, call.scale * _LOG2_E, call.layout.window or 0, plan.count)
         stats_kernel[stats.grid](
-            q_BHSD, k_BGKD, m_BhLR, l_BhLR, *where, n.stats_units, *numbers, stats.run, **stats.options
+            q_BHSD, k_BGKD, m_BhLR, l_BhLR, *where, n.stats_units, *numbers, stats.range, **stats.options
         )
         for first_row in plan.lines_rows:
             lines_kernel[lines.grid](
-                q_BHSD, k_BGKD, m_BhLR, l_BhLR, vertical, slash, *where, n.lines_units, *numbers, lines.run,
-                stats.runs, plan.stride, FIRST_ROW=first_row, ALL_ROWS=plan.sampled_rows,
-                MOST_RUNS=MOST_RUNS, PADDING=PADDING, **lines.options,
+                q_BHSD, k_BGKD, m_BhLR, l_BhLR, vertical, slash, *where, n.lines_units, *numbers, lines.range,
+                stats.grid[1], plan.stride, FIRST_ROW=first_row, ALL_ROWS=plan.sampled_rows,
+                MOST_RANGES=MOST_RANGES, PADDING=PADDING, **lines.options,
             )  # fmt: skip
-        shape = (call.batch, plan.count, plan.stride)
+        shape = (call.layout.batch, plan.count, plan.stride)
         return LineScores(vertical.view(shape), slash.view(shape))
 
     def choose(self, lines: LineScores, into: TileIndex) -> None:
         """Lists columns and tiles by these scores."""
-        slash_BhS = lines.slash_BhS.view(torch.int32)
-        choice_Bh2, best_BhE, offset_BhE, code_BhE, near_BhM = self._scratch(self.plan.choice_pieces, torch.int32)
-        self._select(lines.vertical_BhS.view(torch.int32), slash_BhS, choice_Bh2, into)
-        self._choose_diagonals(slash_BhS, choice_Bh2, (best_BhE, offset_BhE, code_BhE), near_BhM)
-        self._list_rows(code_BhE, near_BhM, into)
-
-    def _select(
-        self, vertical_BhS: torch.Tensor, slash_BhS: torch.Tensor, choice_Bh2: torch.Tensor, into: TileIndex
-    ) -> None:
-        """Lists the best columns; `choice` is which slashes are: a threshold, and the last offset equal to it."""
-        h, n, columns_BHC = self.plan.count, self.numbers, into.columns_BHC
-        select_kernel[(h, 2, self.call.batch)](
-            vertical_BhS, slash_BhS, columns_BHC, choice_Bh2, n.length_B, n.head_h, n.columns_Bh, n.slashes_Bh, h,
-            columns_BHC.shape[1], slash_BhS.shape[2], columns_BHC.shape[2],
-            PADDING=PADDING, BLOCK=self.sizes.select_block, num_warps=self.sizes.select_warps,
+        layout, plan, n, sizes, h = self.call.layout, self.plan, self.numbers, self.sizes, self.plan.count
+        vertical_BhS, slash_BhS = lines.vertical_BhS.view(torch.int32), lines.slash_BhS.view(torch.int32)
+        _, all_heads, row_tiles, width = into.tiles_BHTW.shape
+        columns, words = into.columns_BHC.shape[2], into.live_BHTN.shape[3]
+        # Which slashes are chosen: a threshold, and the last offset equal to it. Then of each tile diagonal its best
+        # slash, that slash's offset, and how many diagonals up to it are chosen; at last the chosen distances.
+        choice_Bh2, best_BhE, offset_BhE, code_BhE, near_BhM = self._scratch(plan.choice_pieces, torch.int32)
+        select_kernel[(h, 2, layout.batch)](
+            vertical_BhS, slash_BhS, into.columns_BHC, choice_Bh2, n.length_B, n.head_h, n.columns_Bh, n.slashes_Bh, h,
+            all_heads, slash_BhS.shape[2], columns,
+            PADDING=PADDING, BLOCK=sizes.select_block, num_warps=sizes.select_warps,
         )  # fmt: skip
-
-    def _choose_diagonals(
-        self,
-        slash_BhS: torch.Tensor,
-        choice_Bh2: torch.Tensor,
-        scratch_BhE: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        near_BhM: torch.Tensor,
-    ) -> None:
-        """The chosen tile diagonals of each head: how many up to each (the last scratch), and their distances."""
-        plan, n, sizes = self.plan, self.numbers, self.sizes
-        best_BhE, offset_BhE, code_BhE = scratch_BhE
         crossings_kernel[plan.crossings_grid](
-            slash_BhS, choice_Bh2, best_BhE, offset_BhE, n.past_B, n.length_B, plan.count, slash_BhS.shape[2],
-            plan.entries,
-            BLOCK_E=sizes.crossings_block, BLOCK_X=plan.crossings_lanes, num_warps=sizes.crossings_warps, **plan.shape,
+            slash_BhS, choice_Bh2, best_BhE, offset_BhE, n.past_B, n.length_B, h, slash_BhS.shape[2], plan.entries,
+            BLOCK_E=sizes.crossings_block, BLOCK_X=plan.offsets, num_warps=sizes.crossings_warps, **plan.shape,
         )  # fmt: skip
-        diagonals_kernel[(plan.count, self.call.batch)](
-            best_BhE, offset_BhE, code_BhE, near_BhM, n.past_B, n.length_B, n.tiles_Bh, plan.count, plan.entries,
+        diagonals_kernel[(h, layout.batch)](
+            best_BhE, offset_BhE, code_BhE, near_BhM, n.past_B, n.length_B, n.tiles_Bh, h, plan.entries,
             plan.nearest, BLOCK=sizes.diagonals_block, num_warps=sizes.diagonals_warps, **plan.shape,
         )  # fmt: skip
-
-    def _list_rows(self, code_BhE: torch.Tensor, near_BhM: torch.Tensor, into: TileIndex) -> None:
-        """Writes lists, counts and live bits."""
-        plan, n, sizes = self.plan, self.numbers, self.sizes
-        _, all_heads, row_tiles, width = into.tiles_BHTW.shape
         rows_kernel[plan.rows_grid](
             code_BhE, near_BhM, into.columns_BHC, into.tiles_BHTW, into.counts_BHT, into.live_BHTN, n.past_B,
-            n.length_B, n.head_h, self.call.window or 0, plan.count, all_heads, row_tiles, plan.entries, plan.nearest,
-            width, into.columns_BHC.shape[2], into.live_BHTN.shape[3], WINDOWED=plan.windowed,
+            n.length_B, n.head_h, layout.window or 0, h, all_heads, row_tiles, plan.entries, plan.nearest, width,
+            columns, words, WINDOWED=layout.window is not None,
             BLOCK_T=sizes.rows_block, BLOCK_W=sizes.rows_tiles, BLOCK_N=sizes.rows_words, num_warps=sizes.rows_warps,
             **plan.shape,
         )  # fmt: skip
 
     def _scratch(self, pieces: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """Memory for several tensors by one allocation; the kernels know their shapes."""
-        return torch.empty(sum(pieces), dtype=dtype, device=self.call.device).split_with_sizes(pieces)
-
-
-def _known_lines(patterns: Sequence[VerticalSlash], heads: Sequence[int], call: IndexCall) -> LineScores | None:
-    """The scores of these heads where the caller has them already."""
-    sampled = {pattern.last_q for pattern in patterns}
-    known = call.lines.get(sampled.pop()) if call.lines and len(sampled) == 1 else None
-    if known is None:
-        return None
-    return LineScores(take_heads(known.vertical_BhS, heads), take_heads(known.slash_BhS, heads))
+        return torch.empty(sum(pieces), dtype=dtype, device=self.call.layout.device).split_with_sizes(pieces)
 
 
 def _padded(lines: LineScores, part: slice) -> LineScores:
-    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see ranking.py)."""
+    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see selection.py)."""
     missing = -lines.slash_BhS.shape[2] % PADDING
     vertical, slash = (
         torch.nn.functional.pad(x_BhS[:, part].view(torch.int32).clamp(min=-1), (0, missing), value=-1)

@@ -1,4 +1,4 @@
-"""Decode attention over chosen tokens: every backend against the brute-force answer."""
+"""Decode attention over all tokens or a selection, contiguous or paged: every backend against brute force."""
 
 from dataclasses import replace
 
@@ -7,7 +7,9 @@ import torch
 from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, draw
 
 from sparsekv.kernels.backends import decode_attention
-from sparsekv.kernels.decode.rows import DecodeRows
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.reference import reference_attention
 from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
@@ -22,52 +24,86 @@ def check(case: DecodeCase, backend: str, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_cpu_backend_attends_to_the_chosen_tokens_only(case: DecodeCase) -> None:
+def test_cpu_backend_attends_to_the_selected_tokens_only(case: DecodeCase) -> None:
     check(case, "cpu")
 
 
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_triton_kernels_attend_to_the_chosen_tokens_only(case: DecodeCase) -> None:
+def test_triton_kernels_attend_to_the_selected_tokens_only(case: DecodeCase) -> None:
     check(case, "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_gpu_backends_attend_to_the_chosen_tokens_only(case: DecodeCase, backend: str) -> None:
+def test_gpu_backends_attend_to_the_selected_tokens_only(case: DecodeCase, backend: str) -> None:
     check(case, backend, "cuda")
 
 
 @needs_interpreter
-@pytest.mark.parametrize("runs", [1, 2, 3, 64])
-def test_split_of_the_tokens_never_changes_the_answer(runs: int) -> None:
-    from sparsekv.kernels.decode.triton_backend import decode
+@pytest.mark.parametrize("splits", [1, 2, 3, 64])
+def test_split_of_the_tokens_never_changes_the_answer(splits: int) -> None:
+    from sparsekv.kernels.decode.triton import decode
 
-    problem = draw(DecodeCase("x", listed=150, tail=(230, 300)))
-    found = decode(
-        problem.q_BHQD,
-        problem.k_BGSD,
-        problem.v_BGSD,
-        problem.rows,
-        scale=problem.scale,
-        want_lse=True,
-        runs=runs,
-    )
+    problem = draw(DecodeCase("x", (300, 90), (80, ALL)))
+    found = decode(problem.q_BHQD, problem.keys, problem.selection, scale=problem.scale, want_lse=True, splits=splits)
     assert_close(found, problem)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_a_row_that_attends_to_everything_is_dense_bit_for_bit(backend: str) -> None:
+    problem = draw(DecodeCase("x", (300, 90, 17), (ALL, ALL, ALL)))
+    dense = decode_attention(problem.q_BHQD, problem.keys, None, scale=problem.scale, backend=backend)
+    assert torch.equal(attend(problem, backend).out_BHSD, dense.out_BHSD)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256])
+def test_paged_keys_give_what_contiguous_keys_give_bit_for_bit(backend: str, page: int) -> None:
+    paged = draw(DecodeCase("x", (300, 41, 130), (60, ALL, 80), page=page))
+    length = -(-300 // page) * page  # the capacity decides how the tokens are split
+    whole = KeyView(*(x.contiguous() for x in paged.keys.contiguous(length)), paged.keys.lengths_B)
+    contiguous = replace(paged, keys=whole)
+    assert torch.equal(attend(contiguous, backend).out_BHSD, attend(paged, backend).out_BHSD)
+
+
+def test_the_oracle_takes_pages_too() -> None:
+    problem = draw(DecodeCase("x", (300, 41), (60, ALL), page=32))
+    k, v = problem.keys.contiguous(problem.keys.capacity)
+    found = reference_attention(problem.q_BHQD, k, v.nan_to_num(), problem.mask_BH1S, scale=problem.scale)
+    assert_close(found, problem)
+
+
+def test_a_listed_selection_names_every_token_that_a_row_attends_to() -> None:
+    lengths_B = torch.tensor([50, 30], dtype=torch.int32)
+    chosen = torch.tensor([[[5, 9, 40]], [[7, 0, 0]]], dtype=torch.int32)
+    selection = Selection(chosen, torch.tensor([3, 1], dtype=torch.int32), 2, 3)
+    assert selection.listed(lengths_B).tolist() == [[[0, 1, 5, 9, 40, 47, 48, 49]], [[0, 1, 7, -1, -1, 27, 28, 29]]]
 
 
 def test_misfits_are_refused_with_what_was_found() -> None:
     problem = draw(DecodeCase("x"))
-    tokens = problem.rows.tokens_BGN
+    keys, selection = problem.keys, problem.selection
+    assert selection is not None
 
-    def refuse(message: str, rows: DecodeRows = problem.rows, q: torch.Tensor = problem.q_BHQD) -> None:
+    def refuse(message: str, *, q=problem.q_BHQD, keys=keys, selection=selection) -> None:
         with pytest.raises(ShapeError, match=message):
-            decode_attention(q, problem.k_BGSD, problem.v_BGSD, rows, scale=0.1, backend="cpu")
+            decode_attention(q, keys, selection, scale=0.1, backend="cpu")
 
+    chosen, table = selection.chosen_BgN, torch.zeros((1, 30), dtype=torch.int32)
     refuse("takes one query token a call, found 2", q=problem.q_BHQD.expand(-1, -1, 2, -1))
-    refuse("tokens must be \\[1, 1 or 2, listed\\]", replace(problem.rows, tokens_BGN=tokens.expand(1, 3, -1)))
-    refuse("tokens must be int32", replace(problem.rows, tokens_BGN=tokens.long()))
-    refuse("stride 1 in their last dimension", replace(problem.rows, tokens_BGN=tokens[..., ::2]))
-    refuse("tail_stop <= 300 keys, found \\[280, 301\\)", replace(problem.rows, tail_stop=301))
-    refuse("found \\[290, 280\\)", replace(problem.rows, tail_start=290, tail_stop=280))
+    refuse(
+        "chosen tokens must be \\[1, 1 or 2, listed\\]",
+        selection=replace(selection, chosen_BgN=chosen.expand(1, 3, -1)),
+    )
+    refuse("must be int32", selection=replace(selection, chosen_BgN=chosen.long()))
+    refuse("stride 1 in their last dimension", selection=replace(selection, chosen_BgN=chosen[..., ::2]))
+    refuse("counts must be \\[1\\]", selection=replace(selection, counts_B=torch.zeros(2, dtype=torch.int32)))
+    refuse("must not be negative", selection=replace(selection, recent=-1))
+    refuse("lengths must be int32 \\(1,\\)", keys=KeyView(keys.k, keys.v, keys.lengths_B.long()))
+    refuse(
+        "a page must hold 16, 32, 64, 128, 256 tokens, found 300", keys=KeyView(keys.k, keys.v, keys.lengths_B, table)
+    )
+    refuse("head size of q", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
+    refuse("head dimension|last dimension", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_index import SMALL, call_of, differences, index_by, torch_index, triton_index
+from device_index import SMALL, call_of, differences, group_of, index_by, torch_index, triton_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
@@ -152,14 +152,14 @@ def test_what_triton_does_not_build_is_built_by_torch() -> None:
         "nothing to build": make_layer((LINES,), Chunk((0,), (0,)), TILES[0], spare=3),
     }
     for reason, layer in refused.items():
-        assert reason in (vertical_slash.obstacle(layer.patterns, call_of(layer)) or "")
+        assert reason in (vertical_slash.obstacle(group_of(layer), call_of(layer)) or "")
         assert differences(index_by("triton", layer), index_by("torch", layer)) == []
     long = replace(make_layer((LINES,), chunk, TILES[0]), chunk=Chunk((2_000_000,), (2_000_001,)))
-    assert "up to 2,000,000 tokens" in (vertical_slash.obstacle(long.patterns, call_of(long)) or "")
+    assert "up to 2,000,000 tokens" in (vertical_slash.obstacle(group_of(long), call_of(long)) or "")
     strided = make_layer((LINES,), chunk, TILES[0])
     spread = strided.q_BHSD.repeat_interleave(2, 3)[..., ::2]
     layer = Layer(strided.patterns, spread, strided.k_BGKD, chunk, TILES[0], strided.scale, None)
-    assert "contiguous heads" in (vertical_slash.obstacle(layer.patterns, call_of(layer)) or "")
+    assert "contiguous heads" in (vertical_slash.obstacle(group_of(layer), call_of(layer)) or "")
 
 
 def test_asking_for_triton_where_it_does_not_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

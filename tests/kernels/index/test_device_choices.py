@@ -6,15 +6,15 @@ plain Python says what the k-th largest is.
 
 import pytest
 import torch
-from device_index import SMALL, call_of, differences, torch_index, triton_index
+from device_index import SMALL, call_of, differences, group_of, torch_index, triton_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, budgets, make_layer
 
-from sparsekv.kernels.index.line_scores import UNSEEN, LineScores, score_lines
+from sparsekv.kernels.index.layout import LineScores
+from sparsekv.kernels.index.line_scores import UNSEEN, score_lines
 from sparsekv.kernels.index.triton import vertical_slash
-from sparsekv.kernels.index.triton.line_plan import plan_heads
-from sparsekv.kernels.index.triton.numbers import NO_HEAD, budgets_of, send, units_of
+from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Launches, units_of
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 
@@ -92,8 +92,8 @@ def test_scores_of_columns_and_diagonals_are_those_of_torch(last_q, chunk, windo
     layer = make_layer(chosen, chunk, TILES[0], window=window, spare=30, seed=4)
     call, heads = call_of(layer), tuple(range(len(last_q)))
     expected = score_lines(heads, last_q, call)
-    plan = plan_heads(slice(0, len(heads)), heads, budgets_of(chosen, call), call.layout, SMALL)
-    found = vertical_slash.Launches(plan, call, SMALL, send(call.device, plan.fields)).score()
+    (plan,) = vertical_slash.prepare(group_of(layer), call, SMALL).plan.parts
+    found = Launches(plan, call, SMALL, plan.send(call.layout.device)).score()
     for b, length in enumerate(chunk.lengths):
         for name in ("vertical_BhS", "slash_BhS"):
             scores = getattr(found, name)[b, :, :length]

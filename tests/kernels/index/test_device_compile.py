@@ -9,8 +9,8 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROGRAM = """
 import torch
 from kernel_resources import SHARED, compiling_for, _resources
-from sparsekv.kernels.index.build import room_for
-from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.build import empty_index
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, vertical_slash
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import tokens
@@ -21,11 +21,11 @@ def build(past, length, vertical, heads, last_q=64):
         vertical=tokens(vertical), slash=tokens(50), max_tiles=tokens(vertical), last_q=last_q
     )
     q, k = torch.empty(1, 8, length - past, 128).bfloat16(), torch.empty(1, 2, length + 5, 128).bfloat16()
-    call = IndexCall(q, k, Chunk((past,), (length,)), TileShape(), 0.1, None)
+    call = IndexCall.of(q, k, Chunk((past,), (length,)), TileShape(), 0.1, None)
     blocks = BlockSparse(keep=tokens(vertical + 128))
     for module, chosen in ((vertical_slash, pattern), (block_sparse, blocks)):
-        prepared = module.prepare((chosen,) * len(heads), heads, call)
-        prepared.fill(room_for([prepared.widths], call, ()))
+        prepared = module.prepare(HeadGroup.of((chosen,) * len(heads), heads), call)
+        prepared.fill(empty_index([prepared.widths], call.layout, ()))
 
 with compiling_for(90) as built:
     build(0, 600, 100, range(8))

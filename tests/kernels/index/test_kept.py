@@ -7,9 +7,9 @@ from index_cases import TILES, Layer, make_layer
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from sparsekv.kernels import device_cache
-from sparsekv.kernels.device_cache import kept_on_device, on_device
+from sparsekv.kernels.device_cache import cached_on_device, on_device
 from sparsekv.kernels.index import a_shape
-from sparsekv.kernels.index.build import build_index, by_kind
+from sparsekv.kernels.index.build import build_index, group_heads
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 
@@ -83,13 +83,13 @@ def test_whoever_writes_to_lists_of_one_index_harms_no_other(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_builder_writes_to_kept_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-    sending = device_cache._sent
+    sending = device_cache._send
 
     def note(*arguments: object) -> torch.Tensor:
         sent.append((tensor := sending(*arguments), tensor.clone()))
         return tensor
 
-    monkeypatch.setattr(device_cache, "_sent", note)
+    monkeypatch.setattr(device_cache, "_send", note)
     monkeypatch.setattr(device_cache, "_stream", lambda device: id(sent))  # nothing is kept of this stream yet
     for builder in ("triton", "torch"):
         build(layer_at(LAYERS[name], PLACES[1], window=90), builder)
@@ -100,16 +100,16 @@ def test_no_builder_writes_to_kept_numbers(name: str, monkeypatch: pytest.Monkey
 def test_long_a_shapes_are_not_kept_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer_at(LAYERS[name], PLACES[0]) for name in ("all a_shape", "two a_shapes", "one a_shape")]
     expected = [build(layer) for layer in layers]
-    monkeypatch.setattr(a_shape, "_MOST_KEPT", 0)
-    monkeypatch.setattr(a_shape, "_kept", None)
+    monkeypatch.setattr(a_shape, "_MOST_CACHED", 0)
+    monkeypatch.setattr(a_shape, "_cached_lists", None)
     for layer, index in zip(layers, expected, strict=True):
         assert differences(build(layer), index) == []
 
 
 def test_equal_layers_share_their_groups_whoever_made_the_patterns() -> None:
     mine, yours = ((LINES.model_copy(deep=True), Dense(), A.model_copy(deep=True)) for _ in range(2))
-    assert all(one is other for one, other in zip(by_kind(mine), by_kind(yours), strict=True))
-    assert by_kind(mine) != by_kind((mine[0], mine[2], mine[1]))
+    assert all(one is other for one, other in zip(group_heads(mine), group_heads(yours), strict=True))
+    assert group_heads(mine) != group_heads((mine[0], mine[2], mine[1]))
 
 
 def test_equal_numbers_of_another_type_or_shape_are_other_tensors() -> None:
@@ -120,7 +120,7 @@ def test_equal_numbers_of_another_type_or_shape_are_other_tensors() -> None:
 
 
 def test_every_stream_has_its_own_and_a_captured_one_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = kept_on_device(most=4)(lambda device, count: torch.arange(count, device=device))
+    made = cached_on_device(most=4)(lambda device, count: torch.arange(count, device=device))
     found = []
     for stream in (1, 2, 1, None, None):
         monkeypatch.setattr(device_cache, "_stream", lambda device, stream=stream: stream)

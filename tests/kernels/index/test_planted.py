@@ -28,7 +28,7 @@ def planted_lines() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_planted_columns_and_diagonals_have_the_highest_scores() -> None:
     q, k = planted_lines()
-    lines = score_lines([0], [64], IndexCall(q, k, Chunk.uniform(1, 0, S), TILE, 1.0, None))
+    lines = score_lines([0], [64], IndexCall.of(q, k, Chunk.uniform(1, 0, S), TILE, 1.0, None))
     assert set(lines.vertical_BhS[0, 0].topk(len(COLUMNS)).indices.tolist()) == set(COLUMNS)
     assert set(lines.slash_BhS[0, 0].topk(len(OFFSETS)).indices.tolist()) == set(OFFSETS)
     assert lines.vertical_BhS.sum().item() == pytest.approx(64, rel=1e-4)

@@ -24,29 +24,30 @@ dense_layers = layers(st.just(Dense()))
 
 
 def call_of(layer: Layer) -> IndexCall:
-    return IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
+    return IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
 
 
 def scores_of(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
     """[B, h, T, key tiles]; every head and row tile must come exactly once."""
     call = call_of(layer)
-    found_BhTM = torch.full((call.batch, len(heads), call.row_tiles, call.key_tiles), torch.nan)
-    for part in tile_scores(kind, heads, call, call.locate()):
-        into = found_BhTM[:, list(part.places), part.rows]
+    layout = call.layout
+    found_BhTM = torch.full((layout.batch, len(heads), layout.row_tiles, layout.key_tiles), torch.nan)
+    for part in tile_scores(kind, heads, call):
+        into = found_BhTM[:, list(part.heads), part.rows]
         assert into.isnan().all()
         into[:] = 0.0
         into[..., : part.scores_BhRM.shape[-1]] = part.scores_BhRM
-        found_BhTM[:, list(part.places), part.rows] = into
+        found_BhTM[:, list(part.heads), part.rows] = into
     return found_BhTM
 
 
 def brute_scores(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
-    call, key = call_of(layer), layer.tile.key
-    expected_BhTM = np.zeros((call.batch, len(heads), call.row_tiles, call.key_tiles))
+    layout, key = call_of(layer).layout, layer.tile.key
+    expected_BhTM = np.zeros((layout.batch, len(heads), layout.row_tiles, layout.key_tiles))
     for b, (past, length) in enumerate(zip(layer.chunk.past, layer.chunk.lengths, strict=True)):
         for place, head in enumerate(heads):
             q = layer.q_BHSD[b, head, : length - past].double().numpy()
-            k = layer.k_BGKD[b, head // call.group_size, :length].double().numpy()
+            k = layer.k_BGKD[b, head // layout.group_size, :length].double().numpy()
             for t, first in enumerate(range(past, length, layer.tile.query)):
                 rows = (past, first, min(first + layer.tile.query, length) - 1)
                 if kind == "antidiagonal":

@@ -7,36 +7,35 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
 
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.layout import IndexCall
+from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
-from sparsekv.kernels.index.triton import adaptive as tile_scores_module
-from sparsekv.kernels.index.triton.adaptive import tile_scores_by_triton
+from sparsekv.kernels.index.triton import adaptive
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import Adaptive, Dense, TileShape, tokens
 
-LAUNCH = tile_scores_module._launch
+LAUNCH = adaptive._launch
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
 
 
 def joined(found, call: IndexCall, heads: list[int]) -> torch.Tensor:
     """[B, h, T, key tiles]; every head and row tile must come exactly once, with no NaN."""
-    shape = (call.batch, len(heads), call.row_tiles, call.key_tiles)
-    joined_BhTM = torch.full(shape, torch.nan, device=call.device)
+    layout = call.layout
+    shape = (layout.batch, len(heads), layout.row_tiles, layout.key_tiles)
+    joined_BhTM = torch.full(shape, torch.nan, device=layout.device)
     for part in found:
-        into = joined_BhTM[:, list(part.places), part.rows]
+        into = joined_BhTM[:, list(part.heads), part.rows]
         assert into.isnan().all()
         into = torch.zeros_like(into)
         into[..., : part.scores_BhRM.shape[-1]] = part.scores_BhRM
-        joined_BhTM[:, list(part.places), part.rows] = into
+        joined_BhTM[:, list(part.heads), part.rows] = into
     assert not joined_BhTM.isnan().any()
     return joined_BhTM
 
 
 def check(layer: Layer, heads: list[int], atol: float = 2e-6) -> torch.Tensor:
-    call = IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
-    expected = joined(tile_scores("antidiagonal", heads, call, call.locate()), call, heads)
-    found = joined(tile_scores_by_triton(heads, call), call, heads)
+    call = IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, layer.window)
+    expected = joined(tile_scores("antidiagonal", heads, call), call, heads)
+    found = joined(adaptive.score("antidiagonal", heads, call), call, heads)
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     return found
 
@@ -75,7 +74,7 @@ def test_parts_of_the_row_tiles_join_without_seams(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("size", [24, 12], ids=["by the kernel", "by torch, which takes any head size"])
 def test_adaptive_heads_get_the_same_tiles_when_triton_builds(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     calls = []
-    monkeypatch.setattr(tile_scores_module, "_launch", lambda *rest: (calls.append(rest), LAUNCH(*rest)))
+    monkeypatch.setattr(adaptive, "_launch", lambda *rest: (calls.append(rest), LAUNCH(*rest)))
     patterns = [Adaptive(mass=0.6, max_tiles=tokens(256)), Adaptive(score="pooled", mass=0.5, max_tiles=tokens(256))]
     layer = make_layer(patterns, Chunk((40,), (700,)), TILES[0], size=size)
     given_ = (layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile)
@@ -86,11 +85,11 @@ def test_adaptive_heads_get_the_same_tiles_when_triton_builds(monkeypatch: pytes
 
 
 @needs_interpreter
-def test_a_head_size_that_does_not_fit_is_refused() -> None:
-    layer = make_layer([Dense()], Chunk((0,), (64,)), TILES[0], size=12)
-    call = IndexCall(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, None)
-    with pytest.raises(BackendError, match="multiples of 8"):
-        list(tile_scores_by_triton([0], call))
+def test_a_head_size_that_does_not_fit_is_left_to_torch() -> None:
+    pattern = Adaptive(mass=0.6, max_tiles=tokens(256))
+    layer = make_layer([pattern], Chunk((0,), (64,)), TILES[0], size=12)
+    call = IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, None)
+    assert "multiples of 8" in (adaptive.obstacle(HeadGroup.of([pattern], [0]), call) or "")
 
 
 @pytest.mark.gpu

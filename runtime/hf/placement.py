@@ -17,7 +17,7 @@ from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.hf.describe import attention_groups, decoder_of
-from sparsekv.runtime.stores.device import Layout
+from sparsekv.runtime.stores.store import Layout
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
 _HOT = tokens(1024)
@@ -51,18 +51,13 @@ def place_layers(decode: DecodePlan | None, count: int, asked: int | Sequence[in
     if isinstance(asked, int):
         if not 0 <= asked <= count:
             raise UsageError(f"expected 0 to {count} layers in host memory, found {asked}")
-        first, sparse = set(offload.layers if offload else ()), sparse_layers(decode)
+        first, sparse = set(offload.layers if offload else ()), decode.sparse_layers if decode else ()
         ranked = sorted(range(count), key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
     unknown = {layer for layer in asked if not 0 <= layer < count}
     if unknown:
         raise UsageError(f"expected layers of 0-{count - 1} in host memory, found {format_ids(unknown)}")
     return Placement(frozenset(asked), hot)
-
-
-def sparse_layers(decode: DecodePlan | None) -> frozenset[int]:
-    """Layers that attend to chosen tokens only, at the longest contexts."""
-    return decode.lengths[-1].sparse_layers if decode else frozenset()
 
 
 def layouts_of(model: PreTrainedModel) -> list[Layout]:

@@ -1,0 +1,72 @@
+"""Which tokens a decode step attends to: sinks, chosen tokens, recent ones (OmniKV, ICLR 2025, section 3.2).
+
+Shapes: B batch, G KV heads, N chosen tokens at most; g is 1 (one choice for all KV heads) or G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.kernels.keys import KeyView
+from sparsekv.plans.errors import ShapeError
+
+ALL = -1  # a count: the row attends to everything
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The tokens of a sparse layer, row by row: a row attends to everything, or to `sink + count + recent` tokens.
+
+    A row of length L with a count c >= 0 attends to tokens [0, sink), to the first c entries of its list, and to
+    [L - recent, L). The list names each token once and none outside [sink, L - recent); nobody asks the device.
+    Negative entries are skipped.
+    """
+
+    chosen_BgN: torch.Tensor  # int32
+    counts_B: torch.Tensor  # int32: chosen tokens of each row, or ALL
+    sink: int
+    recent: int
+
+    @property
+    def most(self) -> int:
+        """Tokens that a row attends to at most, unless it attends to everything."""
+        return self.sink + self.chosen_BgN.shape[2] + self.recent
+
+    def listed(self, lengths_B: torch.Tensor) -> torch.Tensor:
+        """Sinks, chosen and recent tokens as one list: int32 [B, g, sink + N + recent], -1 where a row has fewer.
+
+        For stores that fetch tokens. No row may attend to everything.
+        """
+        device, (batch, heads, most) = self.chosen_BgN.device, self.chosen_BgN.shape
+        sink_S = torch.arange(self.sink, dtype=torch.int32, device=device)
+        recent_BR = lengths_B[:, None] - torch.arange(self.recent, 0, -1, dtype=torch.int32, device=device)
+        unused_BN = torch.arange(most, dtype=torch.int32, device=device) >= self.counts_B[:, None]
+        chosen_BgN = self.chosen_BgN.masked_fill(unused_BN[:, None], -1)
+        parts = (sink_S.expand(batch, heads, -1), chosen_BgN, recent_BR[:, None].expand(-1, heads, -1))
+        return torch.cat(parts, 2)
+
+
+def check_selection(keys: KeyView, selection: Selection) -> None:
+    """The lists belong to these keys.
+
+    Raises:
+        ShapeError: they do not; the message says what and how to fix it.
+    """
+    chosen, counts, device = selection.chosen_BgN, selection.counts_B, keys.k.device
+    if chosen.dim() != 3 or chosen.shape[0] != keys.batch or chosen.shape[1] not in (1, keys.kv_heads):
+        raise ShapeError(
+            f"chosen tokens must be [{keys.batch}, 1 or {keys.kv_heads}, listed], found {tuple(chosen.shape)}"
+        )
+    if (chosen.dtype, chosen.device) != (torch.int32, device) or (counts.dtype, counts.device) != (torch.int32, device):
+        raise ShapeError(
+            f"chosen tokens and their counts must be int32 on {device}, found {chosen.dtype} on {chosen.device} and "
+            f"{counts.dtype} on {counts.device}"
+        )
+    if tuple(counts.shape) != (keys.batch,):
+        raise ShapeError(f"counts must be [{keys.batch}], one a batch row, found {tuple(counts.shape)}")
+    if chosen.shape[2] > 1 and chosen.stride(2) != 1:
+        raise ShapeError(f"chosen tokens must have stride 1 in their last dimension, found {chosen.stride()}")
+    if min(selection.sink, selection.recent) < 0:
+        raise ShapeError(f"sink and recent must not be negative, found {selection.sink} and {selection.recent}")

@@ -1,0 +1,210 @@
+"""Decode attention in Triton: split over the attended tokens, then merged (flash decoding).
+
+A program of the first kernel reads one split of the tokens of one row and KV head and serves all of its query heads,
+so every key is read once. The second kernel merges the splits of a query head by their log-sum-exp. Lengths, counts
+and lists are read on the device; grids follow from the batch, the heads and the capacity of the keys alone.
+
+Shapes: B batch, H query heads, G KV heads, D head size, P splits. In the kernels: R query heads of a KV head (padded
+to 16 or more for the product), N tokens of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.tiles import AttentionOutput
+from sparsekv.kernels.triton_support import check_device, check_head_size, check_row_strides, interpreting
+
+_LOG2_E = 1.4426950408889634
+_MOST_SPLITS = 64  # what one program of the merge holds at once
+
+
+def decode(
+    q_BHQD: torch.Tensor,
+    keys: KeyView,
+    selection: Selection | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+    splits: int | None = None,
+) -> AttentionOutput:
+    """One query token a batch row; arguments as in `decode_attention`.
+
+    Args:
+        splits: of each row's tokens, instead of as many as fill the GPU.
+
+    Raises:
+        BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
+        ShapeError: a stride is too long for 32-bit offsets inside a block.
+    """
+    check_device(q_BHQD)
+    check_head_size(q_BHQD.shape[-1])
+    check_row_strides(keys.k, keys.v)
+    B, H, _, D = q_BHQD.shape
+    G, device = keys.kv_heads, q_BHQD.device
+    block_n, stages = (32, 1) if q_BHQD.dtype == torch.float32 else (64, 3)
+    P = min(_MOST_SPLITS, max(1, triton.cdiv(keys.capacity, block_n)), splits or _splits_that_fill(device, B * G))
+    part_BHPD = torch.empty((B, H, P, D), dtype=torch.float32, device=device)
+    part_lse_BHP = torch.empty((B, H, P), dtype=torch.float32, device=device)
+    out_BHQD = torch.empty_like(q_BHQD)
+    lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
+    block_d = triton.next_power_of_2(D)
+    with torch.cuda.device_of(q_BHQD):
+        decode_kernel[(P, G, B)](
+            q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
+            *_table_of(keys), *_lists_of(selection, keys.lengths_B),
+            *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
+            scale * _LOG2_E, window or 0, G,
+            GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d, BLOCK_N=block_n,
+            PAGE=keys.page, SPARSE=selection is not None, STAGES=stages, PRECISION="ieee",
+            UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16, num_warps=4,
+        )  # fmt: skip
+        merge_kernel[(H, B)](
+            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, P,
+            D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(P), WANT_LSE=want_lse, num_warps=4,
+        )  # fmt: skip
+    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None)
+
+
+def _table_of(keys: KeyView) -> tuple[torch.Tensor, int]:
+    return (keys.lengths_B, 0) if keys.table_BP is None else (keys.table_BP, keys.table_BP.stride(0))
+
+
+def _lists_of(selection: Selection | None, unused: torch.Tensor) -> tuple[Any, ...]:
+    """Lists, counts, strides of the lists, sink, recent."""
+    if selection is None:
+        return unused, unused, 0, 0, 0, 0
+    chosen = selection.chosen_BgN
+    across = chosen.stride(1) if chosen.shape[1] > 1 else 0
+    return chosen, selection.counts_B, chosen.stride(0), across, selection.sink, selection.recent
+
+
+def _splits_that_fill(device: torch.device, programs: int) -> int:
+    """Splits for about two programs on every multiprocessor."""
+    if device.type != "cuda":
+        return 4
+    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs)
+
+
+# Numbers that may change from step to step are not specialised on: no step may compile the kernel again.
+@no_type_check
+@triton.jit(do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, lengths_ptr, table_ptr, table_stride,
+    chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
+    q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
+    scale_log2, window, kv_heads,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, SPARSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them."""
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    row_R = tl.arange(0, ROWS)
+    lanes_D = tl.arange(0, BLOCK_D)
+    lanes_N = tl.arange(0, BLOCK_N)
+    real_RD = (row_R < GROUP)[:, None] & (lanes_D < D)[None, :]
+    head_R = kv_head * GROUP + row_R
+    q_base = q_ptr + batch * q_stride_B
+    q_RD = tl.load(q_base + head_R.to(tl.int64)[:, None] * q_stride_H + lanes_D[None, :], mask=real_RD, other=0.0)
+    k_base = k_ptr + kv_head.to(tl.int64) * k_stride_G
+    v_base = v_ptr + kv_head.to(tl.int64) * v_stride_G
+    if PAGE == 0:
+        k_base += batch * k_stride_B
+        v_base += batch * v_stride_B
+    table_row = table_ptr + batch * table_stride
+    if UPCAST:
+        q_RD = q_RD.to(tl.float32)
+
+    length = tl.load(lengths_ptr + batch)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    total = length - first
+    count = -1
+    chosen_row = chosen_ptr
+    if SPARSE:
+        count = tl.load(counts_ptr + batch)
+        total = tl.where(count < 0, total, sink + count + recent)
+        chosen_row = chosen_ptr + batch * chosen_stride_B + kv_head.to(tl.int64) * chosen_stride_G
+
+    m_R = tl.full([ROWS], float("-inf"), tl.float32)
+    l_R = tl.zeros([ROWS], tl.float32)
+    acc_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    splits = tl.num_programs(0)
+    span = tl.cdiv(tl.cdiv(total, BLOCK_N), splits) * BLOCK_N
+    begin = tl.program_id(0) * span
+    end = tl.minimum(begin + span, total)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        number_N = start + lanes_N
+        token_N = first + number_N
+        if SPARSE:
+            listed_N = (count >= 0) & (number_N >= sink) & (number_N < sink + count)
+            chosen_N = tl.load(chosen_row + number_N - sink, mask=listed_N & (number_N < end), other=-1)
+            recent_N = length - recent + number_N - sink - count
+            sparse_N = tl.where(number_N < sink, number_N, tl.where(listed_N, chosen_N, recent_N))
+            token_N = tl.where(count < 0, token_N, sparse_N)
+        keep_N = (number_N < end) & (token_N >= first)
+        keep_ND = keep_N[:, None] & (lanes_D < D)[None, :]
+        if PAGE == 0:
+            at_N1 = token_N.to(tl.int64)[:, None]
+            k_at = k_base + at_N1 * k_stride_S
+            v_at = v_base + at_N1 * v_stride_S
+        else:
+            page_N = tl.load(table_row + token_N // PAGE, mask=keep_N, other=0).to(tl.int64)
+            slot_N = (token_N % PAGE).to(tl.int64)
+            k_at = k_base + (page_N * k_stride_B + slot_N * k_stride_S)[:, None]
+            v_at = v_base + (page_N * v_stride_B + slot_N * v_stride_S)[:, None]
+        k_ND = tl.load(k_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+        v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+        if UPCAST:
+            k_ND = k_ND.to(tl.float32)
+            v_ND = v_ND.to(tl.float32)
+        s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
+        s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
+        new_m_R = tl.maximum(m_R, tl.max(s_RN, 1))
+        base_R = tl.where(new_m_R == float("-inf"), 0.0, new_m_R)
+        p_RN = tl.exp2(s_RN - base_R[:, None])
+        decay_R = tl.exp2(m_R - base_R)
+        l_R = l_R * decay_R + tl.sum(p_RN, 1)
+        acc_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, acc_RD * decay_R[:, None], input_precision=PRECISION)
+        m_R = new_m_R
+
+    seen_R = l_R > 0.0
+    l_R = tl.where(seen_R, l_R, 1.0)
+    part_R = (batch * kv_heads * GROUP + head_R) * splits + tl.program_id(0)
+    tl.store(part_ptr + part_R[:, None] * D + lanes_D[None, :], acc_RD / l_R[:, None], mask=real_RD)
+    lse_R = tl.where(seen_R, m_R + tl.log2(l_R), float("-inf"))
+    tl.store(part_lse_ptr + part_R, lse_R, mask=row_R < GROUP)
+
+
+@no_type_check
+@triton.jit(do_not_specialize=["splits", "heads"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_stride_B, out_stride_H, heads, splits,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp."""
+    head = tl.program_id(0)
+    batch = tl.program_id(1)
+    part = (batch * heads + head).to(tl.int64) * splits
+    lanes_P = tl.arange(0, BLOCK_P)
+    lanes_D = tl.arange(0, BLOCK_D)
+    lse_P = tl.load(part_lse_ptr + part + lanes_P, mask=lanes_P < splits, other=float("-inf"))
+    m = tl.max(lse_P, 0)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    weight_P = tl.exp2(lse_P - base)
+    total = tl.sum(weight_P, 0)
+    keep_PD = (lanes_P < splits)[:, None] & (lanes_D < D)[None, :]
+    part_PD = tl.load(part_ptr + (part + lanes_P)[:, None] * D + lanes_D[None, :], mask=keep_PD, other=0.0)
+    out_D = tl.sum(part_PD * weight_P[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    out_at = out_ptr + batch.to(tl.int64) * out_stride_B + head.to(tl.int64) * out_stride_H + lanes_D
+    tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=lanes_D < D)
+    if WANT_LSE:
+        lse = tl.where(total > 0.0, base + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + batch * heads + head, lse * 0.6931471805599453)

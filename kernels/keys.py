@@ -1,0 +1,123 @@
+"""Where the keys and values of a layer lie, for kernels that read them by logical token position.
+
+Shapes: B batch, G KV heads, S tokens in memory, D head size, N pages in memory, T tokens of a page, P pages of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekv.plans.errors import ShapeError
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyView:
+    """Keys and values of every batch row, contiguous by token or in pages. Nothing is copied and no stride is assumed
+    but 1 in the last dimension.
+
+    Contiguous (`table_BP` is None): token t of row b is `k[b, :, t]`. Paged: it is
+    `k[table_BP[b, t // T], :, t % T]`; entries of the table beyond a row's length may hold anything, and so may the
+    memory of tokens beyond it.
+    """
+
+    k: torch.Tensor  # [B, G, S, D] or [N, G, T, D]
+    v: torch.Tensor  # the same shape; strides of its own
+    lengths_B: torch.Tensor  # int32 on the device: tokens of each row, the newest included
+    table_BP: torch.Tensor | None = None  # int32 on the device
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.lengths_B.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """G."""
+        return self.k.shape[1]
+
+    @property
+    def page(self) -> int:
+        """T; 0 where the tokens of a row are contiguous."""
+        return 0 if self.table_BP is None else self.k.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a row can hold here; what launch grids are made from."""
+        return self.k.shape[2] if self.table_BP is None else self.table_BP.shape[1] * self.k.shape[2]
+
+    def heads(self, kv: slice) -> KeyView:
+        """The same tokens of these KV heads alone."""
+        return KeyView(self.k[:, kv], self.v[:, kv], self.lengths_B, self.table_BP)
+
+    def row(self, b: int, tokens_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some tokens of one batch row, copied: [G, T, D] each."""
+        if self.table_BP is None:
+            return self.k[b].index_select(1, tokens_T), self.v[b].index_select(1, tokens_T)
+        page_T, slot_T = self.table_BP[b].index_select(0, tokens_T // self.page), tokens_T % self.page
+        return self.k[page_T, :, slot_T].transpose(0, 1), self.v[page_T, :, slot_T].transpose(0, 1)
+
+    def contiguous(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, G, longest, D] each: views of contiguous keys, copies of paged ones. Rows shorter than `longest` hold
+        anything behind their end.
+
+        Raises:
+            ShapeError: no row can be that long.
+        """
+        if longest > self.capacity:
+            raise ShapeError(f"expected room for {longest} tokens a row, found a capacity of {self.capacity}")
+        if self.table_BP is None:
+            return self.k[:, :, :longest], self.v[:, :, :longest]
+        used_BP = self.table_BP[:, : -(-longest // self.page)].clamp(0, self.k.shape[0] - 1)
+        k, v = (x[used_BP].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (self.k, self.v))
+        return k, v
+
+
+def resident(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
+    """Contiguous keys whose every row is full."""
+    lengths_B = torch.full((k_BGSD.shape[0],), k_BGSD.shape[2], dtype=torch.int32, device=k_BGSD.device)
+    return KeyView(k_BGSD, v_BGSD, lengths_B)
+
+
+def check_keys(q_BHQD: torch.Tensor, keys: KeyView) -> None:
+    """Queries and keys fit together. No check asks the device.
+
+    Raises:
+        ShapeError: they do not; the message says what and how to fix it.
+    """
+    k, v, table = keys.k, keys.v, keys.table_BP
+    for name, tensor in (("q", q_BHQD), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, [batch or pages, heads, tokens, head size], "
+                             f"found shape {tuple(tensor.shape)}")  # fmt: skip
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ShapeError(f"{name} must have stride 1 in its last dimension, found strides {tensor.stride()}")
+    batch, heads, _, size = q_BHQD.shape
+    if k.shape != v.shape or k.shape[3] != size or heads % k.shape[1]:
+        raise ShapeError(
+            f"k and v must have one shape, the head size of q, and KV heads that divide its heads; "
+            f"found q {tuple(q_BHQD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if len({(tensor.dtype, tensor.device) for tensor in (q_BHQD, k, v)}) != 1:
+        raise ShapeError(
+            f"q, k and v must have one dtype and one device, found {q_BHQD.dtype} on {q_BHQD.device}, {k.dtype} on "
+            f"{k.device}, {v.dtype} on {v.device}"
+        )
+    _check_int32("lengths", keys.lengths_B, (batch,), q_BHQD.device)
+    if table is None:
+        if k.shape[0] != batch:
+            raise ShapeError(f"contiguous keys must have the batch of q, found {k.shape[0]} rows for {batch}")
+        return
+    if k.shape[2] not in PAGE_SIZES:
+        raise ShapeError(f"a page must hold {', '.join(map(str, PAGE_SIZES))} tokens, found {k.shape[2]}")
+    _check_int32("the block table", table, (batch, table.shape[-1]), q_BHQD.device)
+
+
+def _check_int32(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape or tensor.device != device:
+        raise ShapeError(
+            f"{name} must be int32 {shape} on {device}, found {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )

@@ -1,0 +1,236 @@
+"""A plan lowered once for a model and a rank: for every layer its patterns by length, and its role in decode.
+
+Nothing that runs looks at a plan again. Under tensor parallelism each rank lowers the same plan to its own heads.
+
+Shapes: B batch, H query heads, G KV heads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from sparsekv.kernels.decode.selection import ALL
+from sparsekv.kernels.device_cache import on_device
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import AttentionGroup, ModelInfo
+from sparsekv.plans.patterns import Dense, Pattern, TileShape
+from sparsekv.plans.phases import DecodeBudget, DecodePlan, PrefillPlan, Segment
+
+DEFAULT_TILE = TileShape()
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `count` tensor-parallel ranks: neighbouring heads of every layer. Where there are more ranks than KV
+    heads, several ranks hold the same KV head."""
+
+    index: int = 0
+    count: int = 1
+
+    def heads(self, group: AttentionGroup) -> tuple[slice, slice]:
+        """Query heads and KV heads of this rank in a layer of this shape.
+
+        Raises:
+            UnsupportedError: the heads cannot be divided evenly.
+        """
+        more, fewer = max(group.kv_heads, self.count), min(group.kv_heads, self.count)
+        if group.heads % self.count or more % fewer:
+            raise UnsupportedError(
+                f"expected heads that divide evenly over {self.count} ranks, found {group.heads} query and "
+                f"{group.kv_heads} KV heads (layer {group.layers[0]}); use a number of ranks that divides both"
+            )
+        queries = group.heads // self.count
+        kv = max(1, group.kv_heads // self.count)
+        first = self.index * group.kv_heads // self.count
+        return slice(self.index * queries, (self.index + 1) * queries), slice(first, first + kv)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProgram:
+    """How one filter layer chooses tokens for the layers of its segment, at every length."""
+
+    filter: int
+    sink: int
+    recent: int
+    selector: Literal["last", "uniform", "exponential"]
+    queries: int  # of the newest ones, how many the selector looks at
+    heads: Literal["max", "per_kv_head"]
+    across_ranks: bool  # scores of all ranks are reduced to their maxima before the choice
+    bounds: tuple[int, ...]  # the longest length of every bucket but the last
+    budgets: tuple[DecodeBudget | None, ...]  # of every bucket; None attends to everything
+
+    @property
+    def most(self) -> int:
+        """Tokens chosen at any length: what lists have room for."""
+        return max(budget.most for budget in self.budgets if budget is not None)
+
+    def count(self, length: int) -> int:
+        """Tokens to choose among `length` cached ones, or ALL."""
+        budget = self.budgets[bisect_left(self.bounds, length)]
+        chosen = 0 if budget is None else budget.resolve(length)
+        return ALL if budget is None or self.sink + chosen + self.recent >= length else chosen
+
+    def counts(self, lengths_B: torch.Tensor) -> torch.Tensor:
+        """`count` of every row, int32 [B], without asking the device."""
+        device, table = lengths_B.device, [_limits(budget) for budget in self.budgets]
+        bounds = on_device(self.bounds, device, torch.int32)
+        bucket_B = torch.bucketize(lengths_B, bounds) if self.bounds else torch.zeros_like(lengths_B)
+        fraction, most, dense = (on_device(column, device, torch.float64) for column in zip(*table, strict=True))
+        bucket_B = bucket_B.long()
+        chosen_B = torch.minimum((fraction[bucket_B] * lengths_B - 1e-9).ceil(), most[bucket_B]).int()
+        all_B = (dense[bucket_B] > 0) | (chosen_B + (self.sink + self.recent) >= lengths_B)
+        return chosen_B.masked_fill(all_B, ALL)
+
+
+def _limits(budget: DecodeBudget | None) -> tuple[float, float, float]:
+    """Fraction of the length (2 for a number of tokens: the other limit holds), most tokens, whether it is dense."""
+    if budget is None:
+        return 0.0, 0.0, 1.0
+    return 2.0 if budget.fraction is None else budget.fraction, float(budget.most), 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProgram:
+    """What one layer computes on one rank."""
+
+    layer: int
+    heads: int  # query heads of the rank
+    kv_heads: int
+    window: int | None  # the layer's own sliding window
+    tile: TileShape = DEFAULT_TILE
+    bounds: tuple[int, ...] = ()  # the longest context of every prefill bucket but the last
+    patterns: tuple[tuple[Pattern, ...], ...] = ((),)  # by prefill bucket, one a query head; () is dense
+    filters: SegmentProgram | None = None  # the segment that this layer chooses for
+    follows: SegmentProgram | None = None  # the segment that this layer belongs to
+    kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
+
+    def patterns_at(self, length: int) -> tuple[Pattern, ...]:
+        """One pattern a query head at a context of `length` tokens (past + chunk); none if all are dense."""
+        return self.patterns[bisect_left(self.bounds, length)]
+
+    def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
+        """The prefill of neighbouring heads alone."""
+        patterns = tuple(_dense_as_none(row[queries]) for row in self.patterns)
+        return replace(self, heads=queries.stop - queries.start, kv_heads=kv.stop - kv.start, patterns=patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every layer of a model computes on one rank."""
+
+    rank: Rank
+    layers: tuple[LayerProgram, ...]
+
+    @classmethod
+    def of(
+        cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None
+    ) -> Program:
+        """Lowers the phases of a plan. A phase that is None runs dense.
+
+        Args:
+            prefill: patterns by length.
+            decode: segments by length.
+            model: what the layers are; the phases fit it.
+            rank: whose heads; all of them when None.
+
+        Raises:
+            UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter
+            layer sees only a window.
+        """
+        rank = rank or Rank()
+        segments = _segments(decode, model, rank)
+        return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a decode step needs the maxima of all ranks' scores."""
+        return any(layer.filters is not None and layer.filters.across_ranks for layer in self.layers)
+
+
+def _layer(
+    layer: int, prefill: PrefillPlan | None, segments: dict[int, tuple[Segment, SegmentProgram]], model: ModelInfo,
+    rank: Rank,
+) -> LayerProgram:  # fmt: skip
+    group = model.group_of(layer)
+    queries, kv = rank.heads(group)
+    found = next(((segment, lowered) for segment, lowered in segments.values() if layer in segment.layers), None)
+    chosen_for = segments.get(layer)
+    whole = LayerProgram(
+        layer,
+        group.heads,
+        group.kv_heads,
+        group.window,
+        filters=chosen_for[1] if chosen_for else None,
+        follows=found[1] if found else None,
+        kv_map=_kv_map(found[0], layer, kv) if found else None,
+    )
+    if prefill:
+        bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
+        rows = [prefill.bucket(bound) for bound in (*bounds, (bounds[-1] if bounds else 0) + 1)]
+        patterns = tuple(_dense_as_none(row.patterns(layer, group.heads)) for row in rows)
+        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns)
+    return whole.for_heads(queries, kv)
+
+
+def _dense_as_none(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+    return () if all(isinstance(pattern, Dense) for pattern in patterns) else patterns
+
+
+def _segments(decode: DecodePlan | None, model: ModelInfo, rank: Rank) -> dict[int, tuple[Segment, SegmentProgram]]:
+    """By filter layer."""
+    sparse = [bucket for bucket in decode.lengths if bucket.segments] if decode else []
+    if decode is None or not sparse:
+        return {}
+    bounds = tuple(bucket.up_to for bucket in decode.lengths if bucket.up_to is not None)
+    found = {}
+    for position, segment in enumerate(sparse[0].segments):
+        budgets = tuple(bucket.segments[position].budget if bucket.segments else None for bucket in decode.lengths)
+        found[segment.filter] = (segment, _segment(segment, bounds, budgets, model, rank))
+    return found
+
+
+def _segment(
+    segment: Segment, bounds: tuple[int, ...], budgets: tuple[DecodeBudget | None, ...], model: ModelInfo, rank: Rank
+) -> SegmentProgram:
+    group = model.group_of(segment.filter)
+    if group.kind != "full":
+        raise UnsupportedError(
+            f"expected filter layers with full attention, found layer {segment.filter}, which is {group.kind} and "
+            f"cannot choose among all tokens; compile the plan again for this model"
+        )
+    own_heads = segment.heads != "max"
+    if own_heads and rank.count > group.kv_heads and segment.scope == "global":
+        raise UnsupportedError(
+            f"expected at most {group.kv_heads} ranks for segment {segment}, whose KV heads choose by themselves, "
+            f"found {rank.count}; use fewer ranks, or `heads: max`"
+        )
+    return SegmentProgram(
+        filter=segment.filter,
+        sink=segment.sink,
+        recent=segment.recent,
+        selector=segment.selector,
+        queries=1 if segment.selector == "last" else segment.window,
+        heads="per_kv_head" if own_heads else "max",
+        across_ranks=rank.count > 1 and segment.scope == "global" and not own_heads,
+        bounds=bounds,
+        budgets=budgets,
+    )
+
+
+def _kv_map(segment: Segment, layer: int, kv: slice) -> tuple[int, ...] | None:
+    """The layer's head map, counted in the rank's KV heads."""
+    if isinstance(segment.heads, str):
+        return None
+    own = segment.heads[layer][kv]
+    crossing = [source for source in own if not kv.start <= source < kv.stop]
+    if crossing:
+        raise UnsupportedError(
+            f"expected head maps that stay within a rank, found that KV heads {kv.start} to {kv.stop - 1} of layer "
+            f"{layer} take the choice of KV head {crossing[0]} of filter layer {segment.filter}, which is on another "
+            f"rank; use fewer ranks, or `heads: max`"
+        )
+    return tuple(source - kv.start for source in own)

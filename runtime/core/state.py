@@ -1,0 +1,120 @@
+"""What the layers of a decode step share: lengths, choices, the newest queries of filter layers.
+
+Shapes: B batch, H query heads, S queries, W queries of a selector, D head size; g is 1 or the KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+
+ReduceMax = Callable[[torch.Tensor], torch.Tensor]
+"""The elementwise maximum of a tensor over all ranks."""
+
+
+class DecodeState:
+    """The state of one batch of sequences. Tensors have fixed addresses from one step to the next.
+
+    Args:
+        program: what the layers compute.
+        reduce_max: all-reduces a filter layer's scores; needed where `program.reduces`.
+
+    Raises:
+        UsageError: the program reduces over ranks and there is no `reduce_max`.
+    """
+
+    def __init__(self, program: Program, reduce_max: ReduceMax | None = None) -> None:
+        if program.reduces and reduce_max is None:
+            raise UsageError(
+                f"expected reduce_max for a program of {program.rank.count} ranks whose filter layers choose together, "
+                f"found none; pass the all-reduce of maxima over the ranks, or plan with `scope: local`"
+            )
+        self.reduce_max = reduce_max
+        self._windows = {
+            layer.layer: layer.filters.queries
+            for layer in program.layers
+            if layer.filters and layer.filters.queries > 1
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the sequences."""
+        self.lengths: tuple[int, ...] | None = None  # of the step under way, where the host knows them
+        self._lengths_B: torch.Tensor | None = None
+        self._lists: dict[int, Selection] = {}
+        self._selected: dict[int, Selection | None] = {}
+        self._queries: dict[int, torch.Tensor] = {}
+
+    @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
+    def begin(self, lengths: Sequence[int] | torch.Tensor, device: torch.device) -> None:
+        """Starts a decode step.
+
+        Args:
+            lengths: tokens of each row, the new one included: numbers, or int32 on the device, which the host then
+                never learns.
+            device: of the tensors to come.
+        """
+        self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
+        self._selected.clear()
+        if self._lengths_B is None or self._lengths_B.shape[0] != len(lengths):
+            self._lengths_B = torch.empty(len(lengths), dtype=torch.int32, device=device)
+        if isinstance(lengths, torch.Tensor):
+            self._lengths_B.copy_(lengths)
+        elif len(set(lengths)) == 1:
+            self._lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
+        else:
+            self._lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+
+    @property
+    def lengths_B(self) -> torch.Tensor:  # noqa: N802
+        """int32 [B] on the device: tokens of each row, the new one included."""
+        assert self._lengths_B is not None, "begin() comes first"
+        return self._lengths_B
+
+    @property
+    def uniform(self) -> int | None:
+        """The length of every row, where the host knows it and all are equal."""
+        return self.lengths[0] if self.lengths and len(set(self.lengths)) == 1 else None
+
+    @torch.inference_mode(False)
+    def remember(self, layer: LayerProgram, q_BHSD: torch.Tensor) -> None:
+        """Keeps the newest queries of a filter layer whose selector looks at several; called for every token."""
+        count = self._windows.get(layer.layer)
+        if count is None:
+            return
+        batch, heads, new, size = q_BHSD.shape
+        window_BHWD = self._queries.get(layer.layer)
+        if window_BHWD is None:
+            window_BHWD = self._queries[layer.layer] = q_BHSD.new_zeros((batch, heads, count, size))
+        if new < count:
+            window_BHWD[:, :, :-new] = window_BHWD[:, :, new:].clone()
+        window_BHWD[:, :, -new:] = q_BHSD[:, :, -count:]
+
+    def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
+        """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""
+        return self._queries.get(layer.layer, q_BH1D)
+
+    @torch.inference_mode(False)
+    def lists(self, segment: SegmentProgram, heads: int) -> Selection:
+        """Room for the choice of a filter layer, [B, g, most]."""
+        found, batch = self._lists.get(segment.filter), self.lengths_B.shape[0]
+        if found is None or found.chosen_BgN.shape[0] != batch:
+            shape, device = (batch, heads, segment.most), self.lengths_B.device
+            chosen_BgN = torch.full(shape, -1, dtype=torch.int32, device=device)
+            counts_B = torch.zeros(batch, dtype=torch.int32, device=device)
+            found = self._lists[segment.filter] = Selection(chosen_BgN, counts_B, segment.sink, segment.recent)
+        return found
+
+    def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
+        """Records what a filter layer chose in this step; None is everything in every row."""
+        self._selected[segment.filter] = selection
+
+    def chosen(self, segment: SegmentProgram) -> Selection | None:
+        """What the filter layer chose in this step."""
+        assert segment.filter in self._selected, "the filter layer comes first"
+        return self._selected[segment.filter]

@@ -1,0 +1,143 @@
+"""What a KV store offers: append, view, gather, length, bytes. Stores know logical token positions and physical
+slots, and no policy. A new store implements `KVStore` in a file beside this one.
+
+Shapes: B batch, G KV heads, S tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.keys import KeyView
+from sparsekv.plans.errors import ShapeError
+
+_LEAST_MARGIN, _MOST_MARGIN = 256, 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the tokens of a store look like."""
+
+    batch: int
+    heads: int  # KV heads
+    size: int  # of a head
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, k_BGSD: torch.Tensor) -> Layout:
+        """That of these keys."""
+        batch, heads, _, size = k_BGSD.shape
+        return cls(batch, heads, size, k_BGSD.dtype, k_BGSD.device)
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """Room for the keys, or the values, of so many tokens: [B, G, S, D] on the device."""
+        return torch.empty((self.batch, self.heads, tokens, self.size), dtype=self.dtype, device=self.device)
+
+
+@dataclass(slots=True)
+class Bytes:
+    """Bytes of one layer's store; outlives the store, so that they can be read when the cache is gone."""
+
+    device: int = 0
+    host: int = 0
+
+
+class KVStore(Protocol):
+    """Keys and values of one layer, of equally long batch rows."""
+
+    @property
+    def length(self) -> int:
+        """Tokens cached for each batch row."""
+
+    @property
+    def bytes_device(self) -> int:
+        """Bytes allocated on the compute device."""
+
+    @property
+    def bytes_host(self) -> int:
+        """Bytes allocated in host memory for what would otherwise be on the compute device."""
+
+    def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Adds the tokens that follow those already cached.
+
+        Raises:
+            ShapeError: batch, heads or head size differ from what is held.
+        """
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the next tokens' keys and values can be written piece by piece: [B, G, tokens, D] each.
+
+        They do not count before `commit`; another call of this store between the two makes the room invalid.
+
+        Raises:
+            ShapeError: the layout differs from that of what is cached.
+        """
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Counts what was written to `room`, whose two tensors these are."""
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Makes room for `tokens` in all, so that the store does not grow on the way there.
+
+        The memory is allocated now if its layout is known: given, or that of what is cached; else at the first append.
+        An empty store takes exactly so much, one with tokens may take more, since growing copies.
+
+        Raises:
+            UsageError: host memory does not suffice.
+        """
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""
+
+    def gather(
+        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+    ) -> tuple[KeyView, Selection]:
+        """Keys and values that hold at least the selected tokens, and the selection counted in them.
+
+        Args:
+            selection: no row attends to everything, unless the store returns it as it is.
+            lengths_B: int32 on the device.
+            window: tokens outside this window of the newest may be left out; a store that returns another selection
+                has left them out.
+        """
+
+
+def grown(capacity: int, needed: int, reserved: int = 0) -> int:
+    """Tokens to allocate so that `needed` fit: unchanged if they do, else what was reserved, else an eighth more,
+    within bounds.
+
+    One append in many then copies what is held, and a long context does not carry a long empty end.
+    """
+    if needed <= capacity:
+        return capacity
+    if needed <= reserved:
+        return reserved
+    return needed + min(max(needed // 8, _LEAST_MARGIN), _MOST_MARGIN)
+
+
+def check_rows(held: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+    """Raises ShapeError unless the rows fit together, and to the [B, G, *, D] of `held`."""
+    if k_BGSD.dim() != 4 or k_BGSD.shape != v_BGSD.shape:
+        raise ShapeError(
+            f"keys and values must both be [batch, KV heads, tokens, head size]; "
+            f"found {tuple(k_BGSD.shape)} and {tuple(v_BGSD.shape)}"
+        )
+    check_layout(held, Layout.of(k_BGSD))
+
+
+def check_layout(held: torch.Tensor | None, layout: Layout) -> None:
+    """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `held`."""
+    if held is None:
+        return
+    expected = (held.shape[0], held.shape[1], held.shape[3])
+    found = (layout.batch, layout.heads, layout.size)
+    if found != expected:
+        raise ShapeError(
+            f"the cache holds (batch, KV heads, head size) = {expected}, the new tokens have {found}; "
+            f"start a new cache for another batch"
+        )
