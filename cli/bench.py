@@ -81,8 +81,8 @@ def kernels(
     rows = list(bench_kernels(bench, BarProgress()))
     if as_json:
         tell(PLANTED_NOTE)
-    title = f"{rows[0].device}, {bench.shape}, {bench.tile.key} tiles\n{PLANTED_NOTE}"
-    _print(rows, title, _KERNEL_COLUMNS, 3, as_json)
+    shape = f"{heads}/{kv_heads} heads of size {head_dim}, {rows[0].dtype}, {tile} tiles"
+    _print(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", _KERNEL_COLUMNS, 3, as_json)
 
 
 @app.command("prefill")
@@ -144,7 +144,8 @@ def prefill(
         subject = random_model(model, device=place, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
         tell(subject.note)
     else:
-        subject = BenchModel.of(options.Subject(model).load(str(place), dtype_name(precision)), model)
+        loaded = options.Subject(model).load(str(place), dtype_name(precision))
+        subject = BenchModel(loaded.model, loaded.info, model, "loaded")
     words = "given"
     if used is None:
         families = options.names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
@@ -190,10 +191,10 @@ _PREFILL_COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
     "sparse s": lambda row: _number(row.sparse_ms and row.sparse_ms / 1e3, ".3f"),
     "speedup": lambda row: _number(row.speedup, ".2f"),
     "TFLOP/s": lambda row: _number(row.tflops, ".3g"),
-    "dense peak": lambda row: _bytes(row.dense_peak),
-    "sparse peak": lambda row: _bytes(row.sparse_peak),
-    "KV device": lambda row: _bytes(row.kv_device),
-    "KV host": lambda row: _bytes(row.kv_host),
+    "dense peak": lambda row: _bytes(row.dense_peak_bytes),
+    "sparse peak": lambda row: _bytes(row.sparse_peak_bytes),
+    "KV device": lambda row: _bytes(row.kv_bytes_device),
+    "KV host": lambda row: _bytes(row.kv_bytes_host),
 }
 
 

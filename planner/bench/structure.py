@@ -26,9 +26,10 @@ tile looks at, X dimensions of a tile code.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +48,17 @@ _ONE_RUN = (0.1, 0.7)  # at least and at most: the farther back, the fewer rows 
 _ADAPTIVE_MASS = 0.97
 _ROOM = 1.15  # of `max_tiles` over the fullest row that is planted
 
+SMALLEST_HEAD = 32
+_WIDTH = 0.45  # lobes narrower than so many shortest waves do not die out beside their middle
+_PLACE_UNIT = 16  # whole numbers up to 256 are exact in bfloat16: of such units, and of what is left
+_PLACE_QUERY = (float(_PLACE_UNIT), 1.0)  # times 1 / scale: weighs keys by one factor e a lifetime
+_BASE_SPREAD = 0.4  # standard deviation of the logits of what was not planted
+_SINK_SHARE = 0.25  # of the sinks' mass over that of the rest
+_HOT_LEAD = 5.0  # log of the hot tiles' mass over that of the others
+_MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
+_RUN_JITTER = 0.04  # of the prompt, by which heads differ
+_LIFETIMES = 4  # of an a_shape's window: what lies beyond it holds exp(-4) of the mass
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
@@ -58,6 +70,11 @@ class HeadSizes:
     runs: tuple[float, ...] = ()  # the diagonal in the middle of each, as a share of the prompt
     columns: int = 0
     clusters: int = 0  # one key tile in so many is hot for a row tile
+
+    @property
+    def diagonals(self) -> int:
+        """Of all runs."""
+        return self.run * len(self.runs)
 
 
 def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
@@ -95,7 +112,7 @@ def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, 
     most = len(sizes.runs) * _run_tiles(sizes.run, tile) + _MANDATORY
     return VerticalSlash(
         vertical=tokens(sizes.columns + SINK),
-        slash=tokens(planted_diagonals(sizes) + sampled + SINK),
+        slash=tokens(sizes.diagonals + sampled + SINK),
         last_q=last_q or sampled,
         max_tiles=_whole_tiles(_ROOM * most, tile),
     )
@@ -118,11 +135,6 @@ def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -
             f"expected vertical_slash, a_shape or block_sparse, whose budgets fix their density, found {family!r}"
         )
     return pattern_for(sizes_for(family, length, density, tile), length, density, tile)
-
-
-def planted_diagonals(sizes: HeadSizes) -> int:
-    """Diagonals of all runs."""
-    return sizes.run * len(sizes.runs)
 
 
 def _vertical_slash(length: int, density: float, tile: TileShape, narrowest: int) -> HeadSizes:
@@ -166,22 +178,24 @@ def _whole_tiles(count: float, tile: TileShape) -> Budget:
     return tokens(math.ceil(count) * tile.key)
 
 
-SMALLEST_HEAD = 32
-_WIDTH = 0.45  # lobes narrower than so many shortest waves do not die out beside their middle
-_PLACE_UNIT = 16  # whole numbers up to 256 are exact in bfloat16: of such units, and of what is left
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Which dimensions serve what. Slices of structures that no head has are empty."""
 
-    parts: Mapping[str, slice]
-    column_codes: int  # how many heads of a group can have columns of their own
-    tile_code: int  # X
-    frequencies: int  # F
+    sink: slice
+    columns: slice  # as wide as heads of a group can have columns of their own
+    place: slice
+    tiles: slice
+    slashes: slice
+    base: slice
 
-    def __getitem__(self, structure: str) -> slice:
-        return self.parts[structure]
+    @property
+    def frequencies(self) -> int:
+        """F."""
+        return _width(self.slashes) // 2
+
+
+def _width(dimensions: slice) -> int:
+    return int(dimensions.stop - dimensions.start)
 
 
 def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
@@ -193,12 +207,148 @@ def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
     code = 0 if not tiles else left // 5 if slashes else left // 2
     pairs = (left - code) // 2 if slashes else 0
     cuts = [0, *accumulate((1, columns, place, code, 2 * pairs)), head_dim]
-    names = ("sink", "columns", "place", "tiles", "slashes", "base")
-    parts = {name: slice(start, stop) for name, (start, stop) in zip(names, pairwise(cuts), strict=True)}
-    return Layout(parts, columns, code, pairs)
+    return Layout(*(slice(start, stop) for start, stop in pairwise(cuts)))
 
 
-def slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch.Tensor, torch.Tensor]:
+def narrowest_run(frequencies: int, length: int) -> int:
+    """The fewest tokens that a lobe of so many waves can be wide, for logits of 7 or so in its middle."""
+    return math.ceil(_WIDTH * length / max(1, frequencies))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTruth:
+    """What was planted for one query head, on the host. What its family does not have is empty."""
+
+    sizes: HeadSizes
+    runs: tuple[tuple[int, int], ...]  # diagonals [first, stop)
+    columns_C: torch.Tensor  # int64, ascending
+    cluster_M: torch.Tensor  # int64: of each key tile
+    looks_at_TZ: torch.Tensor  # int64: clusters whose key tiles are hot for a row tile
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The heads that share a KV head: their structure, and the keys and queries that make attention go there."""
+
+    length: int
+    tile: TileShape
+    layout: Layout
+    heads: tuple[HeadTruth, ...]
+    peak: float  # logit of a diagonal in the middle of its run
+    column_peak: float  # logit of a column
+    frequencies_F: torch.Tensor  # empty without vertical-slash heads
+    weights_F: torch.Tensor
+    codes_MX: torch.Tensor  # by cluster; empty without tile heads
+    cluster_M: torch.Tensor
+
+    @property
+    def lifetime(self) -> float:
+        """Tokens over which an a_shape's attention fades by a factor e."""
+        return max([truth.sizes.window for truth in self.heads] + [1]) / _LIFETIMES
+
+    def keys(self, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Of the KV head at these positions: float32 [J, D]."""
+        layout, device = self.layout, position_J.device
+        k_JD = self._base(position_J, noise)
+        k_JD[:, layout.sink] = (position_J < SINK).float()[:, None]
+        codes = _width(layout.columns)
+        for n in range(codes):
+            for own_C in [truth.columns_C for truth in self.heads[n::codes] if len(truth.columns_C)][:1]:
+                k_JD[:, layout.columns.start + n] = torch.isin(position_J, own_C.to(device)).float()
+        if _width(layout.place):
+            k_JD[:, layout.place] = _place_code(position_J, self.lifetime)
+        if len(self.codes_MX):
+            k_JD[:, layout.tiles] = self.codes_MX.to(device)[self.cluster_M.to(device)[position_J // self.tile.key]]
+        if len(self.frequencies_F):
+            # Not where a column is: a key in both would outweigh all others.
+            alone_J1 = (k_JD[:, layout.sink.start : layout.columns.stop].amax(1, keepdim=True) == 0).float()
+            k_JD[:, layout.slashes] = _slash_code(position_J, self.frequencies_F) * alone_J1
+        return k_JD
+
+    def queries(self, number: int, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Of a head at these positions: float32 [J, D]. Logits are in units of 1 / scale; the base makes its own."""
+        layout, truth, sizes = self.layout, self.heads[number], self.heads[number].sizes
+        head_dim = layout.base.stop
+        q_JD = torch.zeros(len(position_J), head_dim, device=position_J.device)
+        mass: float | torch.Tensor  # log of it, of what the query sees beside the sinks
+        if truth.runs:
+            mass = math.log(sizes.diagonals * math.exp(self.peak) + sizes.columns * math.exp(self.column_peak))
+            q_JD[:, layout.columns.start + number % _width(layout.columns)] = self.column_peak
+            weights_2F = self.peak * self.weights_F.repeat(2).float().to(position_J.device)
+            # The codes of the tokens that the runs' middles point back at.
+            middles = [position_J - (first + stop) // 2 for first, stop in truth.runs]
+            q_JD[:, layout.slashes] = sum(_slash_code(at_J, self.frequencies_F) for at_J in middles) * weights_2F
+        elif sizes.window:
+            q_JD[:, layout.place] = torch.tensor(_PLACE_QUERY, device=position_J.device)
+            mass = math.log(self.lifetime) + position_J / self.lifetime
+        else:
+            codes_MX, looks_at_TZ = (x.to(position_J.device) for x in (self.codes_MX, truth.looks_at_TZ))
+            peak = math.log(sizes.clusters) + _HOT_LEAD
+            q_JD[:, layout.tiles] = peak * codes_MX[looks_at_TZ[position_J // self.tile.query]].sum(1)
+            mass = peak + math.log(self.length / sizes.clusters)
+        q_JD[:, layout.sink.start] = mass + math.log(_SINK_SHARE / SINK)
+        return q_JD * math.sqrt(head_dim) + self._base(position_J, noise)
+
+    def _base(self, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Random numbers in the base, zeros elsewhere."""
+        base = self.layout.base
+        x_JD = torch.zeros(len(position_J), base.stop, device=position_J.device)
+        x_JD[:, base].normal_(std=math.sqrt(_BASE_SPREAD * math.sqrt(base.stop / _width(base))), generator=noise)
+        return x_JD
+
+
+def draw_group(
+    sizes: Sequence[HeadSizes], length: int, tile: TileShape, layout: Layout, random: torch.Generator
+) -> Group:
+    """The structure of a group's heads.
+
+    Args:
+        sizes: of each head; those of one family are alike.
+        length: tokens of the prompt.
+        random: on the host.
+    """
+    none, empty = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
+    clusters, count = max(size.clusters for size in sizes), max(size.columns for size in sizes)
+    cluster_M = _deal(clusters, -(-length // tile.key), random) if clusters else none
+    columns = [_draw_columns(count, length, random) for _ in range(_width(layout.columns))] if count else []
+    heads = []
+    for number, size in enumerate(sizes):
+        looks_at_TZ = none.reshape(0, 0)
+        if size.clusters:
+            rows, chosen = -(-length // tile.query), max(1, round(clusters / size.clusters))
+            looks_at_TZ = torch.rand(rows, clusters, generator=random).topk(chosen, dim=1).indices
+        runs = tuple(_draw_run(middle, size.run, length, random) for middle in size.runs)
+        own_C = columns[number % len(columns)] if size.columns else none
+        heads.append(HeadTruth(size, runs, own_C, cluster_M if size.clusters else none, looks_at_TZ))
+    widest = max(sizes, key=lambda size: size.run)
+    peak = math.log(length / max(1, widest.diagonals)) + _MARGIN  # with which the runs outweigh all other keys
+    # Columns drown among the keys that wide runs cross, unless their logit is above a diagonal's.
+    lead = min(1.0, max(0.0, 1 + math.log(max(1, widest.run) / last_q_for(length))))
+    waves = _slash_waves(layout.frequencies, length, widest.run, peak) if widest.run else (empty, empty)
+    codes_MX = _tile_codes(clusters, _width(layout.tiles), random) if clusters else empty
+    return Group(length, tile, layout, tuple(heads), peak, peak + lead, *waves, codes_MX, cluster_M)
+
+
+def _draw_run(middle: float, width: int, length: int, random: torch.Generator) -> tuple[int, int]:
+    """Near a share of the prompt: heads differ a little."""
+    moved = middle + _RUN_JITTER * (2 * float(torch.rand(1, generator=random)) - 1)
+    first = max(width, round(moved * length)) - width // 2
+    return first, first + width
+
+
+def _draw_columns(count: int, length: int, random: torch.Generator) -> torch.Tensor:
+    """Beyond the sinks, and early enough that some rows see them."""
+    drawn = torch.randperm(length - length // 16 - SINK, generator=random)[:count]
+    return drawn.add_(SINK).sort().values
+
+
+def _deal(clusters: int, tiles: int, random: torch.Generator) -> torch.Tensor:
+    """A cluster for each key tile, each once among as many neighbours as there are clusters: [M]."""
+    rounds = -(-tiles // clusters)
+    return torch.rand(rounds, clusters, generator=random).argsort(dim=1).flatten()[:tiles]
+
+
+def _slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Frequencies and their weights, which make one lobe of height 1 in a prompt and next to nothing elsewhere.
 
     Whole waves on the prompt, as in a Fourier series, with the weights of a normal curve: the lobe is one too. Of
@@ -214,157 +364,21 @@ def slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch
     return 2 * math.pi / length * wave_F, weight_F / weight_F.sum()
 
 
-def narrowest_run(frequencies: int, length: int) -> int:
-    """The fewest tokens that a lobe of so many waves can be wide, for logits of 7 or so in its middle."""
-    return math.ceil(_WIDTH * length / max(1, frequencies))
-
-
-def slash_code(position_J: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
+def _slash_code(position_J: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
     """Cosines, then sines: float32 [J, 2 F]. Angles are float64, as float32 loses them beyond a million tokens."""
     angle_JF = position_J.double()[:, None] * frequencies_F.to(position_J.device)
     return torch.cat([angle_JF.cos(), angle_JF.sin()], dim=1).float()
 
 
-def place_code(position_J: torch.Tensor, lifetime: float) -> torch.Tensor:
+def _place_code(position_J: torch.Tensor, lifetime: float) -> torch.Tensor:
     """The position in lifetimes, in units of 16 and what is left: float32 [J, 2]."""
     place_J = position_J.double() / lifetime
     units_J = (place_J / _PLACE_UNIT).round()
     return torch.stack([units_J, place_J - _PLACE_UNIT * units_J], dim=1).float()
 
 
-def place_query() -> tuple[float, float]:
-    """What a query holds there, times 1 / scale, to weigh keys by one factor e a lifetime."""
-    return float(_PLACE_UNIT), 1.0
-
-
-def tile_codes(clusters: int, width: int, random: torch.Generator) -> torch.Tensor:
+def _tile_codes(clusters: int, width: int, random: torch.Generator) -> torch.Tensor:
     """One unit vector a cluster: exact where there is room, else random: float32 [M, X]."""
     if clusters <= width:
         return torch.eye(clusters, width)
     return torch.nn.functional.normalize(torch.randn(clusters, width, generator=random), dim=1)
-
-
-_MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
-_RUN_JITTER = 0.04  # of the prompt, by which heads differ
-_LIFETIMES = 4  # of an a_shape's window: what lies beyond it holds exp(-4) of the mass
-
-
-@dataclass(frozen=True, slots=True)
-class HeadTruth:
-    """What was planted for one query head, on the host. What its family does not have is empty."""
-
-    family: str
-    window: int  # tokens of the local band
-    runs: tuple[tuple[int, int], ...]  # diagonals [first, stop)
-    columns_C: torch.Tensor  # int64, ascending
-    cluster_M: torch.Tensor  # int64: of each key tile
-    looks_at_TZ: torch.Tensor  # int64: clusters whose key tiles are hot for a row tile
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The structure of the heads that share a KV head, and the codes that say it."""
-
-    heads: tuple[HeadTruth, ...]
-    sizes: tuple[HeadSizes, ...]
-    peak: float  # logit of a diagonal in the middle of its run
-    column_peak: float  # logit of a column
-    frequencies_F: torch.Tensor  # empty without vertical-slash heads
-    weights_F: torch.Tensor
-    codes_MX: torch.Tensor  # by cluster; empty without tile heads
-    cluster_M: torch.Tensor
-
-    @property
-    def lifetime(self) -> float:
-        """Tokens over which an a_shape's attention fades by a factor e."""
-        return max([size.window for size in self.sizes] + [1]) / _LIFETIMES
-
-
-def draw_group(
-    sizes: Sequence[HeadSizes], length: int, tile: TileShape, layout: Layout, random: torch.Generator
-) -> Group:
-    """The structure of a group's heads.
-
-    Args:
-        sizes: of each head; those of one family are alike.
-        length: tokens of the prompt.
-        random: on the host.
-    """
-    none, empty = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
-    clusters = max(size.clusters for size in sizes)
-    cluster_M = _deal(clusters, -(-length // tile.key), random) if clusters else none
-    columns = {
-        n: _draw_columns(next(size.columns for size in sizes if size.columns), length, random)
-        for n in range(layout.column_codes)
-        if any(size.columns for size in sizes)
-    }
-    width = max(size.run for size in sizes)
-    peak = _slash_peak(max(sizes, key=lambda size: size.run), length)
-    waves = slash_waves(layout.frequencies, length, width, peak) if width else (empty, empty)
-    return Group(
-        tuple(_draw_head(n, size, columns, cluster_M, clusters, length, tile, random) for n, size in enumerate(sizes)),
-        tuple(sizes),
-        peak,
-        peak + _column_lead(width, length),
-        *waves,
-        tile_codes(clusters, layout.tile_code, random) if clusters else empty,
-        cluster_M,
-    )
-
-
-def _slash_peak(size: HeadSizes, length: int) -> float:
-    """The logit with which the runs outweigh all other keys."""
-    return math.log(length / max(1, planted_diagonals(size))) + _MARGIN
-
-
-def _column_lead(width: int, length: int) -> float:
-    """How much a column's logit is above a diagonal's: or columns drown among the keys that wide runs cross."""
-    return min(1.0, max(0.0, 1 + math.log(max(1, width) / last_q_for(length))))
-
-
-def _draw_head(
-    number: int,
-    size: HeadSizes,
-    columns: dict[int, torch.Tensor],
-    cluster_M: torch.Tensor,
-    clusters: int,
-    length: int,
-    tile: TileShape,
-    random: torch.Generator,
-) -> HeadTruth:
-    none = torch.empty(0, dtype=torch.int64)
-    looks_at_TZ = none.reshape(0, 0)
-    if size.clusters:
-        rows, chosen = -(-length // tile.query), max(1, round(clusters / size.clusters))
-        looks_at_TZ = torch.rand(rows, clusters, generator=random).topk(chosen, dim=1).indices
-    return HeadTruth(
-        size.family,
-        size.window,
-        _draw_runs(size, length, random),
-        columns[number % len(columns)] if size.columns else none,
-        cluster_M if size.clusters else none,
-        looks_at_TZ,
-    )
-
-
-def _draw_runs(size: HeadSizes, length: int, random: torch.Generator) -> tuple[tuple[int, int], ...]:
-    if not size.run:
-        return ()
-    half = size.run // 2
-    middles = []
-    for place in size.runs:
-        moved = place + _RUN_JITTER * (2 * float(torch.rand(1, generator=random)) - 1)
-        middles.append(max(size.run, round(moved * length)))
-    return tuple((middle - half, middle - half + size.run) for middle in middles)
-
-
-def _draw_columns(count: int, length: int, random: torch.Generator) -> torch.Tensor:
-    """Beyond the sinks, and early enough that some rows see them."""
-    drawn = torch.randperm(length - length // 16 - SINK, generator=random)[:count]
-    return drawn.add_(SINK).sort().values
-
-
-def _deal(clusters: int, tiles: int, random: torch.Generator) -> torch.Tensor:
-    """A cluster for each key tile, each once among as many neighbours as there are clusters: [M]."""
-    rounds = -(-tiles // clusters)
-    return torch.rand(rounds, clusters, generator=random).argsort(dim=1).flatten()[:tiles]

@@ -41,7 +41,7 @@ def promised(p: Planted, head: int) -> torch.Tensor:
     truth, length = p.heads[head], p.chunk.longest
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = (j < SINK).expand(length, length).clone()
-    seen |= i - j < truth.window
+    seen |= i - j < truth.sizes.window
     for first, stop in truth.runs:
         seen |= (i - j >= first) & (i - j < stop)
     seen[:, truth.columns_C] = True
@@ -60,8 +60,8 @@ def test_the_planted_places_hold_the_bulk_of_the_softmax_of_every_head(mix, dtyp
         seen = promised(p, head)
         kept = (weights(p, head) * seen).sum(-1)[S // 2 :].mean()
         share = seen.sum() / (S * (S + 1) / 2)
-        assert kept > (0.75 if truth.runs else 0.9), truth.family
-        assert share < 0.35, truth.family  # few places, not all of them
+        assert kept > (0.75 if truth.runs else 0.9), truth.sizes.family
+        assert share < 0.35, truth.sizes.family  # few places, not all of them
     assert len(p.heads) == 4
 
 
