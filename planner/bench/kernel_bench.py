@@ -45,8 +45,8 @@ from sparsekv.runtime.hf.describe import device_name, dtype_name
 
 MIXED: tuple[str, ...] = ("vertical_slash", "a_shape", "block_sparse")  # what plans choose from by default
 PLANTED_NOTE = (
-    "Queries and keys are planted, not taken from a model: sinks, local bands, runs of diagonals, scattered columns "
-    "and hot tiles, at the stated densities. Indices come from the shipped builders."
+    "Queries and keys are planted, not taken from a model: sinks, local windows, bands of diagonals, scattered "
+    "columns and hot tiles, at the stated densities. Indices come from the shipped builders."
 )
 # Values are of size 1: rounding to bfloat16 moves an output by a hundredth or so. A wrong output has no speed.
 WRONG = 0.1
@@ -108,7 +108,7 @@ class KernelBench:
 
 
 def families_of(mix: str, heads: int) -> tuple[str, ...]:
-    """The family of each query head: of one, or of several dealt out to the heads in turn.
+    """The family of each query head: of one, or of several assigned to the heads in turn.
 
     Args:
         mix: a family, several joined by `+`, or "mixed" for the three that plans choose from by default.

@@ -26,7 +26,7 @@ from sparsekv.planner.bench.structure import (
     HeadTruth,
     draw_group,
     layout_for,
-    narrowest_run,
+    narrowest_band,
     pattern_for,
     sizes_for,
 )
@@ -88,7 +88,7 @@ def plant(
     check_plantable(len(families), kv_heads, head_dim, length, density, tile)
     group = len(families) // kv_heads
     layout = layout_for(families, head_dim, group)
-    narrowest = narrowest_run(layout.frequencies, length)
+    narrowest = narrowest_band(layout.frequencies, length)
     sizes = [sizes_for(family, length, density, tile, narrowest) for family in families]
     random = torch.Generator().manual_seed(seed)
     groups = [draw_group(sizes[g * group : (g + 1) * group], length, tile, layout, random) for g in range(kv_heads)]
@@ -159,14 +159,14 @@ class RowCheck:
 
 
 def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
-    """Rows spread evenly, the last one among them, at ever other places within their tiles.
+    """Rows spread evenly, the last one among them, at ever other positions within their tiles.
 
     The last row of a tile sees all of its diagonal tile: rows that were always the last would not tell a causal mask
     from none.
     """
     count = min(count, length)
     step = min(_LARGEST_TILE, length // count)
-    return tuple((place + 1) * length // count - 1 - (count - 1 - place) * _COPRIME % step for place in range(count))
+    return tuple((n + 1) * length // count - 1 - (count - 1 - n) * _COPRIME % step for n in range(count))
 
 
 def find_planted(planted: Planted, index: TileIndex) -> Recall:
@@ -182,9 +182,9 @@ def find_planted(planted: Planted, index: TileIndex) -> Recall:
         if len(truth.columns_C):
             kept_S = _kept_keys(planted, index, head, [last])[0]
             found["columns"].append(kept_S[truth.columns_C[truth.columns_C <= last].to(kept_S.device)])
-        if truth.runs:
+        if truth.bands:
             last_M = _chosen_tiles(planted, index, head, [row])[0]
-            offset_O = torch.cat([torch.arange(start, stop) for start, stop in truth.runs]).to(last_M.device)
+            offset_O = torch.cat([torch.arange(start, stop) for start, stop in truth.bands]).to(last_M.device)
             offset_O = offset_O[offset_O <= first]
             found["diagonals"].append(last_M[(first - offset_O) // tile.key] & last_M[(last - offset_O) // tile.key])
         if len(truth.cluster_M):

@@ -63,7 +63,7 @@ class Run:
     peak: int | None = None  # most bytes of device memory, weights included; None on a CPU
     stats: RunStats | None = None  # where a plan was applied
     backend: str | None = None  # that computed prefill in the end, where a plan was applied: one that fails is replaced
-    builder_failed: str = ""  # why torch built the indices in place of Triton
+    builder_failed: str = ""  # why torch built the indices instead of Triton
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class PrefillBench:
         repeats: runs of each, alternating.
         chunk: most tokens given to the model at once; None is all.
         backend: of sparse attention, or "auto".
-        kv_host_layers: layers whose keys and values go to host memory, in place of what the plan says.
+        kv_host_layers: layers whose keys and values go to host memory, instead of those that the plan says.
         dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
         ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.
     """
@@ -357,7 +357,7 @@ def _repeat(runs: PrefillRuns, turns: Mapping[str, list[Run]], ids_1S: torch.Ten
 def _with_sparse(row: PrefillRow, runs: PrefillRuns, found: list[Run], notes: list[str]) -> PrefillRow:
     last, milliseconds = found[-1], statistics.median(run.milliseconds for run in found)
     if last.backend not in (None, row.backend):
-        notes.append(f"{row.backend} failed, and {last.backend} took over")
+        notes.append(f"{row.backend} failed, and {last.backend} replaced it")
     if last.builder_failed:
         notes.append(f"torch built the indices, which is slower: Triton failed ({last.builder_failed})")
     row = replace(row, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak_bytes=last.peak)

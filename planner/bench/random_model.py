@@ -146,7 +146,7 @@ def hand_plan(
     tile: TileShape,
     families: Sequence[str] = ("vertical_slash", "a_shape"),
 ) -> tuple[Plan, str]:
-    """A bucket for each length, families dealt out to the heads of every full-attention layer in turn; and in words.
+    """A bucket for each length, families assigned to the heads of every full-attention layer in turn; and in words.
 
     Budgets are such that they come to the density where attention is diffuse, as it is with random weights: the
     diagonals of vertical_slash heads are then scattered, and `max_tiles` is what binds.

@@ -71,14 +71,14 @@ class PieceEncoder:
         return cls(encode_batch, _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"]))
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """Token ids of one run of pieces."""
+        """Token ids of one sequence of pieces."""
         return self.encode_all([tuple(pieces)])[0]
 
-    def encode_all(self, runs: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Token ids of many runs of pieces; what is new to the cache is encoded in one batch."""
-        self._learn({piece for run in runs for piece in run})
+    def encode_all(self, sequences: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Token ids of many sequences of pieces; what is new to the cache is encoded in one batch."""
+        self._learn({piece for pieces in sequences for piece in pieces})
         cache = self._cache
-        return [[token for piece in run for token in cache[piece]] for run in runs]
+        return [[token for piece in pieces for token in cache[piece]] for pieces in sequences]
 
     def _learn(self, pieces: set[str]) -> None:
         new = [piece for piece in pieces if piece not in self._cache]
@@ -173,9 +173,9 @@ def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wante
     tokens = np.fromiter((token for line in lines for token in line), np.int32, sum(sizes))
     if not len(ids):
         return tokens, np.zeros(len(tokens), np.bool_)
-    places = breaks[np.minimum(np.searchsorted(breaks, wanted), len(breaks) - 1)]
+    positions = breaks[np.minimum(np.searchsorted(breaks, wanted), len(breaks) - 1)]
     is_text = np.ones(len(ids) + len(tokens), np.bool_)
-    is_text[np.repeat(places, sizes) + np.arange(len(tokens))] = False
+    is_text[np.repeat(positions, sizes) + np.arange(len(tokens))] = False
     planted = np.empty(len(is_text), np.int32)
     planted[is_text] = ids
     planted[~is_text] = tokens

@@ -6,13 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference_model.batches import TASK_NAMES, make_row, micro_batches_per_step, rows_per_micro_batch
+from reference_model.batches import (
+    FIRST_ANSWER,
+    NO_LOSS,
+    TASK_NAMES,
+    TEXT,
+    make_row,
+    micro_batches_per_step,
+    rows_per_micro_batch,
+)
 from reference_model.batches import batches as load_batches
 from reference_model.optimizer import rate_factor
 from reference_model.prepare import prepare, training_kit
-from reference_model.settings import TASK_SHARES, Recipe, Stage, smoke
+from reference_model.recipe import TASK_SHARES, Recipe, Stage, smoke
 from reference_model.tokenizer import piece_encoder
-from reference_model.training_rows import FIRST_ANSWER, NO_LOSS, TEXT
 from task_tokenizers import tokenizer_named
 
 from sparsekv.planner.tasks import TASKS, Kit, PieceEncoder

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from reference_model.settings import Recipe
+from reference_model.recipe import Recipe
 from reference_model.tokenizer import load_tokenizer, piece_encoder
 from sparsekv.planner.tasks import (
     TASKS,

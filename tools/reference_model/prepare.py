@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from reference_model.corpus import split_files
-from reference_model.settings import Recipe
+from reference_model.recipe import Recipe
 from reference_model.tokenizer import FILE_NAME, load_tokenizer, piece_encoder, train_tokenizer
 from sparsekv.planner.tasks.documents import Kit
 from sparsekv.planner.tasks.text import Filler, Split
