@@ -196,8 +196,8 @@ def check_even(cache: Cache, layers: int) -> None:
     found = [layer.get_seq_length() for layer in cache.layers[:layers] if isinstance(layer, SparseLayer)]
     if len(set(found)) > 1:
         raise UsageError(
-            f"expected a cache that holds the same tokens in every layer, found {min(found)} to {max(found)} of them: a "
-            f"forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
+            f"expected a cache that holds the same tokens in every layer, found {min(found)} to {max(found)} of them: "
+            f"a forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
         )
 
 
