@@ -119,7 +119,7 @@ def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         p = attention_cases.draw(replace(case, window=window), "cpu")
 
         def call(p: attention_cases.Problem = p) -> object:
-            with mock.patch.object(triton_prefill, "check_device"):
+            with mock.patch.object(triton_prefill, "check_tensors"):
                 return triton_prefill.prefill(
                     p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
                 )
@@ -138,7 +138,7 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         found = AttentionOutput(torch.zeros_like(p.q_BHSD), torch.zeros(p.q_BHSD.shape[:3]))
 
         def call(p: attention_cases.Problem = p, found: AttentionOutput = found) -> object:
-            with mock.patch.object(columns, "check_device"):
+            with mock.patch.object(columns, "check_tensors"):
                 return columns.add_columns(
                     found, p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
                 )

@@ -61,9 +61,9 @@ def kernels(
     from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
-    place, precision = options.device_and_dtype(device, dtype)
+    hardware, precision = options.device_and_dtype(device, dtype)
     bench = KernelBench(
-        lengths=options.lengths_from(lengths or _LENGTHS[place.type], "--lengths"),
+        lengths=options.lengths_from(lengths or _LENGTHS[hardware.type], "--lengths"),
         densities=options.shares_from(density, "--density"),
         backends=options.names_from(backend, "--backend") if backend else (),
         patterns=options.names_from(patterns, "--patterns"),
@@ -73,7 +73,7 @@ def kernels(
         tile=options.tile_from(tile),
         builder=builder,
         last_q=last_q,
-        device=place,
+        device=hardware,
         dtype=precision,
         seed=seed,
         rounds=repeats,
@@ -125,8 +125,8 @@ def prefill(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.runtime.hf.describe import dtype_name
 
-    place, precision = options.device_and_dtype(device, dtype)
-    wanted = options.lengths_from(lengths or _PREFILL_LENGTHS[place.type], "--lengths")
+    hardware, precision = options.device_and_dtype(device, dtype)
+    wanted = options.lengths_from(lengths or _PREFILL_LENGTHS[hardware.type], "--lengths")
     if layers is not None and not random_weights:
         raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
     by_hand = density is not None or patterns is not None
@@ -141,10 +141,10 @@ def prefill(
     if not used and allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     if random_weights:
-        subject = random_model(model, device=place, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
+        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
         tell(subject.note)
     else:
-        loaded = options.Subject(model).load(str(place), dtype_name(precision))
+        loaded = options.Subject(model).load(str(hardware), dtype_name(precision))
         subject = BenchModel(loaded.model, loaded.info, model, "loaded")
     words = "given"
     if used is None:
