@@ -20,7 +20,7 @@ from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import lower
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.bench.timing import FLASH_ATTN, dense_calls, dense_tflops, measure, time_dense
+from sparsekv.planner.bench.timing import FLASH_ATTN, dense_calls, dense_flops, measure, time_dense
 from sparsekv.plans.patterns import TileShape
 
 TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)
@@ -105,7 +105,7 @@ class Layer:
         return 4.0 * self.dim * tile.query * tile.key * tiles / milliseconds / 1e9
 
     def dense_tflops(self, milliseconds: float) -> float:
-        return dense_tflops(self.heads, self.dim, self.tokens, milliseconds)
+        return dense_flops(self.heads, self.dim, self.tokens) / milliseconds / 1e9
 
     def _tiles(self, tile: TileShape) -> tuple[torch.Tensor, torch.Tensor]:
         t_T = torch.arange(self.tokens // tile.query, device=self.device)

@@ -119,9 +119,9 @@ def minference_planted(planted: Planted, root: Path) -> Ready:
 def _planted_counts(planted: Planted, head: int) -> tuple[int, int]:
     """And room for the 30 columns and 100 diagonals that it always takes, and the 64 on which it sees a sink."""
     truth = planted.heads[head]
-    if not truth.runs:
+    if not truth.bands:
         raise ValueError("only vertical_slash heads have columns and diagonals: run with --patterns vertical_slash")
-    return len(truth.columns_C) + 30, sum(stop - first for first, stop in truth.runs) + 164
+    return len(truth.columns_C) + 30, sum(stop - first for first, stop in truth.bands) + 164
 
 
 def _watched(module: Any, name: str, call: Attention) -> list[Any]:

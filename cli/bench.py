@@ -61,9 +61,9 @@ def kernels(
     from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
-    place, precision = options.device_and_dtype(device, dtype)
+    hardware, precision = options.device_and_dtype(device, dtype)
     bench = KernelBench(
-        lengths=options.lengths_from(lengths or _LENGTHS[place.type], "--lengths"),
+        lengths=options.lengths_from(lengths or _LENGTHS[hardware.type], "--lengths"),
         densities=options.shares_from(density, "--density"),
         backends=options.names_from(backend, "--backend") if backend else (),
         patterns=options.names_from(patterns, "--patterns"),
@@ -73,7 +73,7 @@ def kernels(
         tile=options.tile_from(tile),
         builder=builder,
         last_q=last_q,
-        device=place,
+        device=hardware,
         dtype=precision,
         seed=seed,
         rounds=repeats,
@@ -81,8 +81,8 @@ def kernels(
     rows = list(bench_kernels(bench, BarProgress()))
     if as_json:
         tell(PLANTED_NOTE)
-    title = f"{rows[0].device}, {bench.shape}, {bench.tile.key} tiles\n{PLANTED_NOTE}"
-    _print(rows, title, _KERNEL_COLUMNS, 3, as_json)
+    shape = f"{heads}/{kv_heads} heads of size {head_dim}, {rows[0].dtype}, {tile} tiles"
+    _print(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", _KERNEL_COLUMNS, 3, as_json)
 
 
 @app.command("prefill")
@@ -125,8 +125,8 @@ def prefill(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.runtime.hf.describe import dtype_name
 
-    place, precision = options.device_and_dtype(device, dtype)
-    wanted = options.lengths_from(lengths or _PREFILL_LENGTHS[place.type], "--lengths")
+    hardware, precision = options.device_and_dtype(device, dtype)
+    wanted = options.lengths_from(lengths or _PREFILL_LENGTHS[hardware.type], "--lengths")
     if layers is not None and not random_weights:
         raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
     by_hand = density is not None or patterns is not None
@@ -141,10 +141,11 @@ def prefill(
     if not used and allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     if random_weights:
-        subject = random_model(model, device=place, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
+        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
         tell(subject.note)
     else:
-        subject = BenchModel.of(options.Subject(model).load(str(place), dtype_name(precision)), model)
+        loaded = options.Subject(model).load(str(hardware), dtype_name(precision))
+        subject = BenchModel(loaded.model, loaded.info, model, "loaded")
     words = "given"
     if used is None:
         families = options.names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
@@ -190,10 +191,10 @@ _PREFILL_COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
     "sparse s": lambda row: _number(row.sparse_ms and row.sparse_ms / 1e3, ".3f"),
     "speedup": lambda row: _number(row.speedup, ".2f"),
     "TFLOP/s": lambda row: _number(row.tflops, ".3g"),
-    "dense peak": lambda row: _bytes(row.dense_peak),
-    "sparse peak": lambda row: _bytes(row.sparse_peak),
-    "KV device": lambda row: _bytes(row.kv_device),
-    "KV host": lambda row: _bytes(row.kv_host),
+    "dense peak": lambda row: _bytes(row.dense_peak_bytes),
+    "sparse peak": lambda row: _bytes(row.sparse_peak_bytes),
+    "KV device": lambda row: _bytes(row.kv_bytes_device),
+    "KV host": lambda row: _bytes(row.kv_bytes_host),
 }
 
 

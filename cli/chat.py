@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import size
-from sparsekv.plans.phases import DecodeBucket, PrefillBucket
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import Generation, Sampling, encode_prompt, generate_stream
@@ -115,13 +114,10 @@ class Session:
         """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
         least = _BEGINNING
         if self.loaded.model.device.type != "cpu":
-            ends = (bucket.up_to for bucket in self._buckets() if bucket.up_to is not None and bucket.up_to < tokens)
+            bounds = [bucket.up_to for bucket in self.plan.buckets if bucket.up_to is not None] if self.plan else []
+            ends = (bound for bound in bounds if bound < tokens)
             least = max(_BEGINNING_COMPILED, *(end + 1 for end in ends), 0)
         return tokens - max(0, tokens - least) // _ALIKE * _ALIKE
-
-    def _buckets(self) -> Iterator[PrefillBucket | DecodeBucket]:
-        for phase in (self.plan.prefill, self.plan.decode) if self.plan else ():
-            yield from phase.lengths if phase else ()
 
 
 @dataclass(slots=True)

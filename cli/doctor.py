@@ -24,11 +24,11 @@ def doctor(
     as_json: options.Json = False,
 ) -> None:
     """Print what is installed, what the device can do, which kernel backend runs on it and why not the others."""
-    place, precision = options.device_and_dtype(device, dtype)
+    hardware, precision = options.device_and_dtype(device, dtype)
     report = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
-        "device": _device(place),
-        "backend": _backend(place, precision, options.settings(backend=backend).backend),
+        "device": _device(hardware),
+        "backend": _backend(hardware, precision, options.settings(backend=backend).backend),
     }
     if as_json:
         emit_json(report)
@@ -43,29 +43,29 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device(place: torch.device) -> dict[str, Any]:
+def _device(hardware: torch.device) -> dict[str, Any]:
     import torch
 
-    if place.type != "cuda":
+    if hardware.type != "cuda":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = len(os.sched_getaffinity(0))
-        return {"type": place.type, "name": platform.machine(), "cores": cores, "memory_bytes": memory}
-    free, total = torch.cuda.mem_get_info(place)
+        return {"type": hardware.type, "name": platform.machine(), "cores": cores, "memory_bytes": memory}
+    free, total = torch.cuda.mem_get_info(hardware)
     return {
-        "type": place.type,
-        "name": torch.cuda.get_device_name(place),
+        "type": hardware.type,
+        "name": torch.cuda.get_device_name(hardware),
         "count": torch.cuda.device_count(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(place))),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(hardware))),
         "cuda": torch.version.cuda,
         "memory_bytes": total,
         "free_bytes": free,
     }
 
 
-def _backend(place: torch.device, dtype: torch.dtype, requested: str) -> dict[str, Any]:
+def _backend(hardware: torch.device, dtype: torch.dtype, requested: str) -> dict[str, Any]:
     from sparsekv.kernels.backends import choose_backend
 
-    choice = choose_backend(place, dtype, _HEAD_DIM, requested)
+    choice = choose_backend(hardware, dtype, _HEAD_DIM, requested)
     name = str(dtype).removeprefix("torch.")
     return {"name": choice.name, "reason": choice.reason, "dtype": name, "rejected": dict(choice.rejected)}
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
-from sparsekv.cli.output import Failure, emit, emit_json, end_by_signals, prepare_streams, report, show_warning
+from sparsekv.cli.output import emit, emit_json, end_by_signals, failure_data, prepare_streams, report, show_warning
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -51,7 +51,8 @@ def _telling_usage(ctx: Any) -> Iterator[None]:
     except _WrongUsage as error:
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
-            emit_json(Failure("UsageError", error.format_message(), error.exit_code).as_data())  # type: ignore[attr-defined]
+            told = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
+            emit_json({"error": told})
         raise
 
 

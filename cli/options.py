@@ -163,10 +163,10 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[torch.devic
     from sparsekv.runtime.hf.load import torch_device
 
     asked = settings(device, dtype)
-    place = torch_device(asked.device)
-    default = "bfloat16" if place.type == "cuda" else "float32"
+    hardware = torch_device(asked.device)
+    default = "bfloat16" if hardware.type == "cuda" else "float32"
     precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
-    return place, precision
+    return hardware, precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from sparsekv.plans.errors import SparseKVError
@@ -125,62 +124,49 @@ def end_by_signals() -> None:
             signal.signal(number, end)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What is told of an error, the same to people and to programs."""
-
-    kind: str
-    message: str
-    exit_code: int
-    notes: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)  # found out before it failed
-    said_as: str = "error: "  # in front of the message
-
-    @classmethod
-    def of(cls, error: BaseException, command: str) -> Failure:
-        """What `error` means in `command`."""
-        kind, notes = type(error).__name__, tuple(getattr(error, "__notes__", ()))
-        if isinstance(error, KeyboardInterrupt):
-            number = error.number if isinstance(error, Terminated) else signal.SIGINT
-            word = f"ended by {signal.Signals(number).name}" if number != signal.SIGINT else "interrupted"
-            message = word if notes else f"{word}; nothing was written"
-            return cls("Interrupted", message, 128 + number, notes, said_as="")
-        if isinstance(error, SparseKVError):
-            return cls(kind, str(error), error.exit_code, notes, error.facts)
-        if isinstance(error, OSError) and error.strerror:
-            place = f"{error.filename}: " if error.filename is not None else ""
-            return cls(kind, f"{place}{error.strerror}", FAILED, notes)
-        # Named, not imported: torch must stay out of the commands that do not need it.
-        if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
-            message = f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype"
-            return cls(kind, message, FAILED, notes)
-        first_line = (str(error).splitlines() or [""])[0]
-        hint = f"run `sparsekv --debug {command} ...` for the traceback"
-        return cls(kind, f"unexpected {kind}: {first_line}", FAILED, (*notes, hint))
-
-    def as_data(self) -> dict[str, Any]:
-        """The JSON object: `error`, and beside it what had been found out."""
-        told = {"kind": self.kind, "message": self.message, "notes": list(self.notes), "exit_code": self.exit_code}
-        return {**self.facts, "error": told}
-
-
 def report(error: BaseException, command: str, as_json: bool = False) -> int:
     """Tells what went wrong in `command`, with `as_json` on standard output too, and returns the exit code."""
     if isinstance(error, BrokenPipeError):
         _stop_writing(sys.stdout)
         return FAILED
-    failure = Failure.of(error, command)
+    notes = list(getattr(error, "__notes__", ()))
+    kind, message, exit_code = _meaning(error, command, notes)
+    said_as = "" if isinstance(error, KeyboardInterrupt) else "error: "
     try:
-        tell("\n".join((f"{failure.said_as}{failure.message}", *failure.notes)))
+        tell("\n".join((said_as + message, *notes)))
     except OSError:  # the terminal has gone
         _stop_writing(sys.stderr)
     try:
         if as_json:
-            emit_json(failure.as_data())
+            facts = error.facts if isinstance(error, SparseKVError) else {}
+            emit_json({**facts, "error": failure_data(kind, message, exit_code, notes)})
         sys.stdout.flush()
     except OSError:  # standard output itself is what failed
         _stop_writing(sys.stdout)
-    return failure.exit_code
+    return exit_code
+
+
+def failure_data(kind: str, message: str, exit_code: int, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON of a failure."""
+    return {"kind": kind, "message": message, "notes": list(notes), "exit_code": exit_code}
+
+
+def _meaning(error: BaseException, command: str, notes: list[str]) -> tuple[str, str, int]:
+    """Kind, message and exit code of `error`; what it takes to find a bug is added to `notes`."""
+    kind = type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        number = error.number if isinstance(error, Terminated) else signal.SIGINT
+        word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        return "Interrupted", word if notes else f"{word}; nothing was written", 128 + number
+    if isinstance(error, SparseKVError):
+        return kind, str(error), error.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        return kind, f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror, FAILED
+    # Named, not imported: torch must stay out of the commands that do not need it.
+    if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return kind, f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype", FAILED
+    notes.append(f"run `sparsekv --debug {command} ...` for the traceback")
+    return kind, f"unexpected {kind}: {(str(error).splitlines() or [''])[0]}", FAILED
 
 
 def show_warning(
@@ -191,7 +177,7 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Takes the place of `warnings.showwarning`: our own warnings are for users, not about a line of code."""
+    """Replaces `warnings.showwarning`: our own warnings are for users, not about a line of code."""
     if category.__module__.startswith("sparsekv."):
         tell(f"warning: {message}")
     else:

@@ -18,10 +18,7 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.options import PlanOptions
     from sparsekv.planner.plan import PlanResult
-    from sparsekv.planner.profile.profile_data import Profile
 
 _File = Path | None
 
@@ -53,7 +50,7 @@ def plan(
         str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
     ] = None,
     decode_budget: Annotated[
-        str | None, typer.Option(metavar="BUDGET", help="Tokens that sparse layers see: 2048, or a share: 10%.")
+        str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
     ] = None,
     decode_loss: Annotated[
         float | None, typer.Option(min=0.0, metavar="SHARE", help="Most attention mass lost to the choice.")
@@ -95,7 +92,10 @@ def plan(
     from sparsekv.cli.prompts import own_prompts
     from sparsekv.planner.data_files import read_cost, read_profile
     from sparsekv.planner.options import Gate, PlanOptions
+    from sparsekv.planner.plan import compile_files, compile_plan
     from sparsekv.planner.profile.profile_data import for_profile
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
 
     asked: dict[str, Any] = {
         "lengths": _read(options.lengths_from, lengths, "--lengths"),
@@ -127,7 +127,23 @@ def plan(
     if profiled is not None:
         for_profile(wanted, profiled)  # says what is not in it before a model is loaded
     with files.telling_what_is_saved():
-        result = _compiled(options.Subject(model), wanted, files, profiled, measured, device, dtype)
+        outputs = {"profile_out": profile_out, "cost_out": cost_out}
+        if profiled and measured and no_verify:
+            result = compile_files(model, wanted, profiled, measured, **outputs)
+        else:
+            loaded = options.Subject(model).load(device, dtype)
+            result = compile_plan(
+                loaded,
+                wanted,
+                profile_in=profiled,
+                cost_in=measured,
+                resume=files.resume,
+                progress=BarProgress(),
+                **outputs,
+            )
+        write_plan(result.plan, out)
+    if profiled is None:
+        files.resume.unlink(missing_ok=True)
     _tell(result, out, as_json)
 
 
@@ -135,71 +151,34 @@ def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
     return None if text is None else how(text, flag)
 
 
-def _compiled(
-    subject: options.Subject,
-    wanted: PlanOptions,
-    files: PlanFiles,
-    profile: Profile | None,
-    cost: DeviceCost | None,
-    device: str | None,
-    dtype: str | None,
-) -> PlanResult:
-    """Compiles a plan and writes it; without the model's weights where all was measured and nothing is verified."""
-    from sparsekv.planner.plan import compile_files, compile_plan
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
-
-    outputs = {"profile_out": files.profile_out, "cost_out": files.cost_out}
-    if profile and cost and wanted.verify_samples == 0:
-        result = compile_files(subject.model, wanted, profile, cost, **outputs)
-    else:
-        result = compile_plan(
-            subject.load(device, dtype),
-            wanted,
-            profile_in=profile,
-            cost_in=cost,
-            resume=files.resume,
-            progress=BarProgress(),
-            **outputs,
-        )
-    write_plan(result.plan, files.out)
-    if profile is None:
-        files.resume.unlink(missing_ok=True)
-    return result
-
-
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     from sparsekv.plans.schema import to_data
 
-    quality = result.quality
+    quality, density, speedup = result.quality, result.prefill_density, result.predicted_speedup
     if as_json:
         emit_json(
             {
                 "path": str(out),
                 "status": result.plan.status,
-                "prefill_density": result.prefill_density,
-                "predicted_speedup": result.predicted_speedup,
+                "prefill_density": density,
+                "predicted_speedup": speedup,
                 "filter_layers": list(result.filter_layers),
                 "quality": None if quality is None else to_data(quality),
                 "seconds": round(result.seconds, 3),
             }
         )
     else:
-        emit("\n".join(_lines(result, out)))
+        if quality is not None:
+            emit(quality_table(quality) + "\n")
+        emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
+        if density is not None:
+            emit(f"prefill computes {density:.3f} of the tiles at the longest length")
+        if speedup is not None:
+            emit(f"predicted speedup of attention there: {speedup:.2f}x")
+        if result.filter_layers:
+            emit(f"filter layers of decode: {', '.join(map(str, result.filter_layers))}")
     for remark in result.remarks:
         tell(remark)
-
-
-def _lines(result: PlanResult, out: Path) -> Iterator[str]:
-    if result.quality is not None:
-        yield quality_table(result.quality) + "\n"
-    yield f"{out}: {result.plan.status}, in {result.seconds:.0f} s"
-    if result.prefill_density is not None:
-        yield f"prefill computes {result.prefill_density:.3f} of the tiles at the longest length"
-    if result.predicted_speedup is not None:
-        yield f"predicted speedup of attention there: {result.predicted_speedup:.2f}x"
-    if result.filter_layers:
-        yield f"filter layers of decode: {', '.join(map(str, result.filter_layers))}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -226,7 +205,7 @@ class PlanFiles:
         """Finds out before hours of work whether the outputs can be written.
 
         Raises:
-            UsageError: a file is to be written where none can be, over one that is read, or two at one place.
+            UsageError: a file is to be written where none can be, over one that is read, or two to one file.
         """
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
         outputs = (
@@ -239,11 +218,11 @@ class PlanFiles:
         for flag, path in outputs:
             if path is None:
                 continue
-            place = os.path.realpath(path)
-            if place in taken:
-                raise UsageError(f"expected a file of its own for {flag}, found {taken[place]} there; name another one")
-            _check_writable(Path(place), path)
-            taken[place] = f"{flag} {path}"
+            real = os.path.realpath(path)
+            if real in taken:
+                raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
+            _check_writable(Path(real), path)
+            taken[real] = f"{flag} {path}"
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -268,7 +247,7 @@ class PlanFiles:
         return f"{self.out} was not written, and nothing was profiled yet"
 
 
-def _check_writable(place: Path, path: Path) -> None:
+def _check_writable(real: Path, path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -280,7 +259,7 @@ def _check_writable(place: Path, path: Path) -> None:
         raise UsageError(f"expected a file to write, found the folder {path}; name a file in it")
     if not stat.S_ISREG(mode):
         raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
-    if not place.parent.is_dir():
-        raise UsageError(f"expected a folder to write {place.name} in, found no {place.parent}; make it first")
-    if not os.access(place.parent, os.W_OK):
-        raise UsageError(f"expected a folder that can be written, found {place.parent}; choose another one")
+    if not real.parent.is_dir():
+        raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
+    if not os.access(real.parent, os.W_OK):
+        raise UsageError(f"expected a folder that can be written, found {real.parent}; choose another one")

@@ -12,7 +12,6 @@ from sparsekv.plans.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.phases import DecodeBucket, PrefillBucket
     from sparsekv.plans.schema import Plan
 
 
@@ -46,8 +45,9 @@ def verify(
     from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
+    own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
     asked = PlanOptions(
-        lengths=_sparse_lengths(found) if lengths is None else options.lengths_from(lengths, "--lengths"),
+        lengths=tuple(own) if lengths is None else options.lengths_from(lengths, "--lengths"),
         tasks=TASKS if tasks is None else options.names_from(tasks, "--tasks"),
         verify_samples=samples,
         gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
@@ -78,14 +78,6 @@ def verify(
         tell(f"{subject.path}: written as {status}")
     if as_json:
         emit_json(facts)
-
-
-def _sparse_lengths(plan: Plan) -> tuple[int, ...]:
-    """The lengths at which a plan says something of its own; empty where it names none."""
-    buckets: list[PrefillBucket | DecodeBucket] = []
-    buckets += plan.prefill.lengths if plan.prefill else ()
-    buckets += plan.decode.lengths if plan.decode else ()
-    return tuple(sorted({bucket.up_to for bucket in buckets if bucket.up_to is not None and not bucket.dense}))
 
 
 def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:

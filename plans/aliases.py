@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
 
 from sparsekv.plans.errors import UsageError
 
@@ -18,42 +17,30 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A short name of one checkpoint. `gated`: its terms have to be accepted on the hub, by a logged-in user."""
+    """A short name of one checkpoint."""
 
     name: str
     checkpoint: str
     model_type: str
     context: str
-    gated: bool = False
-    remark: str = ""
-
-    @property
-    def note(self) -> str:
-        """What the name stands for, in a line."""
-        parts = [f"{self.name} is {self.checkpoint}", f"{self.model_type}, {self.context} context"]
-        parts += ["gated: accept its terms on the hub and log in"] if self.gated else []
-        return "; ".join([*parts, self.remark] if self.remark else parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: `path_or_id` is a folder for `folder`, a folder or hub id for `alias`, else an id."""
+    """Where a model comes from: a folder, or a hub id."""
 
-    kind: Literal["alias", "folder", "hub"]
     path_or_id: str
-    note: str
-    gated: bool = False
 
 
 ALIASES = (
-    Alias(SHIPPED, SHIPPED, "llama", "32k", remark="ships with sparsekv, no network needed"),
-    Alias("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct", "llama", "8k", gated=True),
+    Alias(SHIPPED, SHIPPED, "llama", "32k"),  # ships with sparsekv
+    Alias("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct", "llama", "8k"),
     Alias("llama3-8b-262k", "gradientai/Llama-3-8B-Instruct-262k", "llama", "256k"),
     Alias("llama3-8b-1m", "gradientai/Llama-3-8B-Instruct-Gradient-1048k", "llama", "1m"),
-    Alias("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama", "128k", gated=True),
-    Alias("llama3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", "llama", "128k", gated=True),
-    Alias("yi-9b-200k", "01-ai/Yi-9B-200K", "llama", "200k", remark="a base model without a chat template"),
-    Alias("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "32k", gated=True),
+    Alias("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "llama", "128k"),
+    Alias("llama3.1-70b", "meta-llama/Llama-3.1-70B-Instruct", "llama", "128k"),
+    Alias("yi-9b-200k", "01-ai/Yi-9B-200K", "llama", "200k"),  # a base model without a chat template
+    Alias("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", "mistral", "32k"),
     Alias("qwen2-7b", "Qwen/Qwen2-7B-Instruct", "qwen2", "32k"),
     Alias("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "qwen2", "32k"),
     Alias("qwen2.5-7b-1m", "Qwen/Qwen2.5-7B-Instruct-1M", "qwen2", "1m"),
@@ -65,29 +52,28 @@ ALIASES = (
 
 
 def resolve_model(name: str) -> ModelSource:
-    """What `name` stands for. A folder goes before an alias when it holds a model or is written as a path.
+    """What `name` stands for. A folder with a model in it goes before an alias.
 
     Raises:
         UsageError: it is a folder without a model, a file, or nothing known.
     """
     path = _path(name)
     if name and _is_model(path):
-        return ModelSource("folder", str(path), f"the model in the folder {path}")
-    alias = next((alias for alias in ALIASES if alias.name == name.lower()), None)
-    if alias is not None:
-        place = str(_shipped()) if alias.name == SHIPPED else alias.checkpoint
-        return ModelSource("alias", place, alias.note, alias.gated)
-    _refuse_path(name, path)
-    if not _HUB_ID.fullmatch(name):
-        raise UsageError(_unknown(name))
-    gated = any(alias.gated for alias in ALIASES if alias.checkpoint == name)
-    return ModelSource("hub", name, f"{name} on the Hugging Face hub", gated)
+        return ModelSource(str(path))
+    if name.lower() == SHIPPED:
+        return ModelSource(str(_shipped()))
+    checkpoint = next((alias.checkpoint for alias in ALIASES if alias.name == name.lower()), None)
+    if checkpoint is None:
+        _refuse_path(name, path)
+        if not _HUB_ID.fullmatch(name):
+            raise UsageError(_unknown(name))
+    return ModelSource(checkpoint or name)
 
 
 def _path(name: str | Path) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~someone that nobody knows
+    except RuntimeError:  # ~someone who has no account here
         return Path(name)
 
 

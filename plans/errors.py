@@ -76,4 +76,4 @@ class GateError(SparseKVError):
 
 
 class PlanWarning(UserWarning):
-    """Something works, but not quite as a plan, or whoever asked for one, says."""
+    """Something runs, but not exactly as the plan or the caller asked."""

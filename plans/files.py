@@ -63,10 +63,10 @@ def as_text(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Puts `data` at `path` through a temporary file beside it; a file there before keeps its mode.
+    """Writes `data` to `path` through a temporary file beside it; the mode of an older file stays.
 
-    Whatever happens on the way, Ctrl-C included, `path` holds either what it held before or all of `data`, and no
-    temporary file stays.
+    After any failure, Ctrl-C included, `path` is as it was before or holds all of `data`, and no temporary file is
+    left.
 
     Raises:
         UsageError: it cannot be written there; what was there before is unchanged.
@@ -110,7 +110,7 @@ def _mode(target: Path) -> int | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # The file is in place; a file system that cannot sync folders is no reason to say otherwise.
+    # Some file systems cannot sync folders; the file itself has been written.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

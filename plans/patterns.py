@@ -93,8 +93,8 @@ MOST_SAMPLED = 1024  # queries of a vertical-slash head
 class VerticalSlash(Part):
     """The heaviest columns and diagonals, estimated from the last `last_q` queries.
 
-    `vertical` and `slash` are how many columns and diagonals are kept; `max_tiles` bounds the tokens of the tiles in
-    any one row (mandatory tiles included), the least scoring diagonals being dropped first.
+    `vertical` and `slash` are how many columns and diagonals are computed; `max_tiles` bounds the tokens of the tiles
+    in any one row (mandatory tiles included), the least scoring diagonals being dropped first.
     """
 
     pattern: Literal["vertical_slash"] = "vertical_slash"

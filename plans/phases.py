@@ -117,7 +117,7 @@ class Reuse(Part):
 class PrefillBucket(Part):
     """One range of context lengths: all dense, or patterns for some heads (the others dense), or as another bucket.
 
-    Groups are held in one order, by layer and first head, equal patterns of a layer together.
+    Groups are sorted by layer and first head; equal patterns of a layer are merged.
     """
 
     up_to: Length | None
@@ -168,7 +168,7 @@ class PrefillPlan(Part):
         return next((b for b in self.lengths if b.up_to == up_to and b.same_as is None), None)
 
     def bucket(self, length: int) -> PrefillBucket:
-        """What holds at a context of `length` tokens (past + chunk); `same_as` is followed."""
+        """The bucket of a context of `length` tokens (past + chunk); `same_as` is followed."""
         found = bucket_of(self.lengths, length)
         named = None if found.same_as is None else self._named(found.same_as)
         return found if named is None else named

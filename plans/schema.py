@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.model import ModelInfo, check_fit, differences
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.types import (
     Count,
     Digest,
@@ -161,6 +161,12 @@ class Plan(Part):
             raise FieldError("expected a measured quality in a verified plan, found none", "status")
         return self
 
+    @property
+    def buckets(self) -> tuple[PrefillBucket | DecodeBucket, ...]:
+        """The length buckets of both phases."""
+        prefill, decode = self.prefill, self.decode
+        return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
+
 
 def to_data(part: BaseModel) -> dict[str, Any]:
     """`part` as plain JSON data in field order: what the writer writes and integrity is computed over."""
@@ -189,7 +195,7 @@ def _unsupported(plan: Plan) -> Iterator[str]:
 
 
 def check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> list[str]:
-    """What a user should be warned of before `plan` runs on `found`; empty when it is the very model.
+    """Warnings before `plan` runs on `found`; empty when it is the model that was planned.
 
     Raises:
         PlanMismatchError: the architecture differs and `allow_mismatch` is off, or the plan names layers or heads
@@ -241,10 +247,10 @@ def json_schema() -> dict[str, Any]:
 
 def _flat(group: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """A head group as it stands in a file: the pattern's fields beside `layer` and `heads`."""
-    place = {name: group["properties"][name] for name in ("layer", "heads")}
+    own = {name: group["properties"][name] for name in ("layer", "heads")}
     members = []
     for reference in group["properties"]["pattern"]["oneOf"]:
         pattern = definitions.pop(reference["$ref"].removeprefix("#/$defs/"))
-        required = [*place, "pattern", *pattern.get("required", ())]
-        members.append(pattern | {"properties": place | pattern["properties"], "required": required})
+        required = [*own, "pattern", *pattern.get("required", ())]
+        members.append(pattern | {"properties": own | pattern["properties"], "required": required})
     return {"description": group["description"], "oneOf": members}

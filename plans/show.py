@@ -14,7 +14,7 @@ from rich.text import Text
 
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, PrefillBucket, PrefillPlan, Retention
 from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
@@ -77,7 +77,8 @@ def _size(value: Any) -> tuple[int, Any]:
 def text_of(value: Any) -> str:
     """A parameter as people read it: fractions in percent."""
     if isinstance(value, Budget):
-        return str(value.tokens) if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%"
+        most = f", at most {value.at_most}" if isinstance(value, DecodeBudget) and value.at_most is not None else ""
+        return str(value.tokens) if value.tokens is not None else f"{100 * (value.fraction or 0):.4g}%{most}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -181,17 +182,17 @@ def _shapes(model: ModelInfo) -> Iterator[str]:
 def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
     yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
     for position, bucket in enumerate(prefill.lengths):
-        place = reach(prefill.lengths, position) + (", extrapolated" if bucket.extrapolated else "")
+        title = reach(prefill.lengths, position) + (", extrapolated" if bucket.extrapolated else "")
         if bucket.dense:
-            yield Text(f"{place}: dense")
+            yield Text(f"{title}: dense")
         elif bucket.same_as is not None:
-            yield Text(f"{place}: as up to {bucket.same_as:,}")
+            yield Text(f"{title}: as up to {bucket.same_as:,}")
         else:
-            yield _patterns(place, bucket, model, full)
+            yield _patterns(title, bucket, model, full)
 
 
-def _patterns(place: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -> Table:
-    table = _table(place, "Layers", "Heads", "Pattern", "Parameters")
+def _patterns(title: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -> Table:
+    table = _table(title, "Layers", "Heads", "Pattern", "Parameters")
     for layers, rows in layer_rows(bucket, model, full):
         for number, row in enumerate(rows):
             name = "" if number else format_ids(layers)
@@ -202,18 +203,21 @@ def _patterns(place: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -
 def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text("\nDecode; lengths are cached tokens", style="bold")
     for position, bucket in enumerate(decode.lengths):
-        place = reach(decode.lengths, position)
-        yield Text(f"{place}: dense") if bucket.dense else _segments(place, bucket, model)
+        title = reach(decode.lengths, position)
+        yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
     if decode.offload:
         layers, hot = format_ids(decode.offload.layers), text_of(decode.offload.hot)
         yield Text(f"offloaded to host memory: layers {layers}, {hot} rows hot on the device")
 
 
-def _segments(place: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
-    table = _table(place, "Filter", "Layers", "Budget", "Selector", "Window", "Heads", "Scope", numbers=("Filter",))
+def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
+    numbers = ("Filter", "Sink", "Recent")
+    columns = ("Filter", "Layers", "Budget", "Sink", "Recent", "Selector", "Window", "Heads", "Scope")
+    table = _table(title, *columns, numbers=numbers)
     for segment in bucket.segments:
         heads = segment.heads if isinstance(segment.heads, str) else "mapped"
-        chosen = (segment.selector, str(segment.window), heads, segment.scope)
+        always = (str(segment.sink), str(segment.recent))
+        chosen = (*always, segment.selector, str(segment.window), heads, segment.scope)
         _row(table, str(segment.filter), format_ids(segment.layers), text_of(segment.budget), *chosen)
     dense = format_ids(set(range(model.layers)) - bucket.sparse_layers)
     _row(table, "", dense, "everything")

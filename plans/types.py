@@ -64,7 +64,7 @@ def format_length(length: int) -> str:
     return str(length)
 
 
-MAX_ID = 1023  # more than any model; small enough that no file makes a reader hold much
+MAX_ID = 1023  # more than any model has; bounds what a file can make a reader allocate
 _RANGES = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*", re.ASCII)
 
 

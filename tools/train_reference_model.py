@@ -24,7 +24,7 @@ from reference_model.evaluate import evaluate  # noqa: E402
 from reference_model.export import export  # noqa: E402
 from reference_model.loop import Run, probe, train  # noqa: E402
 from reference_model.prepare import is_prepared, prepare  # noqa: E402
-from reference_model.settings import Recipe, Stage, smoke  # noqa: E402
+from reference_model.recipe import Recipe, Stage, smoke  # noqa: E402
 
 
 def main() -> int:

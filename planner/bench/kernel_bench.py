@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from sparsekv.planner.bench.timing import (
     Call,
     DensePeers,
     dense_calls,
-    dense_tflops,
+    dense_flops,
     free_memory,
     in_short,
     measure,
@@ -44,8 +45,8 @@ from sparsekv.runtime.hf.describe import device_name, dtype_name
 
 MIXED: tuple[str, ...] = ("vertical_slash", "a_shape", "block_sparse")  # what plans choose from by default
 PLANTED_NOTE = (
-    "Queries and keys are planted, not taken from a model: sinks, local bands, runs of diagonals, scattered columns "
-    "and hot tiles, at the stated densities. Indices come from the shipped builders."
+    "Queries and keys are planted, not taken from a model: sinks, local windows, bands of diagonals, scattered "
+    "columns and hot tiles, at the stated densities. Indices come from the shipped builders."
 )
 # Values are of size 1: rounding to bfloat16 moves an output by a hundredth or so. A wrong output has no speed.
 WRONG = 0.1
@@ -105,14 +106,9 @@ class KernelBench:
             for density_ in self.densities:
                 check_plantable(self.heads, self.kv_heads, self.head_dim, length, density_, self.tile)
 
-    @property
-    def shape(self) -> str:
-        """The layer in words."""
-        return f"{self.heads}/{self.kv_heads} heads of size {self.head_dim}, {dtype_name(self.dtype)}"
-
 
 def families_of(mix: str, heads: int) -> tuple[str, ...]:
-    """The family of each query head: of one, or of several dealt out to the heads in turn.
+    """The family of each query head: of one, or of several assigned to the heads in turn.
 
     Args:
         mix: a family, several joined by `+`, or "mixed" for the three that plans choose from by default.
@@ -134,24 +130,29 @@ class KernelRow(BenchRow):
     Attributes:
         sparse_ms: index building and attention in one call.
         tflops: of the attention call, on the tiles it computes.
+        dense_flops: of dense attention.
         recall: how much of what was planted the index holds.
         mass: share of the attention mass that the index holds, on sampled rows.
         error: largest difference of the output from float32 attention over the same index, on sampled rows.
     """
 
     target_density: float
+    dense_flops: float
     index_ms: float | None = None
     attention_ms: float | None = None
     recall: Recall | None = None
     mass: float | None = None
     error: float | None = None
-    dense_tflops: float | None = None
+
+    @property
+    def dense_tflops(self) -> float | None:
+        """Of the fastest dense kernel."""
+        return None if self.dense_ms is None else self.dense_flops / self.dense_ms / 1e9
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
-        names = ("target_density", "index_ms", "attention_ms", "mass", "error", "dense_tflops")
-        own = {name: getattr(self, name) for name in names}
-        return self.with_keys(own | {"recall": None if self.recall is None else asdict(self.recall), "planted": True})
+        own = self.with_keys("target_density", "index_ms", "attention_ms", "mass", "error", "dense_tflops")
+        return own | {"recall": None if self.recall is None else asdict(self.recall), "planted": True}
 
 
 def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[KernelRow]:
@@ -159,28 +160,55 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
 
     A backend that cannot run here, and a case that fails or does not fit in memory, is a row with a note.
     """
-    refused = {name: why for name in bench.backends or _BACKENDS if (why := _obstacle(bench, name))}
-    for name, why in refused.items():
-        yield _blank(bench, bench.patterns[0], bench.lengths[0], bench.densities[0], name, None, why)
-    backends = [name for name in bench.backends or _BACKENDS if name not in refused]
-    cases = [(length, mix, share) for length in bench.lengths for mix in bench.patterns for share in bench.densities]
+    cases = [_blank(bench, *case) for case in product(bench.lengths, bench.patterns, bench.densities)]
+    backends = []
+    for name in bench.backends or _BACKENDS:
+        try:
+            choose_backend(bench.device, bench.dtype, bench.head_dim, name, bench.tile)
+            backends.append(name)
+        except BackendError as error:
+            yield replace(cases[0], backend=name, note=str(error))
     peers: DensePeers | None = None
     with (progress or NoProgress()).stage("kernels", total=len(cases) if backends else 0) as step:
-        for length, mix, share in cases if backends else ():
-            step.advance(0, note=f"{format_length(length)}, {mix}, {share:g}")
-            for row in _case(bench, mix, length, share, backends, peers):
+        for blank in cases if backends else ():
+            step.advance(0, note=f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}")
+            for row in _case(bench, blank, backends, peers):
                 yield row
                 peers = row.dense_peers or peers
             free_memory(bench.device)
             step.advance()
 
 
-def _obstacle(bench: KernelBench, backend: str) -> str | None:
+def _blank(bench: KernelBench, length: int, mix: str, share: float) -> KernelRow:
+    """A row with what is known before anything runs."""
+    return KernelRow(
+        name=mix,
+        length=length,
+        backend="",
+        device=device_name(bench.device),
+        dtype=dtype_name(bench.dtype),
+        target_density=share,
+        dense_flops=dense_flops(bench.heads, bench.head_dim, length),
+    )
+
+
+def _case(
+    bench: KernelBench, blank: KernelRow, backends: Sequence[str], peers: DensePeers | None
+) -> Iterator[KernelRow]:
     try:
-        choose_backend(bench.device, bench.dtype, bench.head_dim, backend, bench.tile)
-    except BackendError as error:
-        return str(error)
-    return None
+        layer = _Layer.prepare(bench, blank, peers)
+        index = layer.index()
+    except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
+        for name in backends:
+            yield replace(blank, backend=name, note=in_short(error))
+        return
+    peers = layer.peers
+    blank = replace(blank, dense_peers=peers, dense_ms=peers.timed_ms[peers.fastest] if peers.fastest else None)
+    for name in backends:
+        try:
+            yield layer.timed(replace(blank, backend=name), index)
+        except Exception as error:
+            yield replace(blank, backend=name, note=in_short(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +221,14 @@ class _Layer:
     dense: dict[str, Call]  # the fastest, where any ran
 
     @classmethod
-    def prepare(cls, bench: KernelBench, mix: str, length: int, share: float, peers: DensePeers | None) -> _Layer:
+    def prepare(cls, bench: KernelBench, blank: KernelRow, peers: DensePeers | None) -> _Layer:
         """Dense kernels are tried where they have not been at this length."""
         planted = plant(
-            families_of(mix, bench.heads),
+            families_of(blank.name, bench.heads),
             kv_heads=bench.kv_heads,
             head_dim=bench.head_dim,
-            length=length,
-            density=share,
+            length=blank.length,
+            density=blank.target_density,
             tile=bench.tile,
             device=bench.device,
             dtype=bench.dtype,
@@ -208,10 +236,9 @@ class _Layer:
             last_q=bench.last_q,
         )
         tensors = (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
-        if peers is None or peers.length != length:
+        if peers is None or peers.length != blank.length:
             peers = time_dense(*tensors, bench.rounds)
-        dense = {"dense": dense_calls(*tensors)[peers.fastest]} if peers.fastest else {}
-        return cls(bench, planted, peers, dense)
+        return cls(bench, planted, peers, {"dense": dense_calls(*tensors)[peers.fastest]} if peers.fastest else {})
 
     def index(self) -> TileIndex:
         planted = self.planted
@@ -223,80 +250,30 @@ class _Layer:
         tensors = (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
         return self.bench.attend(*tensors, index, planted.chunk, scale=planted.scale, backend=backend)
 
-    def calls(self, index: TileIndex, backend: str) -> dict[str, Call]:
-        """What is timed in turn."""
-        return self.dense | {
+    def timed(self, blank: KernelRow, index: TileIndex) -> KernelRow:
+        """The row with its numbers; a wrong output is refused before it is timed."""
+        planted, backend = self.planted, blank.backend
+        checked = check_rows(planted, index, sample_rows(blank.length), self.attend(index, backend).out_BHSD)
+        if checked.error is not None and checked.error > WRONG:
+            raise BackendError(f"its output is wrong by {checked.error:.3g} and was not timed")
+        calls: dict[str, Call] = self.dense | {
             "index": self.index,
             "attention": lambda: self.attend(index, backend),
             "whole": lambda: self.attend(self.index(), backend),
         }
-
-
-def _case(
-    bench: KernelBench, mix: str, length: int, share: float, backends: Sequence[str], peers: DensePeers | None
-) -> Iterator[KernelRow]:
-    try:
-        layer = _Layer.prepare(bench, mix, length, share, peers)
-        index = layer.index()
-    except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
-        for name in backends:
-            yield _blank(bench, mix, length, share, name, None, in_short(error))
-        return
-    for name in backends:
-        blank = _blank(bench, mix, length, share, name, layer.peers)
-        try:
-            yield _timed(blank, layer, index)
-        except Exception as error:
-            yield replace(blank, note=in_short(error))
-
-
-def _timed(blank: KernelRow, layer: _Layer, index: TileIndex) -> KernelRow:
-    bench, planted = layer.bench, layer.planted
-    checked = check_rows(planted, index, sample_rows(blank.length), layer.attend(index, blank.backend).out_BHSD)
-    if checked.error is not None and checked.error > WRONG:
-        raise BackendError(f"its output is wrong by {checked.error:.3g} and was not timed")
-    times = measure(layer.calls(index, blank.backend), bench.device, bench.rounds)
-    dense_ms = times.get("dense")
-    return replace(
-        blank,
-        dense_ms=dense_ms,
-        dense_tflops=_dense_tflops(bench, blank.length, dense_ms),
-        sparse_ms=times["whole"],
-        index_ms=times["index"],
-        attention_ms=times["attention"],
-        density=float(density(index, planted.chunk)),
-        tflops=_tflops(planted, index, times["attention"]),
-        recall=find_planted(planted, index),
-        mass=checked.mass,
-        error=checked.error,
-        note="" if dense_ms else "no dense kernel ran",
-    )
-
-
-def _blank(
-    bench: KernelBench, mix: str, length: int, share: float, backend: str, peers: DensePeers | None, note: str = ""
-) -> KernelRow:
-    """A row with what is known before the backend runs."""
-    dense_ms = peers.timed_ms[peers.fastest] if peers and peers.fastest else None
-    return KernelRow(
-        name=mix,
-        length=length,
-        backend=backend,
-        device=device_name(bench.device),
-        dtype=dtype_name(bench.dtype),
-        target_density=share,
-        dense_ms=dense_ms,
-        dense_tflops=_dense_tflops(bench, length, dense_ms),
-        dense_peers=peers,
-        note=note,
-    )
-
-
-def _tflops(planted: Planted, index: TileIndex, milliseconds: float) -> float:
-    """TFLOP/s on the computed tiles, each counted whole, single columns as their share of one."""
-    tile, tiles = planted.tile, float(computed_tiles(index).sum())
-    return 4.0 * planted.q_BHSD.shape[3] * tile.query * tile.key * tiles / milliseconds / 1e9
-
-
-def _dense_tflops(bench: KernelBench, length: int, milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else dense_tflops(bench.heads, bench.head_dim, length, milliseconds)
+        times = measure(calls, self.bench.device, self.bench.rounds)
+        # Computed tiles count whole, single columns as their share of one.
+        flops = 4.0 * self.bench.head_dim * planted.tile.query * planted.tile.key * float(computed_tiles(index).sum())
+        return replace(
+            blank,
+            dense_ms=times.get("dense"),
+            sparse_ms=times["whole"],
+            index_ms=times["index"],
+            attention_ms=times["attention"],
+            density=float(density(index, planted.chunk)),
+            tflops=flops / times["attention"] / 1e9,
+            recall=find_planted(planted, index),
+            mass=checked.mass,
+            error=checked.error,
+            note="" if self.dense else "no dense kernel ran",
+        )

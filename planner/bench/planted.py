@@ -22,29 +22,21 @@ import torch
 
 from sparsekv.kernels.tiles import Chunk, TileIndex, unpack_bits
 from sparsekv.planner.bench.structure import (
-    SINK,
     SMALLEST_HEAD,
-    Group,
-    HeadSizes,
     HeadTruth,
-    Layout,
     draw_group,
     layout_for,
-    narrowest_run,
+    narrowest_band,
     pattern_for,
-    place_code,
-    place_query,
-    planted_diagonals,
     sizes_for,
-    slash_code,
 )
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Pattern, TileShape
 
 _FEWEST_TILES = 8
-_BASE_SPREAD = 0.4  # standard deviation of the logits of what was not planted
-_SINK_SHARE = 0.25  # of the sinks' mass over that of the rest
-_HOT_LEAD = 5.0  # log of the hot tiles' mass over that of the others
+_ROW_TILES = 64  # that hot tiles are looked for in
+_LARGEST_TILE = 128  # rows
+_COPRIME = 37  # to the rows of any tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +88,21 @@ def plant(
     check_plantable(len(families), kv_heads, head_dim, length, density, tile)
     group = len(families) // kv_heads
     layout = layout_for(families, head_dim, group)
-    narrowest = narrowest_run(layout.frequencies, length)
+    narrowest = narrowest_band(layout.frequencies, length)
     sizes = [sizes_for(family, length, density, tile, narrowest) for family in families]
     random = torch.Generator().manual_seed(seed)
     groups = [draw_group(sizes[g * group : (g + 1) * group], length, tile, layout, random) for g in range(kv_heads)]
-    q_BHSD, k_BGSD, v_BGSD = (_empty(n, length, head_dim, device, dtype) for n in (len(families), kv_heads, kv_heads))
+    q_BHSD, k_BGSD, v_BGSD = (
+        torch.empty((1, length, n, head_dim), device=device, dtype=dtype).transpose(1, 2)
+        for n in (len(families), kv_heads, kv_heads)
+    )
     noise = torch.Generator(device).manual_seed(seed)
     for g, drawn in enumerate(groups):
-        _fill(drawn, q_BHSD[0, g * group : (g + 1) * group], k_BGSD[0, g], tile, layout, noise, block_rows)
+        for start in range(0, length, block_rows):
+            position_J = torch.arange(start, min(start + block_rows, length), device=device)
+            k_BGSD[0, g, start : start + block_rows] = drawn.keys(position_J, noise)
+            for n in range(group):
+                q_BHSD[0, g * group + n, start : start + block_rows] = drawn.queries(n, position_J, noise)
         v_BGSD[0, g].normal_(generator=noise)
     return Planted(
         q_BHSD,
@@ -134,104 +133,6 @@ def check_plantable(heads: int, kv_heads: int, head_dim: int, length: int, densi
         raise UsageError(f"expected a density above 0 and up to 1, found {density}")
 
 
-def _empty(heads: int, length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((1, length, heads, head_dim), device=device, dtype=dtype).transpose(1, 2)
-
-
-def _fill(
-    drawn: Group,
-    q_NSD: torch.Tensor,
-    k_SD: torch.Tensor,
-    tile: TileShape,
-    layout: Layout,
-    noise: torch.Generator,
-    block_rows: int,
-) -> None:
-    for start in range(0, k_SD.shape[0], block_rows):
-        position_J = torch.arange(start, min(start + block_rows, k_SD.shape[0]), device=k_SD.device)
-        k_SD[start : start + block_rows] = _keys(drawn, position_J, k_SD.shape[1], tile, layout, noise)
-        for n in range(len(drawn.heads)):
-            q_NSD[n, start : start + block_rows] = _queries(drawn, n, position_J, k_SD, tile, layout, noise)
-
-
-def _base(position_J: torch.Tensor, head_dim: int, layout: Layout, noise: torch.Generator) -> torch.Tensor:
-    """Random numbers in the base, zeros elsewhere."""
-    x_JD = torch.zeros(len(position_J), head_dim, device=position_J.device)
-    width = layout["base"].stop - layout["base"].start
-    size = math.sqrt(_BASE_SPREAD * math.sqrt(head_dim / width))
-    x_JD[:, layout["base"]].normal_(std=size, generator=noise)
-    return x_JD
-
-
-def _keys(
-    drawn: Group, position_J: torch.Tensor, head_dim: int, tile: TileShape, layout: Layout, noise: torch.Generator
-) -> torch.Tensor:
-    k_JD = _base(position_J, head_dim, layout, noise)
-    k_JD[:, layout["sink"]] = (position_J < SINK).float()[:, None]
-    for n in range(layout.column_codes):
-        own = next((truth.columns_C for truth in drawn.heads[n :: layout.column_codes] if len(truth.columns_C)), None)
-        if own is not None:
-            k_JD[:, layout["columns"].start + n] = torch.isin(position_J, own.to(position_J.device)).float()
-    if layout["place"].stop > layout["place"].start:
-        k_JD[:, layout["place"]] = place_code(position_J, drawn.lifetime)
-    if len(drawn.codes_MX):
-        codes_MX, cluster_M = (x.to(position_J.device) for x in (drawn.codes_MX, drawn.cluster_M))
-        k_JD[:, layout["tiles"]] = codes_MX[cluster_M[position_J // tile.key]]
-    if len(drawn.frequencies_F):
-        # Not where a column is: a key in both would outweigh all others.
-        alone_J1 = (k_JD[:, layout["sink"].start : layout["columns"].stop].amax(1, keepdim=True) == 0).float()
-        k_JD[:, layout["slashes"]] = slash_code(position_J, drawn.frequencies_F) * alone_J1
-    return k_JD
-
-
-def _queries(
-    drawn: Group,
-    number: int,
-    position_J: torch.Tensor,
-    k_SD: torch.Tensor,
-    tile: TileShape,
-    layout: Layout,
-    noise: torch.Generator,
-) -> torch.Tensor:
-    """Logits are written in units of 1 / scale; the base makes its own."""
-    length, head_dim = k_SD.shape
-    truth, size = drawn.heads[number], drawn.sizes[number]
-    q_JD = torch.zeros(len(position_J), head_dim, device=position_J.device)
-    mass: float | torch.Tensor  # log of it, of what the query sees beside the sinks
-    if truth.runs:
-        mass = math.log(planted_diagonals(size) * math.exp(drawn.peak) + size.columns * math.exp(drawn.column_peak))
-        q_JD[:, layout["columns"].start + number % layout.column_codes] = drawn.column_peak
-        q_JD[:, layout["slashes"]] = _slash_query(drawn, truth, position_J)
-    elif truth.window:
-        q_JD[:, layout["place"]] = torch.tensor(place_query(), device=position_J.device)
-        mass = math.log(drawn.lifetime) + position_J / drawn.lifetime
-    else:
-        codes_MX, looks_at_TZ = (x.to(position_J.device) for x in (drawn.codes_MX, truth.looks_at_TZ))
-        peak = _hot_peak(size)
-        q_JD[:, layout["tiles"]] = peak * codes_MX[looks_at_TZ[position_J // tile.query]].sum(1)
-        mass = peak + math.log(length / size.clusters)
-    q_JD[:, layout["sink"].start] = mass + math.log(_SINK_SHARE / SINK)
-    return q_JD * math.sqrt(head_dim) + _base(position_J, head_dim, layout, noise)
-
-
-def _hot_peak(size: HeadSizes) -> float:
-    return math.log(size.clusters) + _HOT_LEAD
-
-
-def _slash_query(drawn: Group, truth: HeadTruth, position_J: torch.Tensor) -> torch.Tensor:
-    """The codes of the tokens that the runs' middles point back at: float32 [J, 2 F]."""
-    weights_2F = drawn.peak * drawn.weights_F.repeat(2).float().to(position_J.device)
-    codes_J2F = torch.zeros(len(position_J), len(weights_2F), device=position_J.device)
-    for first, stop in truth.runs:
-        codes_J2F += slash_code(position_J - (first + stop) // 2, drawn.frequencies_F)
-    return codes_J2F * weights_2F
-
-
-_ROW_TILES = 64  # that hot tiles are looked for in
-_LARGEST_TILE = 128  # rows
-_COPRIME = 37  # to the rows of any tile
-
-
 @dataclass(frozen=True, slots=True)
 class Recall:
     """Shares of what was planted that an index computes; None where nothing of the kind was planted."""
@@ -258,14 +159,14 @@ class RowCheck:
 
 
 def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
-    """Rows spread evenly, the last one among them, at ever other places within their tiles.
+    """Rows spread evenly, the last one among them, at ever other positions within their tiles.
 
     The last row of a tile sees all of its diagonal tile: rows that were always the last would not tell a causal mask
     from none.
     """
     count = min(count, length)
     step = min(_LARGEST_TILE, length // count)
-    return tuple((place + 1) * length // count - 1 - (count - 1 - place) * _COPRIME % step for place in range(count))
+    return tuple((n + 1) * length // count - 1 - (count - 1 - n) * _COPRIME % step for n in range(count))
 
 
 def find_planted(planted: Planted, index: TileIndex) -> Recall:
@@ -275,13 +176,17 @@ def find_planted(planted: Planted, index: TileIndex) -> Recall:
     be computed singly or in a tile; a diagonal needs every tile it crosses there.
     """
     found: dict[str, list[torch.Tensor]] = {"columns": [], "diagonals": [], "tiles": []}
-    row = planted.chunk.longest // planted.tile.query - 1
+    tile, row = planted.tile, planted.chunk.longest // planted.tile.query - 1
+    first, last = row * tile.query, (row + 1) * tile.query - 1
     for head, truth in enumerate(planted.heads):
-        last_M = _chosen_tiles(planted, index, head, [row])[0]
         if len(truth.columns_C):
-            found["columns"].append(_columns_found(planted, index, head, truth, row, last_M))
-        if truth.runs:
-            found["diagonals"].append(_diagonals_found(planted, truth, row, last_M))
+            kept_S = _kept_keys(planted, index, head, [last])[0]
+            found["columns"].append(kept_S[truth.columns_C[truth.columns_C <= last].to(kept_S.device)])
+        if truth.bands:
+            last_M = _chosen_tiles(planted, index, head, [row])[0]
+            offset_O = torch.cat([torch.arange(start, stop) for start, stop in truth.bands]).to(last_M.device)
+            offset_O = offset_O[offset_O <= first]
+            found["diagonals"].append(last_M[(first - offset_O) // tile.key] & last_M[(last - offset_O) // tile.key])
         if len(truth.cluster_M):
             found["tiles"].append(_tiles_found(planted, index, head, truth))
     return Recall(**{name: _share(flags) for name, flags in found.items()})
@@ -355,26 +260,6 @@ def _share(flags: Sequence[torch.Tensor]) -> float | None:
     """The share of all that are true; None where there are none."""
     total = sum(len(found) for found in flags)
     return sum(int(found.sum()) for found in flags) / total if total else None
-
-
-def _columns_found(
-    planted: Planted, index: TileIndex, head: int, truth: HeadTruth, row: int, last_M: torch.Tensor
-) -> torch.Tensor:
-    """bool: of each planted column that the row sees."""
-    column_C = truth.columns_C.to(last_M.device)
-    listed_C = index.columns_BHC[0, head].long()
-    live_C = unpack_bits(index.live_BHTN[0, head, [row]], len(listed_C))[0]
-    singly_C = torch.isin(column_C, listed_C[live_C])
-    seen_C = column_C < (row + 1) * planted.tile.query
-    return (singly_C | last_M[column_C // planted.tile.key])[seen_C]
-
-
-def _diagonals_found(planted: Planted, truth: HeadTruth, row: int, last_M: torch.Tensor) -> torch.Tensor:
-    """bool: of each planted diagonal that the row sees."""
-    offset_O = torch.cat([torch.arange(first, stop) for first, stop in truth.runs]).to(last_M.device)
-    first, last = row * planted.tile.query, (row + 1) * planted.tile.query - 1
-    offset_O = offset_O[offset_O <= first]
-    return last_M[(first - offset_O) // planted.tile.key] & last_M[(last - offset_O) // planted.tile.key]
 
 
 def _tiles_found(planted: Planted, index: TileIndex, head: int, truth: HeadTruth) -> torch.Tensor:

@@ -24,6 +24,7 @@ from sparsekv.kernels.backends import BackendWarning, choose_backend
 from sparsekv.planner.bench.random_model import BenchModel
 from sparsekv.planner.bench.timing import (
     FLASH_ATTN,
+    PARTS,
     RANKED_FROM,
     BenchRow,
     DensePeers,
@@ -31,7 +32,6 @@ from sparsekv.planner.bench.timing import (
     flash_attn_4,
     free_memory,
     in_short,
-    part_of,
     try_each,
     wait_for,
 )
@@ -63,7 +63,7 @@ class Run:
     peak: int | None = None  # most bytes of device memory, weights included; None on a CPU
     stats: RunStats | None = None  # where a plan was applied
     backend: str | None = None  # that computed prefill in the end, where a plan was applied: one that fails is replaced
-    builder_failed: str = ""  # why torch built the indices in place of Triton
+    builder_failed: str = ""  # why torch built the indices instead of Triton
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class PrefillBench:
         repeats: runs of each, alternating.
         chunk: most tokens given to the model at once; None is all.
         backend: of sparse attention, or "auto".
-        kv_host_layers: layers whose keys and values go to host memory, in place of what the plan says.
+        kv_host_layers: layers whose keys and values go to host memory, instead of those that the plan says.
         dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
         ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.
     """
@@ -216,31 +216,28 @@ class PrefillRow(BenchRow):
         tflops: of the sparse run: matrix products of the layers, and attention on the tiles that are computed.
         weights: "random" or "loaded".
         plan: what the sparse run follows, in words.
-        dense_peak, sparse_peak: most bytes of device memory, weights included; None on a CPU.
-        kv_device, kv_host: bytes of the sparse run's cache.
+        dense_peak_bytes, sparse_peak_bytes: most bytes of device memory, weights included; None on a CPU.
+        kv_bytes_device, kv_bytes_host: bytes of the sparse run's cache.
     """
 
     weights: str
     plan: str
     layers: int
-    dense_peak: int | None = None
-    sparse_peak: int | None = None
-    kv_device: int | None = None
-    kv_host: int | None = None
+    dense_peak_bytes: int | None = None
+    sparse_peak_bytes: int | None = None
+    kv_bytes_device: int | None = None
+    kv_bytes_host: int | None = None
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """Memory of the sparse run over that of the dense one."""
+        over, under = self.sparse_peak_bytes, self.dense_peak_bytes
+        return over / under if over and under else None
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data."""
-        own = {
-            "weights": self.weights,
-            "plan": self.plan,
-            "layers": self.layers,
-            "dense_peak_bytes": self.dense_peak,
-            "sparse_peak_bytes": self.sparse_peak,
-            "peak_ratio": self.sparse_peak / self.dense_peak if self.sparse_peak and self.dense_peak else None,
-            "kv_bytes_device": self.kv_device,
-            "kv_bytes_host": self.kv_host,
-        }
-        return self.with_keys(own)
+        peaks = ("dense_peak_bytes", "sparse_peak_bytes", "peak_ratio")
+        return self.with_keys("weights", "plan", "layers", *peaks, "kv_bytes_device", "kv_bytes_host")
 
 
 def bench_prefill(
@@ -316,7 +313,7 @@ def _row(blank: PrefillRow, runs: PrefillRuns, bench: PrefillBench) -> PrefillRo
     row = replace(blank, dense_peers=(peers := DensePeers(blank.length, timed_ms, refused)))
     if peers.fastest:
         peaks = [run.peak for run in dense[peers.fastest] if run.peak is not None]
-        row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak=max(peaks, default=None))
+        row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak_bytes=max(peaks, default=None))
     if sparse:
         row = _with_sparse(row, runs, sparse[SPARSE], notes)
     return replace(row, note="; ".join(filter(None, notes)))
@@ -337,7 +334,7 @@ def _try_dense(
     # A model of one layer has no second one, by which ways are compared.
     if ids_1S.shape[1] < bench.ranked_from or runs.model.config.num_hidden_layers == 1:
         return try_each(runs.dense, whole)
-    part_1S = ids_1S[:, : part_of(ids_1S.shape[1])]
+    part_1S = ids_1S[:, : ids_1S.shape[1] // PARTS]
     on_part, failed = try_each(runs.dense, lambda way: runs.multiplied(way, part_1S, 1).milliseconds)
     tried, refused = fastest_that_runs(on_part, ids_1S.shape[1], whole)
     return tried, failed | refused
@@ -360,10 +357,10 @@ def _repeat(runs: PrefillRuns, turns: Mapping[str, list[Run]], ids_1S: torch.Ten
 def _with_sparse(row: PrefillRow, runs: PrefillRuns, found: list[Run], notes: list[str]) -> PrefillRow:
     last, milliseconds = found[-1], statistics.median(run.milliseconds for run in found)
     if last.backend not in (None, row.backend):
-        notes.append(f"{row.backend} failed, and {last.backend} took over")
+        notes.append(f"{row.backend} failed, and {last.backend} replaced it")
     if last.builder_failed:
         notes.append(f"torch built the indices, which is slower: Triton failed ({last.builder_failed})")
-    row = replace(row, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak=last.peak)
+    row = replace(row, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak_bytes=last.peak)
     if last.stats is None:
         return row
     # Without a plan, tiles are what the runtime counts in.
@@ -374,6 +371,6 @@ def _with_sparse(row: PrefillRow, runs: PrefillRuns, found: list[Run], notes: li
         row,
         density=last.stats.prefill_density,
         tflops=(layer_flops(runs.model, row.length) + attention) / milliseconds / 1e9,
-        kv_device=last.stats.kv_bytes_device,
-        kv_host=last.stats.kv_bytes_host,
+        kv_bytes_device=last.stats.kv_bytes_device,
+        kv_bytes_host=last.stats.kv_bytes_host,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.plans.aliases import ALIASES, resolve_model
@@ -23,32 +23,19 @@ from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import check_supported, describe_model
-from sparsekv.runtime.hf.load import LoadedModel, load_config
+from sparsekv.runtime.hf.load import load_config
+
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
 
 
-def _shape(
-    model_type: str,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    rope_theta: float,
-    context: int,
-    head_dim: int = 128,
-) -> dict[str, Any]:
+def _shape(model_type: str, rope_theta: float, *sizes: int) -> dict[str, Any]:
     """What a config says that time and memory depend on, as transformers names it."""
-    return {
+    return dict(zip(_SIZES, sizes, strict=True)) | {
         "model_type": model_type,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context,
+        "head_dim": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
         "tie_word_embeddings": False,
         "bos_token_id": 0,
@@ -58,11 +45,11 @@ def _shape(
 
 
 def _llama(context: int, rope_theta: float) -> dict[str, Any]:
-    return _shape("llama", 32, 4096, 14336, 32, 8, 128256, rope_theta, context)
+    return _shape("llama", rope_theta, 32, 4096, 14336, 32, 8, 128256, context)
 
 
 def _qwen2(context: int, rope_theta: float) -> dict[str, Any]:
-    return _shape("qwen2", 28, 3584, 18944, 28, 4, 152064, rope_theta, context)
+    return _shape("qwen2", rope_theta, 28, 3584, 18944, 28, 4, 152064, context)
 
 
 # By alias, see plans/aliases.py.
@@ -71,15 +58,15 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b-262k": _llama(262144, 283461213.0),
     "llama3-8b-1m": _llama(1048576, 3580165449.0),
     "llama3.1-8b": _llama(131072, 5e5),
-    "llama3.1-70b": _shape("llama", 80, 8192, 28672, 64, 8, 128256, 5e5, 131072),
-    "yi-9b-200k": _shape("llama", 48, 4096, 11008, 32, 4, 64000, 1e7, 262144),
-    "mistral-7b": _shape("mistral", 32, 4096, 14336, 32, 8, 32768, 1e6, 32768),
+    "llama3.1-70b": _shape("llama", 5e5, 80, 8192, 28672, 64, 8, 128256, 131072),
+    "yi-9b-200k": _shape("llama", 1e7, 48, 4096, 11008, 32, 4, 64000, 262144),
+    "mistral-7b": _shape("mistral", 1e6, 32, 4096, 14336, 32, 8, 32768, 32768),
     "qwen2-7b": _qwen2(32768, 1e6),
     "qwen2.5-7b": _qwen2(32768, 1e6),
     "qwen2.5-7b-1m": _qwen2(1010000, 1e7),
-    "qwen2.5-14b-1m": _shape("qwen2", 48, 5120, 13824, 40, 8, 152064, 1e7, 1010000),
-    "qwen3-8b": _shape("qwen3", 36, 4096, 12288, 32, 8, 151936, 1e6, 40960),
-    "qwen3-14b": _shape("qwen3", 40, 5120, 17408, 40, 8, 151936, 1e6, 40960),
+    "qwen2.5-14b-1m": _shape("qwen2", 1e7, 48, 5120, 13824, 40, 8, 152064, 1010000),
+    "qwen3-8b": _shape("qwen3", 1e6, 36, 4096, 12288, 32, 8, 151936, 40960),
+    "qwen3-14b": _shape("qwen3", 1e6, 40, 5120, 17408, 40, 8, 151936, 40960),
 }
 
 
@@ -92,11 +79,6 @@ class BenchModel:
     name: str
     weights: Literal["random", "loaded"]
     note: str = ""
-
-    @classmethod
-    def of(cls, loaded: LoadedModel, name: str) -> BenchModel:
-        """A model with its own weights."""
-        return cls(loaded.model, loaded.info, name, "loaded")
 
 
 def random_model(
@@ -126,8 +108,12 @@ def random_model(
         notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
         config.max_position_embeddings = longest
     if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise UsageError(f"expected 1 to {config.num_hidden_layers} layers, found {layers}")
         notes.append(f"{layers} of {config.num_hidden_layers} layers")
-        _cut(config, layers)
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     on = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=on), torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
@@ -135,7 +121,7 @@ def random_model(
     return BenchModel(model, describe_model(model, _short(name)), _short(name), "random", "; ".join(notes))
 
 
-def _config_of(name: str, shapes: Mapping[str, dict[str, Any]]) -> tuple[PreTrainedConfig, list[str]]:
+def _config_of(name: str, shapes: Mapping[str, dict[str, Any]]) -> tuple[Any, list[str]]:
     source = resolve_model(name)
     try:
         return load_config(source), []
@@ -146,14 +132,6 @@ def _config_of(name: str, shapes: Mapping[str, dict[str, Any]]) -> tuple[PreTrai
             raise
     check_supported(shapes[alias]["model_type"])
     return AutoConfig.for_model(**shapes[alias]), ["its shape is from a table: no config to be had"]
-
-
-def _cut(config: Any, layers: int) -> None:
-    if not 1 <= layers <= config.num_hidden_layers:
-        raise UsageError(f"expected 1 to {config.num_hidden_layers} layers, found {layers}")
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
 
 
 def _short(name: str) -> str:
@@ -168,7 +146,7 @@ def hand_plan(
     tile: TileShape,
     families: Sequence[str] = ("vertical_slash", "a_shape"),
 ) -> tuple[Plan, str]:
-    """A bucket for each length, families dealt out to the heads of every full-attention layer in turn; and in words.
+    """A bucket for each length, families assigned to the heads of every full-attention layer in turn; and in words.
 
     Budgets are such that they come to the density where attention is diffuse, as it is with random weights: the
     diagonals of vertical_slash heads are then scattered, and `max_tiles` is what binds.

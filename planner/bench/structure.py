@@ -11,7 +11,7 @@ elsewhere: a head that leaves a dimension at 0 does not see what the keys hold t
 
     sink      1 dimension: the first tokens.
     columns   one a query head of the group (as far as there is room): the keys of its columns.
-    place     2: the token's number in lifetimes of the local band, split so that bfloat16 holds it exactly enough. A
+    position  2: the token's number in lifetimes of the local window, split so that bfloat16 holds it exactly enough. A
               query of 1 there weighs keys by exp(-distance / lifetime).
     slashes   pairs (cos, sin) of w_f * j: a query with the codes of i - o sees sum_f cos(w_f (i - j - o)), a lobe
               around diagonal o: positions as rotary embeddings write them.
@@ -26,9 +26,10 @@ tile looks at, X dimensions of a tile code.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -41,11 +42,22 @@ FAMILIES = ("vertical_slash", "a_shape", "block_sparse", "adaptive")
 SINK = 4  # tokens that every head looks at
 _MANDATORY = 3  # tiles of a row
 _COLUMN_SHARE = 0.2  # of the computed tiles of a vertical-slash head
-# Diagonals of the middles of runs, as shares of the prompt; heads move them a little.
-_TWO_RUNS = (0.15, 0.45)
-_ONE_RUN = (0.1, 0.7)  # at least and at most: the farther back, the fewer rows see it
+# Diagonals of the middles of bands, as shares of the prompt; heads move them a little.
+_TWO_BANDS = (0.15, 0.45)
+_ONE_BAND = (0.1, 0.7)  # at least and at most: the farther back, the fewer rows see it
 _ADAPTIVE_MASS = 0.97
 _ROOM = 1.15  # of `max_tiles` over the fullest row that is planted
+
+SMALLEST_HEAD = 32
+_WIDTH = 0.45  # lobes narrower than so many shortest waves do not die out beside their middle
+_POSITION_UNIT = 16  # whole numbers up to 256 are exact in bfloat16: of such units, and of what is left
+_POSITION_QUERY = (float(_POSITION_UNIT), 1.0)  # times 1 / scale: weighs keys by one factor e a lifetime
+_BASE_SPREAD = 0.4  # standard deviation of the logits of what was not planted
+_SINK_SHARE = 0.25  # of the sinks' mass over that of the rest
+_HOT_LEAD = 5.0  # log of the hot tiles' mass over that of the others
+_MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
+_BAND_JITTER = 0.04  # of the prompt, by which heads differ
+_LIFETIMES = 4  # of an a_shape's window: what lies beyond it holds exp(-4) of the mass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +65,16 @@ class HeadSizes:
     """One head of a family at a density. What a family does not have is 0 or empty."""
 
     family: str
-    window: int = 0  # tokens of the local band of an a_shape
-    run: int = 0  # diagonals in a run
-    runs: tuple[float, ...] = ()  # the diagonal in the middle of each, as a share of the prompt
+    window: int = 0  # tokens of the local window of an a_shape
+    band: int = 0  # diagonals in a band
+    bands: tuple[float, ...] = ()  # the diagonal in the middle of each, as a share of the prompt
     columns: int = 0
     clusters: int = 0  # one key tile in so many is hot for a row tile
+
+    @property
+    def diagonals(self) -> int:
+        """Of all bands."""
+        return self.band * len(self.bands)
 
 
 def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
@@ -68,7 +85,7 @@ def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowe
         length: tokens of the prompt.
         density: computed tiles over causal tiles.
         tile: the plan's tile shape.
-        narrowest: diagonals of the narrowest run that can be planted.
+        narrowest: diagonals of the narrowest band that can be planted.
     """
     if family == "vertical_slash":
         return _vertical_slash(length, density, tile, narrowest)
@@ -92,10 +109,10 @@ def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, 
         return Adaptive(mass=_ADAPTIVE_MASS, max_tiles=_whole_tiles(_ROOM * most, tile))
     sampled = last_q_for(length)
     # The sinks are columns too, and each sampled query sees them on a far diagonal of its own.
-    most = len(sizes.runs) * _run_tiles(sizes.run, tile) + _MANDATORY
+    most = len(sizes.bands) * _band_tiles(sizes.band, tile) + _MANDATORY
     return VerticalSlash(
         vertical=tokens(sizes.columns + SINK),
-        slash=tokens(planted_diagonals(sizes) + sampled + SINK),
+        slash=tokens(sizes.diagonals + sampled + SINK),
         last_q=last_q or sampled,
         max_tiles=_whole_tiles(_ROOM * most, tile),
     )
@@ -120,30 +137,25 @@ def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -
     return pattern_for(sizes_for(family, length, density, tile), length, density, tile)
 
 
-def planted_diagonals(sizes: HeadSizes) -> int:
-    """Diagonals of all runs."""
-    return sizes.run * len(sizes.runs)
-
-
 def _vertical_slash(length: int, density: float, tile: TileShape, narrowest: int) -> HeadSizes:
-    """Solves B = 3 + columns + (tiles of a run) * (rows that see it): for the width of two runs, or one run's place."""
+    """Solves B = 3 + columns + (tiles of a band) * (rows that see it): for two bands' width, or one's position."""
     average = density * (_tiles(length, tile) + 1) / 2
     left = (1 - _COLUMN_SHARE) * average - _MANDATORY
     columns = max(4, min(round(2 * _COLUMN_SHARE * average * tile.key), length // 16))
-    width = round((left / sum(1 - place for place in _TWO_RUNS) - 2) * tile.key)
+    width = round((left / sum(1 - middle for middle in _TWO_BANDS) - 2) * tile.key)
     if width >= narrowest:
-        return HeadSizes("vertical_slash", run=width, runs=_TWO_RUNS, columns=columns)
-    place = 1 - left / _run_tiles(narrowest, tile)
-    least, most = _ONE_RUN
-    if place < least:
+        return HeadSizes("vertical_slash", band=width, bands=_TWO_BANDS, columns=columns)
+    middle = 1 - left / _band_tiles(narrowest, tile)
+    least, most = _ONE_BAND
+    if middle < least:
         return HeadSizes(
-            "vertical_slash", run=round((left / (1 - least) - 2) * tile.key), runs=(least,), columns=columns
+            "vertical_slash", band=round((left / (1 - least) - 2) * tile.key), bands=(least,), columns=columns
         )
-    return HeadSizes("vertical_slash", run=narrowest, runs=(min(place, most),), columns=columns)
+    return HeadSizes("vertical_slash", band=narrowest, bands=(min(middle, most),), columns=columns)
 
 
-def _run_tiles(width: int, tile: TileShape) -> float:
-    """Tiles of a row that a run of diagonals crosses."""
+def _band_tiles(width: int, tile: TileShape) -> float:
+    """Tiles of a row that a band of diagonals crosses."""
     return width / tile.key + 2
 
 
@@ -166,96 +178,49 @@ def _whole_tiles(count: float, tile: TileShape) -> Budget:
     return tokens(math.ceil(count) * tile.key)
 
 
-SMALLEST_HEAD = 32
-_WIDTH = 0.45  # lobes narrower than so many shortest waves do not die out beside their middle
-_PLACE_UNIT = 16  # whole numbers up to 256 are exact in bfloat16: of such units, and of what is left
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Which dimensions serve what. Slices of structures that no head has are empty."""
 
-    parts: Mapping[str, slice]
-    column_codes: int  # how many heads of a group can have columns of their own
-    tile_code: int  # X
-    frequencies: int  # F
+    sink: slice
+    columns: slice  # as wide as heads of a group can have columns of their own
+    position: slice
+    tiles: slice
+    slashes: slice
+    base: slice
 
-    def __getitem__(self, structure: str) -> slice:
-        return self.parts[structure]
+    @property
+    def frequencies(self) -> int:
+        """F."""
+        return _width(self.slashes) // 2
+
+
+def _width(dimensions: slice) -> int:
+    return int(dimensions.stop - dimensions.start)
 
 
 def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
     """Gives slashes, which need the most, what the others leave. `head_dim` is at least SMALLEST_HEAD."""
     slashes, tiles = "vertical_slash" in families, bool({"block_sparse", "adaptive"} & set(families))
     columns = min(group, head_dim // 8) if slashes else 0
-    place = 2 if "a_shape" in families else 0
-    left = head_dim - 1 - columns - place - head_dim // 8  # the last for the base
+    position = 2 if "a_shape" in families else 0
+    left = head_dim - 1 - columns - position - head_dim // 8  # the last for the base
     code = 0 if not tiles else left // 5 if slashes else left // 2
     pairs = (left - code) // 2 if slashes else 0
-    cuts = [0, *accumulate((1, columns, place, code, 2 * pairs)), head_dim]
-    names = ("sink", "columns", "place", "tiles", "slashes", "base")
-    parts = {name: slice(start, stop) for name, (start, stop) in zip(names, pairwise(cuts), strict=True)}
-    return Layout(parts, columns, code, pairs)
+    cuts = [0, *accumulate((1, columns, position, code, 2 * pairs)), head_dim]
+    return Layout(*(slice(start, stop) for start, stop in pairwise(cuts)))
 
 
-def slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequencies and their weights, which make one lobe of height 1 in a prompt and next to nothing elsewhere.
-
-    Whole waves on the prompt, as in a Fourier series, with the weights of a normal curve: the lobe is one too. Of
-    logits that are `peak` high in its middle, it has lost 1 at half of `width` tokens from there.
-
-    Args:
-        count: F; the width is at least `narrowest_run`.
-    """
-    wave_F = torch.arange(count, dtype=torch.float64)
-    spread = length * math.sqrt(-2 * math.log1p(-1 / peak)) / (math.pi * width)
-    weight_F = torch.exp(-0.5 * (wave_F / spread).square())
-    weight_F[0] /= 2
-    return 2 * math.pi / length * wave_F, weight_F / weight_F.sum()
-
-
-def narrowest_run(frequencies: int, length: int) -> int:
+def narrowest_band(frequencies: int, length: int) -> int:
     """The fewest tokens that a lobe of so many waves can be wide, for logits of 7 or so in its middle."""
     return math.ceil(_WIDTH * length / max(1, frequencies))
-
-
-def slash_code(position_J: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
-    """Cosines, then sines: float32 [J, 2 F]. Angles are float64, as float32 loses them beyond a million tokens."""
-    angle_JF = position_J.double()[:, None] * frequencies_F.to(position_J.device)
-    return torch.cat([angle_JF.cos(), angle_JF.sin()], dim=1).float()
-
-
-def place_code(position_J: torch.Tensor, lifetime: float) -> torch.Tensor:
-    """The position in lifetimes, in units of 16 and what is left: float32 [J, 2]."""
-    place_J = position_J.double() / lifetime
-    units_J = (place_J / _PLACE_UNIT).round()
-    return torch.stack([units_J, place_J - _PLACE_UNIT * units_J], dim=1).float()
-
-
-def place_query() -> tuple[float, float]:
-    """What a query holds there, times 1 / scale, to weigh keys by one factor e a lifetime."""
-    return float(_PLACE_UNIT), 1.0
-
-
-def tile_codes(clusters: int, width: int, random: torch.Generator) -> torch.Tensor:
-    """One unit vector a cluster: exact where there is room, else random: float32 [M, X]."""
-    if clusters <= width:
-        return torch.eye(clusters, width)
-    return torch.nn.functional.normalize(torch.randn(clusters, width, generator=random), dim=1)
-
-
-_MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
-_RUN_JITTER = 0.04  # of the prompt, by which heads differ
-_LIFETIMES = 4  # of an a_shape's window: what lies beyond it holds exp(-4) of the mass
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTruth:
     """What was planted for one query head, on the host. What its family does not have is empty."""
 
-    family: str
-    window: int  # tokens of the local band
-    runs: tuple[tuple[int, int], ...]  # diagonals [first, stop)
+    sizes: HeadSizes
+    bands: tuple[tuple[int, int], ...]  # diagonals [first, stop)
     columns_C: torch.Tensor  # int64, ascending
     cluster_M: torch.Tensor  # int64: of each key tile
     looks_at_TZ: torch.Tensor  # int64: clusters whose key tiles are hot for a row tile
@@ -263,11 +228,13 @@ class HeadTruth:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The structure of the heads that share a KV head, and the codes that say it."""
+    """The heads that share a KV head: their structure, and the keys and queries that make attention go there."""
 
+    length: int
+    tile: TileShape
+    layout: Layout
     heads: tuple[HeadTruth, ...]
-    sizes: tuple[HeadSizes, ...]
-    peak: float  # logit of a diagonal in the middle of its run
+    peak: float  # logit of a diagonal in the middle of its band
     column_peak: float  # logit of a column
     frequencies_F: torch.Tensor  # empty without vertical-slash heads
     weights_F: torch.Tensor
@@ -277,7 +244,57 @@ class Group:
     @property
     def lifetime(self) -> float:
         """Tokens over which an a_shape's attention fades by a factor e."""
-        return max([size.window for size in self.sizes] + [1]) / _LIFETIMES
+        return max([truth.sizes.window for truth in self.heads] + [1]) / _LIFETIMES
+
+    def keys(self, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Of the KV head at these positions: float32 [J, D]."""
+        layout, device = self.layout, position_J.device
+        k_JD = self._base(position_J, noise)
+        k_JD[:, layout.sink] = (position_J < SINK).float()[:, None]
+        codes = _width(layout.columns)
+        for n in range(codes):
+            for own_C in [truth.columns_C for truth in self.heads[n::codes] if len(truth.columns_C)][:1]:
+                k_JD[:, layout.columns.start + n] = torch.isin(position_J, own_C.to(device)).float()
+        if _width(layout.position):
+            k_JD[:, layout.position] = _position_code(position_J, self.lifetime)
+        if len(self.codes_MX):
+            k_JD[:, layout.tiles] = self.codes_MX.to(device)[self.cluster_M.to(device)[position_J // self.tile.key]]
+        if len(self.frequencies_F):
+            # Not where a column is: a key in both would outweigh all others.
+            alone_J1 = (k_JD[:, layout.sink.start : layout.columns.stop].amax(1, keepdim=True) == 0).float()
+            k_JD[:, layout.slashes] = _slash_code(position_J, self.frequencies_F) * alone_J1
+        return k_JD
+
+    def queries(self, number: int, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Of a head at these positions: float32 [J, D]. Logits are in units of 1 / scale; the base makes its own."""
+        layout, truth, sizes = self.layout, self.heads[number], self.heads[number].sizes
+        head_dim = layout.base.stop
+        q_JD = torch.zeros(len(position_J), head_dim, device=position_J.device)
+        mass: float | torch.Tensor  # log of it, of what the query sees beside the sinks
+        if truth.bands:
+            mass = math.log(sizes.diagonals * math.exp(self.peak) + sizes.columns * math.exp(self.column_peak))
+            q_JD[:, layout.columns.start + number % _width(layout.columns)] = self.column_peak
+            weights_2F = self.peak * self.weights_F.repeat(2).float().to(position_J.device)
+            # The codes of the tokens that the bands' middles point back at.
+            middles = [position_J - (first + stop) // 2 for first, stop in truth.bands]
+            q_JD[:, layout.slashes] = sum(_slash_code(at_J, self.frequencies_F) for at_J in middles) * weights_2F
+        elif sizes.window:
+            q_JD[:, layout.position] = torch.tensor(_POSITION_QUERY, device=position_J.device)
+            mass = math.log(self.lifetime) + position_J / self.lifetime
+        else:
+            codes_MX, looks_at_TZ = (x.to(position_J.device) for x in (self.codes_MX, truth.looks_at_TZ))
+            peak = math.log(sizes.clusters) + _HOT_LEAD
+            q_JD[:, layout.tiles] = peak * codes_MX[looks_at_TZ[position_J // self.tile.query]].sum(1)
+            mass = peak + math.log(self.length / sizes.clusters)
+        q_JD[:, layout.sink.start] = mass + math.log(_SINK_SHARE / SINK)
+        return q_JD * math.sqrt(head_dim) + self._base(position_J, noise)
+
+    def _base(self, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+        """Random numbers in the base, zeros elsewhere."""
+        base = self.layout.base
+        x_JD = torch.zeros(len(position_J), base.stop, device=position_J.device)
+        x_JD[:, base].normal_(std=math.sqrt(_BASE_SPREAD * math.sqrt(base.stop / _width(base))), generator=noise)
+        return x_JD
 
 
 def draw_group(
@@ -291,71 +308,32 @@ def draw_group(
         random: on the host.
     """
     none, empty = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
-    clusters = max(size.clusters for size in sizes)
+    clusters, count = max(size.clusters for size in sizes), max(size.columns for size in sizes)
     cluster_M = _deal(clusters, -(-length // tile.key), random) if clusters else none
-    columns = {
-        n: _draw_columns(next(size.columns for size in sizes if size.columns), length, random)
-        for n in range(layout.column_codes)
-        if any(size.columns for size in sizes)
-    }
-    width = max(size.run for size in sizes)
-    peak = _slash_peak(max(sizes, key=lambda size: size.run), length)
-    waves = slash_waves(layout.frequencies, length, width, peak) if width else (empty, empty)
-    return Group(
-        tuple(_draw_head(n, size, columns, cluster_M, clusters, length, tile, random) for n, size in enumerate(sizes)),
-        tuple(sizes),
-        peak,
-        peak + _column_lead(width, length),
-        *waves,
-        tile_codes(clusters, layout.tile_code, random) if clusters else empty,
-        cluster_M,
-    )
+    columns = [_draw_columns(count, length, random) for _ in range(_width(layout.columns))] if count else []
+    heads = []
+    for number, size in enumerate(sizes):
+        looks_at_TZ = none.reshape(0, 0)
+        if size.clusters:
+            rows, chosen = -(-length // tile.query), max(1, round(clusters / size.clusters))
+            looks_at_TZ = torch.rand(rows, clusters, generator=random).topk(chosen, dim=1).indices
+        bands = tuple(_draw_band(middle, size.band, length, random) for middle in size.bands)
+        own_C = columns[number % len(columns)] if size.columns else none
+        heads.append(HeadTruth(size, bands, own_C, cluster_M if size.clusters else none, looks_at_TZ))
+    widest = max(sizes, key=lambda size: size.band)
+    peak = math.log(length / max(1, widest.diagonals)) + _MARGIN  # with which the bands outweigh all other keys
+    # Columns drown among the keys that wide bands cross, unless their logit is above a diagonal's.
+    lead = min(1.0, max(0.0, 1 + math.log(max(1, widest.band) / last_q_for(length))))
+    waves = _slash_waves(layout.frequencies, length, widest.band, peak) if widest.band else (empty, empty)
+    codes_MX = _tile_codes(clusters, _width(layout.tiles), random) if clusters else empty
+    return Group(length, tile, layout, tuple(heads), peak, peak + lead, *waves, codes_MX, cluster_M)
 
 
-def _slash_peak(size: HeadSizes, length: int) -> float:
-    """The logit with which the runs outweigh all other keys."""
-    return math.log(length / max(1, planted_diagonals(size))) + _MARGIN
-
-
-def _column_lead(width: int, length: int) -> float:
-    """How much a column's logit is above a diagonal's: or columns drown among the keys that wide runs cross."""
-    return min(1.0, max(0.0, 1 + math.log(max(1, width) / last_q_for(length))))
-
-
-def _draw_head(
-    number: int,
-    size: HeadSizes,
-    columns: dict[int, torch.Tensor],
-    cluster_M: torch.Tensor,
-    clusters: int,
-    length: int,
-    tile: TileShape,
-    random: torch.Generator,
-) -> HeadTruth:
-    none = torch.empty(0, dtype=torch.int64)
-    looks_at_TZ = none.reshape(0, 0)
-    if size.clusters:
-        rows, chosen = -(-length // tile.query), max(1, round(clusters / size.clusters))
-        looks_at_TZ = torch.rand(rows, clusters, generator=random).topk(chosen, dim=1).indices
-    return HeadTruth(
-        size.family,
-        size.window,
-        _draw_runs(size, length, random),
-        columns[number % len(columns)] if size.columns else none,
-        cluster_M if size.clusters else none,
-        looks_at_TZ,
-    )
-
-
-def _draw_runs(size: HeadSizes, length: int, random: torch.Generator) -> tuple[tuple[int, int], ...]:
-    if not size.run:
-        return ()
-    half = size.run // 2
-    middles = []
-    for place in size.runs:
-        moved = place + _RUN_JITTER * (2 * float(torch.rand(1, generator=random)) - 1)
-        middles.append(max(size.run, round(moved * length)))
-    return tuple((middle - half, middle - half + size.run) for middle in middles)
+def _draw_band(middle: float, width: int, length: int, random: torch.Generator) -> tuple[int, int]:
+    """Near a share of the prompt: heads differ a little."""
+    moved = middle + _BAND_JITTER * (2 * float(torch.rand(1, generator=random)) - 1)
+    first = max(width, round(moved * length)) - width // 2
+    return first, first + width
 
 
 def _draw_columns(count: int, length: int, random: torch.Generator) -> torch.Tensor:
@@ -368,3 +346,39 @@ def _deal(clusters: int, tiles: int, random: torch.Generator) -> torch.Tensor:
     """A cluster for each key tile, each once among as many neighbours as there are clusters: [M]."""
     rounds = -(-tiles // clusters)
     return torch.rand(rounds, clusters, generator=random).argsort(dim=1).flatten()[:tiles]
+
+
+def _slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frequencies and their weights, which make one lobe of height 1 in a prompt and next to nothing elsewhere.
+
+    Whole waves on the prompt, as in a Fourier series, with the weights of a normal curve: the lobe is one too. Of
+    logits that are `peak` high in its middle, it has lost 1 at half of `width` tokens from there.
+
+    Args:
+        count: F; the width is at least `narrowest_band`.
+    """
+    wave_F = torch.arange(count, dtype=torch.float64)
+    spread = length * math.sqrt(-2 * math.log1p(-1 / peak)) / (math.pi * width)
+    weight_F = torch.exp(-0.5 * (wave_F / spread).square())
+    weight_F[0] /= 2
+    return 2 * math.pi / length * wave_F, weight_F / weight_F.sum()
+
+
+def _slash_code(position_J: torch.Tensor, frequencies_F: torch.Tensor) -> torch.Tensor:
+    """Cosines, then sines: float32 [J, 2 F]. Angles are float64, as float32 loses them beyond a million tokens."""
+    angle_JF = position_J.double()[:, None] * frequencies_F.to(position_J.device)
+    return torch.cat([angle_JF.cos(), angle_JF.sin()], dim=1).float()
+
+
+def _position_code(position_J: torch.Tensor, lifetime: float) -> torch.Tensor:
+    """The position in lifetimes, in units of 16 and what is left: float32 [J, 2]."""
+    lifetimes_J = position_J.double() / lifetime
+    units_J = (lifetimes_J / _POSITION_UNIT).round()
+    return torch.stack([units_J, lifetimes_J - _POSITION_UNIT * units_J], dim=1).float()
+
+
+def _tile_codes(clusters: int, width: int, random: torch.Generator) -> torch.Tensor:
+    """One unit vector a cluster: exact where there is room, else random: float32 [M, X]."""
+    if clusters <= width:
+        return torch.eye(clusters, width)
+    return torch.nn.functional.normalize(torch.randn(clusters, width, generator=random), dim=1)

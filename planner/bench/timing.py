@@ -101,13 +101,8 @@ def free_memory(device: torch.device) -> None:
 
 Found = TypeVar("Found")
 
-RANKED_FROM = 256 << 10  # tokens
-_PARTS = 4
-
-
-def part_of(length: int) -> int:
-    """Tokens of the part that ways are compared on."""
-    return length // _PARTS
+RANKED_FROM = 256 << 10  # tokens of a prompt that is so long that ways to run it are compared on a part
+PARTS = 4
 
 
 def try_each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
@@ -135,19 +130,14 @@ def fastest_that_runs(
     Returns:
         What the one that ran gave, by its name, if any did; and why each of the others is not there.
     """
-    order = sorted(part_ms, key=lambda name: part_ms[name])
-    refused = {
-        name: f"{part_ms[name] / part_ms[order[0]]:.2f} times the time of {order[0]} at {part_of(length)} tokens"
-        for name in order
-    }
-    for name in order:
-        try:
-            found = run(name)
-        except Exception as error:
-            refused[name] = in_short(error)
-        else:
-            del refused[name]
-            return {name: found}, refused
+    refused: dict[str, str] = {}
+    for name in (order := sorted(part_ms, key=lambda name: part_ms[name])):
+        found, failed = try_each([name], run)
+        refused |= failed
+        if found:
+            behind = f"times the time of {order[0]} at {length // PARTS} tokens"
+            left = order[order.index(name) + 1 :]
+            return found, refused | {other: f"{part_ms[other] / part_ms[order[0]]:.2f} {behind}" for other in left}
     return {}, refused
 
 
@@ -203,20 +193,15 @@ class BenchRow:
         """How many times faster than the fastest way to run dense."""
         return self.dense_ms / self.sparse_ms if self.dense_ms is not None and self.sparse_ms else None
 
-    def with_keys(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """As JSON data, a bench's own keys among them; the first nine are relied on."""
+    def with_keys(self, *own: str) -> dict[str, Any]:
+        """As JSON data, with these attributes of a bench's own; the first nine keys are relied on."""
         relied_on = ("name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device")
-        peers = self.dense_peers
-        return (
-            {name: getattr(self, name) for name in (*relied_on, "dtype")}
-            | dict(own)
-            | {
-                "dense_kernel": peers.fastest if peers else None,
-                "dense_peers_ms": dict(peers.timed_ms) if peers else {},
-                "dense_refused": dict(peers.refused) if peers else {},
-                "note": self.note,
-            }
-        )
+        peers = self.dense_peers or DensePeers(self.length, {})
+        return {name: getattr(self, name) for name in (*relied_on, "dtype", *own, "note")} | {
+            "dense_kernel": peers.fastest,
+            "dense_peers_ms": dict(peers.timed_ms),
+            "dense_refused": dict(peers.refused),
+        }
 
 
 def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> dict[str, Call]:
@@ -255,7 +240,7 @@ def time_dense(
     calls = kernels(q_BHSD, k_BGSD, v_BGSD)
     if length < ranked_from:
         return time_calls(calls, length, device, rounds)
-    part = part_of(length)
+    part = length // PARTS
     on_part = time_calls(kernels(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
     found, refused = fastest_that_runs(
         on_part.timed_ms, length, lambda name: measure({name: calls[name]}, device, rounds)[name]
@@ -279,9 +264,9 @@ def time_calls(calls: Mapping[str, Call], length: int, device: torch.device, rou
     return DensePeers(length, first_ms, refused)
 
 
-def dense_tflops(heads: int, head_dim: int, length: int, milliseconds: float) -> float:
-    """TFLOP/s of causal attention: two products of the lower half of the matrix."""
-    return 4.0 * heads * head_dim * length * (length + 1) / 2 / milliseconds / 1e9
+def dense_flops(heads: int, head_dim: int, length: int) -> float:
+    """Operations of causal attention: two products of the lower half of the matrix."""
+    return 4.0 * heads * head_dim * length * (length + 1) / 2
 
 
 def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:

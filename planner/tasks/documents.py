@@ -58,8 +58,8 @@ class Request:
         queries: most questions about the context.
         statements: how many needles, pairs or chains to plant; None for the task's standard number at this length.
             Fewer are planted where they do not fit.
-        answer_room: tokens kept for the one answer, whatever it needs of them: context and question then take exactly
-            the rest of the length, in every document. None: answers take what they need.
+        answer_room: tokens reserved for the one answer, whatever it needs of them: context and question then take
+            exactly the rest of the length, in every document. None: answers take what they need.
     """
 
     length: int
@@ -101,7 +101,7 @@ class Unit:
 
 
 def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered: bool = True) -> Document:
-    """Plants units at random places and asks for the first ones that have a question.
+    """Plants units at random positions and asks for the first ones that have a question.
 
     Args:
         kit: encoder and filler.
@@ -117,15 +117,15 @@ def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered
     lines = _encode_lines(kit.encoder, units)
     asked = _fitting_queries(kit.encoder, units[: request.queries], request.length)
     sizes = np.cumsum([sum(len(line) for line in unit) for unit in lines])
-    kept = int(np.searchsorted(sizes, _room(request, asked), side="right"))
-    if kept == 0:
+    count = int(np.searchsorted(sizes, _room(request, asked), side="right"))
+    if count == 0:
         raise TaskError(
             f"expected at least {request.length - _room(request, asked) + sizes[0]} tokens to hold one statement and "
             f"its question, found {request.length}; use a longer length"
         )
-    asked = asked[:kept]
-    text = int(_room(request, asked) - sizes[kept - 1]) if scattered or request.answer_room is not None else 0
-    return _lay_out(kit, lines[:kept], asked, text, scattered, draws)
+    asked = asked[:count]
+    text = int(_room(request, asked) - sizes[count - 1]) if scattered or request.answer_room is not None else 0
+    return _lay_out(kit, lines[:count], asked, text, scattered, draws)
 
 
 def _room(request: Request, asked: list[Query]) -> int:
@@ -140,10 +140,10 @@ def _lay_out(
 ) -> Document:
     rng = draws.rng
     ids, breaks = kit.filler.excerpt(text, rng)
-    places = np.concatenate([np.sort(rng.random(len(unit))) for unit in units])
-    order = np.argsort(places, kind="stable")
+    positions = np.concatenate([np.sort(rng.random(len(unit))) for unit in units])
+    order = np.argsort(positions, kind="stable")
     lines = [line for unit in units for line in unit]
-    wanted = (places[order] * (text + 1)).astype(np.int32) if scattered else np.full(len(lines), text, np.int32)
+    wanted = (positions[order] * (text + 1)).astype(np.int32) if scattered else np.full(len(lines), text, np.int32)
     context_ids, is_text = plant(ids, breaks, [lines[i] for i in order.tolist()], wanted)
     return Document(context_ids, is_text, tuple(asked))
 

@@ -23,7 +23,6 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 _DATA = Path(__file__).parent / "data"
-_CACHE_ENTRIES = 300_000
 _ANCHOR = "\n"
 _WORD = "green"
 
@@ -48,12 +47,17 @@ class PieceEncoder:
     Args:
         encode_batch: texts to token ids, without special tokens.
         bos_ids: what prompts start with; empty for models without a begin token.
+        most_cached: pieces remembered.
+
+    Attributes:
+        encode_lines: whole lines of text to token ids, not remembered.
     """
 
-    def __init__(self, encode_batch: EncodeBatch, bos_ids: Sequence[int] = ()) -> None:
+    def __init__(self, encode_batch: EncodeBatch, bos_ids: Sequence[int] = (), most_cached: int = 300_000) -> None:
         self.bos_ids = tuple(bos_ids)
-        self._encode = encode_batch if _is_concatenative(encode_batch) else _anchored(encode_batch)
+        self.encode_lines = encode_batch if _is_concatenative(encode_batch) else _anchored(encode_batch)
         self._cache: dict[str, list[int]] = {}
+        self._most_cached = most_cached
         self.newline_ids = tuple(self.encode(["\n"]))
 
     @classmethod
@@ -66,37 +70,24 @@ class PieceEncoder:
 
         return cls(encode_batch, _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"]))
 
-    @classmethod
-    def of_raw(cls, tokenizer: Any, bos_ids: Sequence[int] = ()) -> PieceEncoder:
-        """For a `tokenizers.Tokenizer`: several times faster than the wrapper of `transformers`."""
-
-        def encode_batch(texts: list[str]) -> list[list[int]]:
-            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-        return cls(encode_batch, bos_ids)
-
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """Token ids of one run of pieces."""
+        """Token ids of one sequence of pieces."""
         return self.encode_all([tuple(pieces)])[0]
 
-    def encode_all(self, runs: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Token ids of many runs of pieces; what is new to the cache is encoded in one batch."""
-        self._learn({piece for run in runs for piece in run})
+    def encode_all(self, sequences: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Token ids of many sequences of pieces; what is new to the cache is encoded in one batch."""
+        self._learn({piece for pieces in sequences for piece in pieces})
         cache = self._cache
-        return [[token for piece in run for token in cache[piece]] for run in runs]
-
-    def encode_lines(self, lines: list[str]) -> list[list[int]]:
-        """Token ids of whole lines of text, not remembered."""
-        return self._encode(lines)
+        return [[token for piece in pieces for token in cache[piece]] for pieces in sequences]
 
     def _learn(self, pieces: set[str]) -> None:
         new = [piece for piece in pieces if piece not in self._cache]
         if not new:
             return
-        if len(self._cache) + len(new) > _CACHE_ENTRIES:
+        if len(self._cache) + len(new) > self._most_cached:
             self._cache.clear()
             new = list(pieces)
-        self._cache.update(zip(new, self._encode(new), strict=True))
+        self._cache.update(zip(new, self.encode_lines(new), strict=True))
 
 
 def _is_concatenative(encode_batch: EncodeBatch) -> bool:
@@ -182,9 +173,9 @@ def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wante
     tokens = np.fromiter((token for line in lines for token in line), np.int32, sum(sizes))
     if not len(ids):
         return tokens, np.zeros(len(tokens), np.bool_)
-    places = breaks[np.minimum(np.searchsorted(breaks, wanted), len(breaks) - 1)]
+    positions = breaks[np.minimum(np.searchsorted(breaks, wanted), len(breaks) - 1)]
     is_text = np.ones(len(ids) + len(tokens), np.bool_)
-    is_text[np.repeat(places, sizes) + np.arange(len(tokens))] = False
+    is_text[np.repeat(positions, sizes) + np.arange(len(tokens))] = False
     planted = np.empty(len(is_text), np.int32)
     planted[is_text] = ids
     planted[~is_text] = tokens

@@ -202,7 +202,7 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
     from sparsekv.cli.chat import Session
 
     buckets = tuple(SimpleNamespace(up_to=end) for end in (*ends, None))
-    plan = SimpleNamespace(prefill=SimpleNamespace(lengths=buckets), decode=None)
+    plan = SimpleNamespace(buckets=buckets)
     loaded = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
     session = Session(loaded, plan)
     assert session._warm_up_length(tokens) == length

@@ -6,14 +6,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference_model.batches import TASK_NAMES, make_row, micro_batches_per_step, rows_per_micro_batch
+from reference_model.batches import (
+    FIRST_ANSWER,
+    NO_LOSS,
+    TASK_NAMES,
+    TEXT,
+    make_row,
+    micro_batches_per_step,
+    rows_per_micro_batch,
+)
 from reference_model.batches import batches as load_batches
 from reference_model.optimizer import rate_factor
 from reference_model.prepare import prepare, training_kit
-from reference_model.settings import TASK_SHARES, Recipe, Stage, smoke
-from reference_model.training_rows import FIRST_ANSWER, NO_LOSS, TEXT
+from reference_model.recipe import TASK_SHARES, Recipe, Stage, smoke
+from reference_model.tokenizer import piece_encoder
+from task_tokenizers import tokenizer_named
 
-from sparsekv.planner.tasks import TASKS, Kit
+from sparsekv.planner.tasks import TASKS, Kit, PieceEncoder
 
 RECIPE = smoke(Recipe())
 
@@ -85,3 +94,11 @@ def test_learning_rates_rise_stay_and_fall_to_zero_within_the_last_length() -> N
     assert set(factors[9:100]) == {1.0}
     assert factors[100:] == sorted(factors[100:], reverse=True)
     assert 0 < factors[-1] <= 1 / 50
+
+
+def test_the_tokenizer_itself_and_its_wrapper_encode_alike() -> None:
+    wrapped = tokenizer_named("shipped")
+    raw = piece_encoder(wrapped.backend_tokenizer)
+    runs = [("The special number for", " amber", "-falcon", " is", " 1234567", ".\n"), ("\n",)]
+    assert raw.encode_all(runs) == PieceEncoder.of(wrapped).encode_all(runs)
+    assert raw.bos_ids == PieceEncoder.of(wrapped).bos_ids

@@ -10,7 +10,7 @@ import torch
 import train_reference_model
 from reference_model import checkpoint
 from reference_model.evaluate import load_results
-from reference_model.settings import Recipe, smoke
+from reference_model.recipe import Recipe, smoke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsekv.planner.tasks import TASKS

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from reference_model.training_rows import FIRST_ANSWER, NO_LOSS, TEXT, answer_overhead, document_row, join
+from reference_model.batches import FIRST_ANSWER, NO_LOSS, TEXT, answer_overhead, document_row, join
 from task_oracle import is_statement
 from task_tokenizers import kit_named, tokenizer_named
 

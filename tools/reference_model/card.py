@@ -7,7 +7,7 @@ from pathlib import Path
 from reference_model import checkpoint
 from reference_model.evaluate import Results, load_results
 from reference_model.network import Retriever
-from reference_model.settings import Recipe
+from reference_model.recipe import Recipe
 
 _CARD = """---
 license: apache-2.0

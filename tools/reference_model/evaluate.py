@@ -15,13 +15,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from reference_model.settings import Recipe
-from reference_model.tokenizer import end_of_text_id, load_tokenizer
+from reference_model.recipe import Recipe
+from reference_model.tokenizer import load_tokenizer, piece_encoder
 from sparsekv.planner.tasks import (
     TASKS,
     Filler,
     Kit,
-    PieceEncoder,
     Sample,
     Split,
     load_filler_text,
@@ -81,7 +80,7 @@ def _weights_hash(out: Path) -> str:
 
 def _kit(out: Path) -> Kit:
     tokenizer = load_tokenizer(out)
-    encoder = PieceEncoder.of_raw(tokenizer, (end_of_text_id(tokenizer),))
+    encoder = piece_encoder(tokenizer)
     return Kit(Split.EVALUATION, encoder, Filler.from_text(load_filler_text(Split.EVALUATION), encoder))
 
 

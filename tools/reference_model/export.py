@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from reference_model import checkpoint
 from reference_model.network import Retriever
-from reference_model.settings import Recipe, Shape
+from reference_model.recipe import Recipe, Shape
 from reference_model.tokenizer import END_OF_TEXT, end_of_text_id, load_tokenizer
 
 _TOLERANCE = 1e-3

@@ -15,8 +15,8 @@ from reference_model.batches import Batch, batches, micro_batches_per_step
 from reference_model.checkpoint import Position
 from reference_model.network import Retriever
 from reference_model.optimizer import Optimizers, rate_factor
+from reference_model.recipe import Recipe, Stage
 from reference_model.report import LOG_EVERY, Meter
-from reference_model.settings import Recipe, Stage
 from reference_model.training import accumulate, compile_model
 
 

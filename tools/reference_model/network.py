@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from reference_model.settings import Shape
+from reference_model.recipe import Shape
 
 
 class Attention(nn.Module):

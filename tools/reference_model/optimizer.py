@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from reference_model.network import Retriever
-from reference_model.settings import Recipe
+from reference_model.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

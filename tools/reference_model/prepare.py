@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from reference_model.corpus import split_files
-from reference_model.settings import Recipe
-from reference_model.tokenizer import FILE_NAME, end_of_text_id, load_tokenizer, train_tokenizer
+from reference_model.recipe import Recipe
+from reference_model.tokenizer import FILE_NAME, load_tokenizer, piece_encoder, train_tokenizer
 from sparsekv.planner.tasks.documents import Kit
-from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split
+from sparsekv.planner.tasks.text import Filler, Split
 
 TOKENS_FILE = "tokens.npy"
 
@@ -33,7 +33,7 @@ def prepare(recipe: Recipe, library: Path, work: Path) -> None:
 def training_kit(work: Path) -> Kit:
     """What training documents are built from; the tokens are a memory map that worker processes share."""
     tokenizer = load_tokenizer(work)
-    encoder = PieceEncoder.of_raw(tokenizer, (end_of_text_id(tokenizer),))
+    encoder = piece_encoder(tokenizer)
     tokens = np.load(work / TOKENS_FILE, mmap_mode="r")
     (newline,) = encoder.newline_ids
     line_ends = np.flatnonzero(np.asarray(tokens) == newline).astype(np.int64) + 1

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from reference_model.batches import TASK_NAMES
+from reference_model.batches import FIRST_ANSWER, TASK_NAMES, TEXT
 from reference_model.training import Totals
-from reference_model.training_rows import FIRST_ANSWER, TEXT
 
 LOG_EVERY = 20
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sparsekv.planner.tasks import PieceEncoder
+
 END_OF_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
 
@@ -41,3 +43,12 @@ def load_tokenizer(work: Path) -> Tokenizer:
 def end_of_text_id(tokenizer: Tokenizer) -> int:
     """The id that begins every document and ends generation."""
     return int(tokenizer.token_to_id(END_OF_TEXT))
+
+
+def piece_encoder(tokenizer: Tokenizer) -> PieceEncoder:
+    """Encodes pieces several times faster than through the wrapper of `transformers`."""
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    return PieceEncoder(encode_batch, (end_of_text_id(tokenizer),))

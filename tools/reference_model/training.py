@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from reference_model.batches import TASK_NAMES, Batch
+from reference_model.batches import FIRST_ANSWER, TASK_NAMES, TEXT, Batch
 from reference_model.network import Retriever
-from reference_model.training_rows import FIRST_ANSWER, TEXT
 
 KINDS = FIRST_ANSWER + len(TASK_NAMES)
 

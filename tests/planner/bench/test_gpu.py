@@ -17,7 +17,7 @@ def test_structure_is_the_same_on_a_gpu_as_on_the_host():
     host, gpu = (plant(families, tile=tile, device=torch.device(name), **options) for name in ("cpu", "cuda"))
     assert len(host.heads) == 4
     for one, other in zip(host.heads, gpu.heads, strict=True):
-        assert one.runs == other.runs
+        assert one.bands == other.bands
         assert torch.equal(one.columns_C, other.columns_C)
         assert torch.equal(one.looks_at_TZ, other.looks_at_TZ)
 

@@ -41,8 +41,8 @@ def promised(p: Planted, head: int) -> torch.Tensor:
     truth, length = p.heads[head], p.chunk.longest
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     seen = (j < SINK).expand(length, length).clone()
-    seen |= i - j < truth.window
-    for first, stop in truth.runs:
+    seen |= i - j < truth.sizes.window
+    for first, stop in truth.bands:
         seen |= (i - j >= first) & (i - j < stop)
     seen[:, truth.columns_C] = True
     if len(truth.cluster_M):
@@ -60,8 +60,8 @@ def test_the_planted_places_hold_the_bulk_of_the_softmax_of_every_head(mix, dtyp
         seen = promised(p, head)
         kept = (weights(p, head) * seen).sum(-1)[S // 2 :].mean()
         share = seen.sum() / (S * (S + 1) / 2)
-        assert kept > (0.75 if truth.runs else 0.9), truth.family
-        assert share < 0.35, truth.family  # few places, not all of them
+        assert kept > (0.75 if truth.bands else 0.9), truth.sizes.family
+        assert share < 0.35, truth.sizes.family  # few places, not all of them
     assert len(p.heads) == 4
 
 
@@ -76,7 +76,7 @@ def test_random_queries_and_keys_hold_no_such_mass():
 def test_heads_of_a_group_share_keys_and_have_structure_of_their_own():
     p = planted("vertical_slash", heads=4)
     assert p.k_BGSD.shape[1] == 1
-    assert len({truth.runs for truth in p.heads}) == 4
+    assert len({truth.bands for truth in p.heads}) == 4
     assert len({tuple(truth.columns_C.tolist()) for truth in p.heads}) == 4
     own = (weights(p, 0) * promised(p, 0)).sum(-1)[S // 2 :].mean()
     foreign = (weights(p, 0) * promised(p, 1)).sum(-1)[S // 2 :].mean()
@@ -85,7 +85,7 @@ def test_heads_of_a_group_share_keys_and_have_structure_of_their_own():
 
 def test_columns_and_diagonals_each_get_a_share_of_the_mass():
     p = planted("vertical_slash")
-    mass, (first, stop) = weights(p, 0), p.heads[0].runs[0]
+    mass, (first, stop) = weights(p, 0), p.heads[0].bands[0]
     i, j = torch.arange(S)[:, None], torch.arange(S)[None]
     rows = slice(stop, None)
     on_run = (mass * ((i - j >= first) & (i - j < stop)))[rows].sum(-1).mean()
@@ -106,12 +106,12 @@ def test_a_seed_gives_the_same_structure_and_numbers_and_another_one_others():
     assert torch.equal(first.q_BHSD, again.q_BHSD)
     assert torch.equal(first.k_BGSD, again.k_BGSD)
     assert torch.equal(first.v_BGSD, again.v_BGSD)
-    assert first.heads[0].runs == again.heads[0].runs != other.heads[0].runs
+    assert first.heads[0].bands == again.heads[0].bands != other.heads[0].bands
 
 
 def test_blocks_of_rows_do_not_show_in_the_structure():
     whole, pieces = planted("vertical_slash"), planted("vertical_slash", block_rows=300)
-    assert whole.heads[0].runs == pieces.heads[0].runs
+    assert whole.heads[0].bands == pieces.heads[0].bands
     assert (weights(pieces, 0) * promised(pieces, 0)).sum(-1)[S // 2 :].mean() > 0.75
 
 

@@ -40,9 +40,9 @@ def test_a_pattern_whose_density_attention_decides_cannot_be_sized():
 def test_structure_grows_with_density_and_runs_are_never_narrower_than_can_be_planted():
     shares = (0.02, 0.05, 0.1, 0.2, 0.4)
     sizes = [sizes_for("vertical_slash", 131072, share, TILE, narrowest=1000) for share in shares]
-    assert all(size.run >= 1000 for size in sizes)
-    counts = [(size.columns, size.run * len(size.runs)) for size in sizes]
+    assert all(size.band >= 1000 for size in sizes)
+    counts = [(size.columns, size.band * len(size.bands)) for size in sizes]
     assert counts == sorted(counts)
-    assert [len(size.runs) for size in sizes] == sorted(len(size.runs) for size in sizes)
+    assert [len(size.bands) for size in sizes] == sorted(len(size.bands) for size in sizes)
     hot = [sizes_for("block_sparse", 131072, share, TILE).clusters for share in shares]
     assert hot == sorted(hot, reverse=True)

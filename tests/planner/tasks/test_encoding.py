@@ -7,7 +7,6 @@ from task_tokenizers import NAMES, TEXT_CHARACTERS, kit_named, tokenizer_named
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsekv.planner.tasks import TASKS, PieceEncoder, Request, Split, TaskError, load_filler_text
-from sparsekv.planner.tasks import text as text_module
 from sparsekv.planner.tasks.draws import FIRST_WORDS, SECOND_WORDS, Draws, longest_key, longest_value
 from sparsekv.planner.tasks.samples import generator
 
@@ -73,21 +72,14 @@ def test_the_longest_key_is_reached(name: str) -> None:
     assert len(encoder.encode([f" {first}", f"-{second}"])) == longest_key(encoder)
 
 
-def test_forgetting_what_was_encoded_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "_CACHE_ENTRIES", 3)
-    small = PieceEncoder.of(tokenizer_named("shipped"))
+def test_forgetting_what_was_encoded_changes_nothing() -> None:
+    small = PieceEncoder(
+        lambda texts: tokenizer_named("shipped")(texts, add_special_tokens=False)["input_ids"], most_cached=3
+    )
     runs = [(" amber", "-falcon"), (" amber", "-river", ":"), (" brave", "-river"), (" amber", "-falcon")]
     expected = [[t for piece in run for t in encode_whole("shipped", piece)] for run in runs]
     assert [small.encode(run) for run in runs] == expected
     assert small.encode_all(runs) == expected
-
-
-def test_both_ways_to_encode_agree() -> None:
-    wrapped = tokenizer_named("shipped")
-    raw = PieceEncoder.of_raw(wrapped.backend_tokenizer, (wrapped.bos_token_id,))
-    runs = [("The special number for", " amber", "-falcon", " is", " 1234567", ".\n"), ("\n",)]
-    assert raw.encode_all(runs) == PieceEncoder.of(wrapped).encode_all(runs)
-    assert raw.bos_ids == PieceEncoder.of(wrapped).bos_ids
 
 
 def test_a_begin_token_that_the_tokenizer_does_not_put_in_front_is_left_out() -> None:
@@ -100,7 +92,7 @@ def test_a_tokenizer_that_merges_newlines_with_what_follows_is_refused() -> None
     vocabulary = {"▁": 0, "\n": 1, "g": 2, "r": 3, "e": 4, "n": 5, "\ng": 6, "▁\n": 7, "x": 8}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("\n", "g")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    encoder = PieceEncoder.of_raw(tokenizer)
+    encoder = PieceEncoder(lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(texts)])
     assert encoder.encode(["x"]) == [8]
     with pytest.raises(TaskError, match=r"keeps a newline apart .* merges it with 'green'; give your own"):
         encoder.encode(["green"])
