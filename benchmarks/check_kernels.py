@@ -29,8 +29,8 @@ if "cpu" in sys.argv or "--device=cpu" in sys.argv:
 
 import attention_cases
 import decode_cases
-import device_index
 import index_cases
+import triton_index
 from attention_cases import Case, Problem
 from decode_cases import DecodeCase
 from kernel_goals import SMALL_TILE, TILE, Layer, Line, flash, flash_obstacle, goals, print_lines, table
@@ -165,9 +165,9 @@ def check_index(tile: TileShape, window: int | None, device: str) -> Check:
     layer = index_cases.make_layer(
         patterns, Chunk((192, 0), (900, 633)), tile, kv_heads=2, spare=60, seed=3, size=64, window=window, dtype=HALF
     ).to(device)
-    found, expected = (device_index.index_by(builder, layer) for builder in ("triton", "torch"))
+    found, expected = (triton_index.index_by(builder, layer) for builder in ("triton", "torch"))
     name = f"{tile.query} x {tile.key} tiles{', window' if window else ''} (float16)"
-    return Check("triton index", name, 0.0, 0.0, tuple(device_index.differences(found, expected)))
+    return Check("triton index", name, 0.0, 0.0, tuple(triton_index.differences(found, expected)))
 
 
 def _check(kernel: str, case: Case | DecodeCase, found: attention_cases.Comparison) -> Check:

@@ -119,7 +119,7 @@ def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         p = attention_cases.draw(replace(case, window=window), "cpu")
 
         def call(p: attention_cases.Problem = p) -> object:
-            with mock.patch.object(triton_prefill, "check_device"):
+            with mock.patch.object(triton_prefill, "check_tensors"):
                 return triton_prefill.prefill(
                     p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
                 )
@@ -138,7 +138,7 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         found = AttentionOutput(torch.zeros_like(p.q_BHSD), torch.zeros(p.q_BHSD.shape[:3]))
 
         def call(p: attention_cases.Problem = p, found: AttentionOutput = found) -> object:
-            with mock.patch.object(columns, "check_device"):
+            with mock.patch.object(columns, "check_tensors"):
                 return columns.add_columns(
                     found, p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
                 )
@@ -149,7 +149,7 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over chosen tokens."""
     from sparsekv.kernels.decode import triton as backend
-    from sparsekv.kernels.keys import KeyView, resident
+    from sparsekv.kernels.keys import KeyView, full_view
 
     for dim in (64, 128):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
@@ -157,7 +157,7 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
         table = torch.zeros((1, 10), dtype=torch.int32)
         pages = KeyView(page, page, torch.tensor([100], dtype=torch.int32), table)
-        keys = resident(k, v)
+        keys = full_view(k, v)
         selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
         for name, view, chosen_tokens in (("selected", keys, selection), ("dense", keys, None), ("pages", pages, None)):
 

@@ -1,8 +1,10 @@
-"""Which backend runs, and the two attention calls of a sparse layer.
+"""Which backend runs, the attention calls of a sparse layer, and what happens when a kernel fails.
 
-A backend is chosen once (`choose_backend`) and then named in every call; nothing here falls back, and fallback.py never
-in silence. Triton and flash-attn-4 are only imported when their kernels are used, and the device is only asked about
-when it is a GPU.
+A backend is chosen once (`choose_backend`) by what it promises to run, and then named in every call. It can still run
+out of memory, fail to compile on this driver, or meet another version of a library than it was written for. None of
+that has to end a run when another backend computes the same mask (`Fallback`); but a wrong output must never come of
+it, so errors that are not known to be harmless are raised. Triton and flash-attn-4 are only imported when their kernels
+are used, and the device is only asked about when it is a GPU.
 
 Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, Q the one query of a decode step, D head
 size.
@@ -27,7 +29,14 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chun
 from sparsekv.plans.errors import BackendError, ShapeError, SparseKVError
 from sparsekv.plans.patterns import TileShape
 
+Found = TypeVar("Found")
+
 BACKENDS = ("flash", "triton", "cpu", "reference")  # the first that can run is chosen; reference never is
+_REASONS = {
+    "flash": "flash-attn-4 for this GPU",
+    "triton": "Triton kernels for this GPU",
+    "cpu": "torch operations for cpu",
+}
 _PREFILL = {
     "flash": "sparsekv.kernels.prefill.flash.backend",
     "triton": "sparsekv.kernels.prefill.triton",
@@ -111,7 +120,7 @@ def choose_backend(
     for name in ("flash", "triton", "cpu"):
         obstacle = _obstacle(name, device, dtype, head_dim, tile) or (untested() if name == "flash" else None)
         if obstacle is None:
-            return BackendChoice(name, _reason(name, device), tuple(rejected))
+            return BackendChoice(name, _REASONS[name], tuple(rejected))
         rejected.append((name, obstacle))
     why = "; ".join(f"{name}: {obstacle}" for name, obstacle in rejected)
     raise BackendError(f"no backend runs {dtype} with head size {head_dim} on {device} ({why})")
@@ -119,11 +128,9 @@ def choose_backend(
 
 def backends_after(name: str, q_BHSD: torch.Tensor, tile: TileShape | None = None) -> tuple[str, ...]:
     """The backends behind `name` in the order of choice that take such tensors where they are; never another device."""
-    behind = BACKENDS[BACKENDS.index(name) + 1 :]
-    device, dtype, head_dim = q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[-1]
-    return tuple(
-        other for other in behind if other != "reference" and _obstacle(other, device, dtype, head_dim, tile) is None
-    )
+    behind = [other for other in BACKENDS[BACKENDS.index(name) + 1 :] if other != "reference"]
+    call = (q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[-1], tile)
+    return tuple(other for other in behind if _obstacle(other, *call) is None)
 
 
 def prefill_attention(
@@ -188,8 +195,7 @@ def dense_prefill(
     Raises:
         BackendError: the backend does not exist.
     """
-    if backend not in _PREFILL:
-        raise BackendError(_unknown(backend, _PREFILL))
+    _check_known(backend, _PREFILL)
     if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend):
         from sparsekv.kernels.prefill.flash.backend import dense
 
@@ -239,18 +245,13 @@ def decode_attention(
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:
-    if backend not in modules:
-        raise BackendError(_unknown(backend, modules))
+    _check_known(backend, modules)
     return import_module(modules[backend])
 
 
-def _unknown(backend: str, modules: dict[str, str]) -> str:
-    return f"backend must be one of {', '.join(modules)}, found {backend!r}: ask choose_backend"
-
-
-def _reason(name: str, device: torch.device) -> str:
-    named = {"flash": "flash-attn-4 for this GPU", "triton": "Triton kernels for this GPU"}
-    return named.get(name, f"torch operations for {device.type}")
+def _check_known(backend: str, modules: dict[str, str]) -> None:
+    if backend not in modules:
+        raise BackendError(f"backend must be one of {', '.join(modules)}, found {backend!r}: ask choose_backend")
 
 
 def _obstacle(
@@ -260,16 +261,12 @@ def _obstacle(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
     if name == "flash":
-        return _flash_obstacle(device, dtype, head_dim, tile)
+        return device_obstacle(device) or shape_obstacle(dtype, head_dim, tile)
     if name == "triton":
         return _triton_obstacle(device, head_dim)
     if name == "cpu" and device.type != "cpu":
         return f"it works on tensors in main memory, not on {device.type}"
     return None
-
-
-def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None) -> str | None:
-    return device_obstacle(device) or shape_obstacle(dtype, head_dim, tile)
 
 
 def _triton_obstacle(device: torch.device, head_dim: int) -> str | None:
@@ -286,50 +283,24 @@ def _triton_obstacle(device: torch.device, head_dim: int) -> str | None:
     return head_size_obstacle(head_dim)
 
 
-# What happens when a prefill kernel breaks: the next backend computes the same, and says so once.
-#
-# A backend is chosen by what it promises to run (dispatch.py). It can still run out of memory, fail to compile on this
-# driver, or meet another version of a library than it was written for. None of that has to end a run when another
-# backend computes the same mask; but a wrong output must never come of it, so what is not known to be harmless is
-# raised.
-
-Found = TypeVar("Found")
-
-
 class BackendWarning(UserWarning):
-    """A backend failed, and another one computes in its place from now on."""
+    """A backend failed, and its fallback computes from now on."""
 
 
 class Fallback:
-    """The backend in use, and what to do when it fails. One of these belongs to one engine, for as long as that lives.
+    """The backend in use, and its fallbacks when it fails: one object for the lifetime of an engine.
 
     Args:
         backend: the name that `choose_backend` gave.
     """
 
     def __init__(self, backend: str) -> None:
-        self._backend = backend
-        self._failed: dict[str, str] = {}
-        self._builder: BuilderName = "auto"
-        self._builder_failed = ""
-
-    @property
-    def backend(self) -> str:
-        """The backend that the next call runs on."""
-        return self._backend
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """The backends that were given up, and why. They are not tried again."""
-        return dict(self._failed)
-
-    @property
-    def builder_failed(self) -> str:
-        """Why indices are no longer built by Triton; empty where nothing failed."""
-        return self._builder_failed
+        self.backend = backend  # that the next call runs on
+        self.failed: dict[str, str] = {}  # backends that are not tried again, and why
+        self.builder_failed = ""  # why indices are no longer built by Triton; empty where nothing failed
 
     def run(self, call: Callable[[str], Found], q_BHSD: torch.Tensor, tile: TileShape | None = None) -> Found:
-        """`call(backend)`, on the first backend from the present one on that gets through it.
+        """`call(backend)`, on the present backend or the first fallback that runs it.
 
         Args:
             call: computes everything from its inputs, so that it may be begun again: it writes to no input.
@@ -342,15 +313,13 @@ class Fallback:
         """
         while True:
             try:
-                return call(self._backend)
+                return call(self.backend)
             except Exception as error:
-                if isinstance(error, SparseKVError) and not isinstance(error, BackendError):
+                behind = [name for name in backends_after(self.backend, q_BHSD, tile) if name not in self.failed]
+                if _of_input(error) or not behind or not _alive(q_BHSD.device):
                     raise
-                behind = [name for name in backends_after(self._backend, q_BHSD, tile) if name not in self._failed]
-                if not behind or not _alive(q_BHSD.device):
-                    raise
-                self._give_up(error, behind[0])
-            # Only here has the failed attempt, which the error's traceback held, let go of its memory.
+                self._replace(error, behind[0])
+            # Only here is the memory of the failed attempt, which the error's traceback held, free again.
             if q_BHSD.is_cuda:
                 torch.cuda.empty_cache()
 
@@ -361,33 +330,38 @@ class Fallback:
             Exception: what the builder raised, when the input is at fault, torch was the builder, or the device works
                 no more.
         """
+        if self.builder_failed:
+            return call("torch")
         try:
-            return call(self._builder)
+            return call("auto")
         except Exception as error:
-            of_input = isinstance(error, SparseKVError) and not isinstance(error, BackendError)
-            if of_input or self._builder == "torch" or not builds_by_triton(device) or not _alive(device):
+            if _of_input(error) or not builds_by_triton(device) or not _alive(device):
                 raise
-            self._builder, self._builder_failed = "torch", _told(error)
+            self.builder_failed = _summary(error)
             warnings.warn(
-                f"building indices by Triton failed ({self._builder_failed}); torch builds them from here on, which is "
+                f"building indices by Triton failed ({self.builder_failed}); torch builds them from here on, which is "
                 "slower",
                 BackendWarning,
                 stacklevel=3,
             )
-        return call(self._builder)
+        return call("torch")
 
-    def _give_up(self, error: Exception, successor: str) -> None:
-        self._failed[self._backend] = _told(error)
+    def _replace(self, error: Exception, fallback: str) -> None:
+        self.failed[self.backend] = _summary(error)
         warnings.warn(
-            f"the {self._backend} backend failed ({self._failed[self._backend]}); {successor} computes prefill from "
-            f"here on, which may be slower. Ask for it with --backend {successor} to avoid the attempt.",
+            f"the {self.backend} backend failed ({self.failed[self.backend]}); {fallback} computes prefill from "
+            f"here on, which may be slower. Ask for it with --backend {fallback} to avoid the attempt.",
             BackendWarning,
             stacklevel=4,
         )
-        self._backend = successor
+        self.backend = fallback
 
 
-def _told(error: Exception) -> str:
+def _of_input(error: Exception) -> bool:
+    return isinstance(error, SparseKVError) and not isinstance(error, BackendError)
+
+
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

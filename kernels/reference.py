@@ -112,9 +112,6 @@ def _live(index: TileIndex, keys: int) -> torch.Tensor:
     return chosen_BHTK[..., :keys]
 
 
-# The oracle behind the interface of a backend: dense, float32, with an explicit mask. Never used for work.
-
-
 @torch.no_grad()
 def prefill(
     q_BHSD: torch.Tensor,
@@ -127,7 +124,7 @@ def prefill(
     window: int | None = None,
     want_lse: bool = False,
 ) -> AttentionOutput:
-    """Attention under the mask that the index stands for; arguments as in `dispatch`."""
+    """The oracle as a backend, under the mask that the index stands for; arguments as in `prefill_attention`."""
     mask_BHSK = mask_of(index, chunk, q_BHSD.shape[2], window)
     found = reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale)
     return found if want_lse else replace(found, lse_BHS=None)

@@ -45,3 +45,10 @@ def check_row_strides(*tensors: torch.Tensor) -> None:
                 f"tokens may lie at most {LONGEST_ROW_STRIDE} elements apart, found strides {tensor.stride()}: "
                 "call .contiguous() before attention"
             )
+
+
+def check_tensors(q_BHSD: torch.Tensor, *others: torch.Tensor) -> None:
+    """Raises BackendError or ShapeError for tensors that the attention kernels do not take."""
+    check_device(q_BHSD)
+    check_head_size(q_BHSD.shape[-1])
+    check_row_strides(q_BHSD, *others)

@@ -58,12 +58,12 @@ def dense_attention(
     same = len(set(chunk.past)) == 1 and len(set(chunk.lengths)) == 1
     if same and length - past == q_BHSD.shape[2]:
         k_BGKD, v_BGKD = k_BGKD[:, :, :length], v_BGKD[:, :, :length]
-        return AttentionOutput(_one_place(q_BHSD, k_BGKD, v_BGKD, past, scale, window), None)
+        return AttentionOutput(_same_length(q_BHSD, k_BGKD, v_BGKD, past, scale, window), None)
     out_BHSD = torch.zeros_like(q_BHSD)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
         row, rows = slice(b, b + 1), slice(0, length - past)
         k_1GKD, v_1GKD = k_BGKD[row, :, :length], v_BGKD[row, :, :length]
-        out_BHSD[row, :, rows] = _one_place(q_BHSD[row, :, rows], k_1GKD, v_1GKD, past, scale, window)
+        out_BHSD[row, :, rows] = _same_length(q_BHSD[row, :, rows], k_1GKD, v_1GKD, past, scale, window)
     return AttentionOutput(out_BHSD, None)
 
 
@@ -78,7 +78,7 @@ def attend_newest(
     return _plain(q_BH1D, k_BGKD[:, :, first:], v_BGKD[:, :, first:], scale)
 
 
-def _one_place(
+def _same_length(
     q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,
     v_BGKD: torch.Tensor,
@@ -86,7 +86,7 @@ def _one_place(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """All batch rows alike: S real rows that end at key K."""
+    """Batch rows of one past and length: S real rows that end at key K."""
     S = q_BHSD.shape[2]
     if S == 0:
         return torch.empty_like(q_BHSD)

@@ -1,4 +1,4 @@
-"""Device code of sparse prefill: the tiles and the single columns of one query block in one pass.
+"""Sparse prefill on any GPU that Triton serves: the tiles and the single columns of one query block in one pass.
 
 A program computes BLOCK_M rows of one query head. It walks the row's listed key tiles (all causal ones for a dense
 head) in blocks of BLOCK_N keys, first those that need no mask, then those on the diagonal or on the window's edge, and
@@ -7,7 +7,12 @@ then gathers the live single columns BLOCK_C at a time, all in one online softma
 Nothing is masked for the length: a visible key has j <= i, and a row that counts has i < length. Loads that could
 touch memory past the length are masked, because whatever lies there could be a NaN.
 
-Shapes: M rows of a block, N keys of a step, D head size padded to a power of two. Comments use the legend of tiles.py.
+Block sizes are chosen by GPU generation and head size so that registers hold (on Hopper, head size 256 spills a few)
+and shared memory fits: 160 KiB on Hopper at head size 128, under 99 KiB elsewhere. benchmarks/kernel_resources.py shows
+both for GPUs that are not at hand.
+
+Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory; in kernels M rows of a block, N keys of a
+step, D head size padded to a power of two.
 """
 
 from __future__ import annotations
@@ -21,8 +26,110 @@ import triton.language as tl
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
-from sparsekv.kernels.triton_support import check_device, check_head_size, check_row_strides, interpreting
+from sparsekv.kernels.triton_support import check_tensors, interpreting
 from sparsekv.plans.patterns import TileShape
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the kernel cuts the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
+
+    block_m: int
+    block_n: int
+    block_c: int
+    warps: int
+    stages: int
+    column_stages: int
+
+
+# The largest padded head size that a row is for, and its launch; ascending.
+_HOPPER = ((128, Launch(128, 128, 64, 8, 2, 3)), (256, Launch(128, 64, 32, 8, 2, 3)))
+_AMPERE = ((128, Launch(64, 64, 32, 4, 2, 2)), (256, Launch(32, 32, 32, 4, 2, 2)))
+_ROCM = ((128, Launch(64, 32, 32, 4, 1, 1)), (256, Launch(32, 32, 32, 4, 1, 1)))
+# Without tensor cores every product is unrolled into registers; this only has to be right.
+_FLOAT32 = ((128, Launch(32, 32, 32, 4, 1, 1)), (256, Launch(16, 32, 32, 4, 1, 1)))
+
+
+def launch_for(device: torch.device, dtype: torch.dtype, block_d: int, tile: TileShape) -> Launch:
+    """The launch for this GPU, dtype and padded head size; its blocks divide the tile."""
+    rows = _FLOAT32 if dtype == torch.float32 else _rows_of(device)
+    launch = next(launch for limit, launch in rows if block_d <= limit)
+    return fit(launch, tile)
+
+
+def fit(launch: Launch, tile: TileShape) -> Launch:
+    """Cuts the blocks to the tile: a kernel may subdivide tiles, never join them."""
+    block_m = min(launch.block_m, tile.query)
+    warps = min(launch.warps, 4) if block_m <= 64 else launch.warps  # a warp group multiplies 64 rows
+    return replace(launch, block_m=block_m, block_n=min(launch.block_n, tile.key), warps=warps)
+
+
+def _rows_of(device: torch.device) -> tuple[tuple[int, Launch], ...]:
+    if device.type != "cuda":
+        return _AMPERE  # the interpreter: any block size will do
+    if torch.version.hip is not None:
+        return _ROCM
+    return table_of(torch.cuda.get_device_capability(device)[0])
+
+
+def table_of(major: int) -> tuple[tuple[int, Launch], ...]:
+    """The launches for NVIDIA GPUs of this major compute capability, by the largest padded head size."""
+    # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
+    return _HOPPER if major in (9, 10) else _AMPERE
+
+
+def prefill(
+    q_BHSD: torch.Tensor,
+    k_BGKD: torch.Tensor,
+    v_BGKD: torch.Tensor,
+    index: TileIndex,
+    chunk: Chunk,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+    launch: Launch | None = None,
+) -> AttentionOutput:
+    """Attention over the index's tiles and columns, all heads in one launch; arguments as in `prefill_attention`.
+
+    Args:
+        launch: block sizes to use instead of the table's, for tuning.
+
+    Raises:
+        BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
+        ShapeError: a stride is too long for 32-bit offsets inside a block.
+    """
+    check_tensors(q_BHSD, k_BGKD, v_BGKD)
+    B, H, S, D = q_BHSD.shape
+    G = k_BGKD.shape[1]
+    out_BHSD = torch.empty_like(q_BHSD)
+    lse_BHS = torch.empty((B, H, S), dtype=torch.float32, device=q_BHSD.device) if want_lse else None
+    if out_BHSD.numel() == 0:
+        return AttentionOutput(out_BHSD, lse_BHS)
+    block_d = triton.next_power_of_2(D)
+    tile = index.tile
+    blocks = fit(launch, tile) if launch else launch_for(q_BHSD.device, q_BHSD.dtype, block_d, tile)
+    past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
+    lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
+    grid = (H // G * triton.cdiv(S, blocks.block_m), G, B)
+    with torch.cuda.device_of(q_BHSD):
+        prefill_kernel[grid](
+            q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS if lse_BHS is not None else out_BHSD,
+            index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.columns_BHC.contiguous(),
+            index.live_BHTN.contiguous(), index.dense_H.contiguous(), past_B, lengths_B,
+            *q_BHSD.stride()[:3], *k_BGKD.stride()[:3], *v_BGKD.stride()[:3], *out_BHSD.stride()[:3],
+            scale * LOG2_E, window or 0, G, S, index.counts_BHT.shape[2], index.tiles_BHTW.shape[3],
+            index.columns_BHC.shape[2], index.live_BHTN.shape[3],
+            GROUP=H // G, D=D, BLOCK_D=block_d, TILE_M=tile.query, TILE_N=tile.key,
+            BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, BLOCK_C=blocks.block_c, STAGES=blocks.stages,
+            COLUMN_STAGES=blocks.column_stages, HAS_COLUMNS=index.columns_BHC.shape[2] > 0,
+            WINDOWED=window is not None and window < chunk.longest, WANT_LSE=want_lse,
+            PRECISION="ieee", UPCAST=interpreting() and q_BHSD.dtype == torch.bfloat16,
+            num_warps=blocks.warps,
+        )  # fmt: skip
+    return AttentionOutput(out_BHSD, lse_BHS)
 
 
 @triton.jit
@@ -224,118 +331,3 @@ def prefill_kernel(
     if WANT_LSE:
         lse_M = tl.where(seen_M, (m_M + tl.log2(l_M)) * 0.6931471805599453, float("-inf"))
         tl.store(lse_ptr + batch_head.to(tl.int64) * queries + row_M, lse_M, mask=row_M < queries)
-
-
-# Sparse prefill on any GPU that Triton serves: checks, launch, nothing else. The device code is triton_kernel.py.
-#
-# Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory, D head size.
-
-_LOG2_E = 1.4426950408889634
-
-
-def prefill(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    *,
-    scale: float,
-    window: int | None = None,
-    want_lse: bool = False,
-    launch: Launch | None = None,
-) -> AttentionOutput:
-    """Attention over the index's tiles and columns, all heads in one launch; arguments as in `dispatch`.
-
-    Args:
-        launch: block sizes to use instead of the table's, for tuning.
-
-    Raises:
-        BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
-        ShapeError: a stride is too long for 32-bit offsets inside a block.
-    """
-    check_device(q_BHSD)
-    check_head_size(q_BHSD.shape[-1])
-    check_row_strides(q_BHSD, k_BGKD, v_BGKD)
-    B, H, S, D = q_BHSD.shape
-    G = k_BGKD.shape[1]
-    out_BHSD = torch.empty_like(q_BHSD)
-    lse_BHS = torch.empty((B, H, S), dtype=torch.float32, device=q_BHSD.device) if want_lse else None
-    if out_BHSD.numel() == 0:
-        return AttentionOutput(out_BHSD, lse_BHS)
-    block_d = triton.next_power_of_2(D)
-    tile = index.tile
-    blocks = fit(launch, tile) if launch else launch_for(q_BHSD.device, q_BHSD.dtype, block_d, tile)
-    past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
-    lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
-    grid = (H // G * triton.cdiv(S, blocks.block_m), G, B)
-    with torch.cuda.device_of(q_BHSD):
-        prefill_kernel[grid](
-            q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS if lse_BHS is not None else out_BHSD,
-            index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.columns_BHC.contiguous(),
-            index.live_BHTN.contiguous(), index.dense_H.contiguous(), past_B, lengths_B,
-            *q_BHSD.stride()[:3], *k_BGKD.stride()[:3], *v_BGKD.stride()[:3], *out_BHSD.stride()[:3],
-            scale * _LOG2_E, window or 0, G, S, index.counts_BHT.shape[2], index.tiles_BHTW.shape[3],
-            index.columns_BHC.shape[2], index.live_BHTN.shape[3],
-            GROUP=H // G, D=D, BLOCK_D=block_d, TILE_M=tile.query, TILE_N=tile.key,
-            BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, BLOCK_C=blocks.block_c, STAGES=blocks.stages,
-            COLUMN_STAGES=blocks.column_stages, HAS_COLUMNS=index.columns_BHC.shape[2] > 0,
-            WINDOWED=window is not None and window < chunk.longest, WANT_LSE=want_lse,
-            PRECISION="ieee", UPCAST=interpreting() and q_BHSD.dtype == torch.bfloat16,
-            num_warps=blocks.warps,
-        )  # fmt: skip
-    return AttentionOutput(out_BHSD, lse_BHS)
-
-
-# Block sizes of the Triton prefill kernel, by GPU generation and head size.
-#
-# Chosen so that registers hold (on Hopper, head size 256 spills a few) and shared memory fits: 160 KiB on Hopper at
-# head size 128, under 99 KiB elsewhere. benchmarks/kernel_resources.py shows both for GPUs that are not at hand.
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How the kernel cuts the work: rows and keys of a step, columns gathered at once, warps, pipeline depths."""
-
-    block_m: int
-    block_n: int
-    block_c: int
-    warps: int
-    stages: int
-    column_stages: int
-
-
-# The largest padded head size that a row is for, and its launch; ascending.
-_HOPPER = ((128, Launch(128, 128, 64, 8, 2, 3)), (256, Launch(128, 64, 32, 8, 2, 3)))
-_AMPERE = ((128, Launch(64, 64, 32, 4, 2, 2)), (256, Launch(32, 32, 32, 4, 2, 2)))
-_ROCM = ((128, Launch(64, 32, 32, 4, 1, 1)), (256, Launch(32, 32, 32, 4, 1, 1)))
-# Without tensor cores every product is unrolled into registers; this only has to be right.
-_FLOAT32 = ((128, Launch(32, 32, 32, 4, 1, 1)), (256, Launch(16, 32, 32, 4, 1, 1)))
-
-
-def launch_for(device: torch.device, dtype: torch.dtype, block_d: int, tile: TileShape) -> Launch:
-    """The launch for this GPU, dtype and padded head size; its blocks divide the tile."""
-    rows = _FLOAT32 if dtype == torch.float32 else _rows_of(device)
-    launch = next(launch for limit, launch in rows if block_d <= limit)
-    return fit(launch, tile)
-
-
-def fit(launch: Launch, tile: TileShape) -> Launch:
-    """Cuts the blocks to the tile: a kernel may subdivide tiles, never join them."""
-    block_m = min(launch.block_m, tile.query)
-    warps = min(launch.warps, 4) if block_m <= 64 else launch.warps  # a warp group multiplies 64 rows
-    return replace(launch, block_m=block_m, block_n=min(launch.block_n, tile.key), warps=warps)
-
-
-def _rows_of(device: torch.device) -> tuple[tuple[int, Launch], ...]:
-    if device.type != "cuda":
-        return _AMPERE  # the interpreter: any block size will do
-    if torch.version.hip is not None:
-        return _ROCM
-    return table_of(torch.cuda.get_device_capability(device)[0])
-
-
-def table_of(major: int) -> tuple[tuple[int, Launch], ...]:
-    """The launches for NVIDIA GPUs of this major compute capability, by the largest padded head size."""
-    # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
-    return _HOPPER if major in (9, 10) else _AMPERE

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.prefill.flash import call
-from sparsekv.kernels.prefill.flash.call import Part, Span, dense_runs, spans
+from sparsekv.kernels.prefill.flash.call import Part, Span, dense_ranges, spans
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import BlockLists, lower, widest
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
@@ -50,7 +50,7 @@ def prefill(
     window: int | None = None,
     want_lse: bool = False,
 ) -> AttentionOutput:
-    """Attention over the index's tiles and columns; arguments as in `dispatch`.
+    """Attention over the index's tiles and columns; arguments as in `prefill_attention`.
 
     Raises:
         BackendError: this GPU, dtype, head size, tile or memory layout is not supported; the message says why.
@@ -132,7 +132,7 @@ def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
     some_sparse = len(dense) < heads
     listed = some_sparse and bool(dense) and widest(chunk, index.tile, whole.window) <= LISTED_TILES
     lists = lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
-    runs = [] if listed else list(dense_runs(dense, heads // kv_heads))
+    alone = [] if listed else list(dense_ranges(dense, heads // kv_heads))
     for span in spans(chunk):
         _pad(whole, span)
         if span.queries == 0:
@@ -140,8 +140,8 @@ def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
         part = whole.at(span)
         if lists is not None:
             passes.over_lists(part, lists.at(span.rows, span.queries, span.length))
-        for run_ in runs:
-            passes.dense(part.of(run_))
+        for own in alone:
+            passes.dense(part.of(own))
 
 
 def _pad(whole: Part, span: Span) -> None:

@@ -1,4 +1,6 @@
-"""The two calls into flash-attn-4: over block lists, and dense. The only file that imports it, inside its functions.
+"""The two calls into flash-attn-4, over block lists and dense, and what each computes: views only, nothing is copied.
+
+The only file that imports it, inside its functions.
 
 What holds in 4.0.0b36, and is relied on here:
 
@@ -8,15 +10,23 @@ What holds in 4.0.0b36, and is relied on here:
 - Several query heads of one KV head must not be packed into one tile (`pack_gqa`): lists are per query head.
 - The tile follows from `block_size` of the lists (see limits.py); `tile_mn` is left alone, because it would also undo
   what is chosen by head size.
-- `causal` means bottom-right aligned, but a mask function replaces it: mask.py aligns itself.
+- `causal` means bottom-right aligned, but a mask function replaces it: `mask_mod` aligns itself.
 - What a kernel is compiled for: dtype, head size, query heads of a KV head, the mask function, key tile, which tensors
   are there, and which strides are 0. No length, no past, no width of a list. `lse` is always asked for, so that one
   kernel serves.
 - Paged K/V with block lists is neither remapped nor refused there. Nothing here passes a page table.
+
+Batch rows of another past or length get launches of their own, with keys cut to their length. flash-attn-4 could take
+them in one launch (`seqused_k`), but it then reads whole key tiles past the length, and a NaN among values there
+reaches the output through a product with a weight of 0. Cut tensors are read as zeros past their end. Prefill of one
+prompt, and of prompts of one length, is one launch.
+
+Shapes: B batch, H query heads, G KV heads, S query rows, K keys, D head size.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,19 +39,10 @@ from sparsekv.kernels.prefill.flash.limits import check_layout
 from sparsekv.kernels.prefill.flash.lists import BlockLists
 from sparsekv.kernels.tiles import Chunk
 
-# What each launch computes: which batch rows, which rows and keys of them, which heads. Views only, nothing is copied.
-#
-# Batch rows of other places or lengths get launches of their own, with keys cut to their length. flash-attn-4 could
-# take them in one launch (`seqused_k`), but it then reads whole key tiles past the length, and a NaN among values there
-# reaches the output through a product with a weight of 0. Cut tensors are read as zeros past their end. Prefill of one
-# prompt, and of prompts of one length, is one launch.
-#
-# Shapes: B batch, H query heads, G KV heads, S query rows, K keys, D head size.
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbouring batch rows with the same past and the same length."""
+    """Adjacent batch rows with the same past and the same length."""
 
     rows: slice
     past: int
@@ -63,18 +64,18 @@ def spans(chunk: Chunk) -> Iterator[Span]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRun:
+class HeadRange:
     """Query heads of one launch, and the KV heads they read: whole groups, or a single head."""
 
     heads: slice
     kv_heads: slice
 
 
-def dense_runs(heads: Sequence[int], group: int) -> Iterator[HeadRun]:
+def dense_ranges(heads: Sequence[int], group: int) -> Iterator[HeadRange]:
     """Cuts dense heads into launches that need no copy of K and V.
 
     A launch maps query heads to KV heads by division, so an arbitrary choice of heads would break the grouping.
-    Neighbouring whole groups keep it. What is left goes head by head: some heads of a group in one launch would be a
+    Adjacent whole groups keep it. What is left goes head by head: some heads of a group in one launch would be a
     kernel of its own for every number of heads, ten seconds of compilation each, and save little, as one head of the
     lengths that are not listed fills the GPU.
 
@@ -84,20 +85,20 @@ def dense_runs(heads: Sequence[int], group: int) -> Iterator[HeadRun]:
     """
     dense = set(heads)
     whole = [kv for kv in sorted({head // group for head in heads}) if dense.issuperset(_members(kv, group))]
-    for first, stop in _runs(whole):
-        yield HeadRun(slice(first * group, stop * group), slice(first, stop))
+    for first, stop in _ranges(whole):
+        yield HeadRange(slice(first * group, stop * group), slice(first, stop))
     for head in sorted(dense.difference(*(_members(kv, group) for kv in whole))):
-        yield HeadRun(slice(head, head + 1), slice(head // group, head // group + 1))
+        yield HeadRange(slice(head, head + 1), slice(head // group, head // group + 1))
 
 
 def _members(kv_head: int, group: int) -> range:
     return range(kv_head * group, (kv_head + 1) * group)
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring numbers as (first, stop)."""
-    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in run]
+def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Adjacent numbers as (first, stop)."""
+    for _, adjacent in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in adjacent]
         yield found[0], found[-1] + 1
 
 
@@ -130,15 +131,15 @@ class Part:
             lse_BHS=_batch_rows(self.lse_BHS, rows)[:, :, real],
         )
 
-    def of(self, run: HeadRun) -> Part:
+    def of(self, own: HeadRange) -> Part:
         """These heads."""
         return replace(
             self,
-            q_BHSD=self.q_BHSD[:, run.heads],
-            k_BGKD=self.k_BGKD[:, run.kv_heads],
-            v_BGKD=self.v_BGKD[:, run.kv_heads],
-            out_BHSD=self.out_BHSD[:, run.heads],
-            lse_BHS=self.lse_BHS[:, run.heads],
+            q_BHSD=self.q_BHSD[:, own.heads],
+            k_BGKD=self.k_BGKD[:, own.kv_heads],
+            v_BGKD=self.v_BGKD[:, own.kv_heads],
+            out_BHSD=self.out_BHSD[:, own.heads],
+            lse_BHS=self.lse_BHS[:, own.heads],
         )
 
 
@@ -155,6 +156,8 @@ def attend_lists(part: Part, lists: BlockLists) -> None:
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_fwd
+
+    ignore_argument_warnings()
 
     tensors = BlockSparseTensorsTorch(
         mask_block_cnt=lists.mask_block_cnt_BHT,
@@ -183,6 +186,8 @@ def attend_dense(part: Part) -> None:
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    ignore_argument_warnings()
+
     views = _by_token(part)
     # In a window, the key of the row itself is the rightmost; flash-attn-4 then asks for no `causal`.
     reach = {"causal": True} if part.window is None else {"window_size_left": part.window - 1, "window_size_right": 0}
@@ -198,16 +203,14 @@ def _by_token(part: Part) -> dict[str, torch.Tensor]:
     return {name: tensor.transpose(1, 2) for name, tensor in named.items()}
 
 
-# Which keys of a partly visible tile a row sees: written once, for flash-attn-4 and for the emulator.
-#
-# flash-attn-4 calls a mask function with the row counted from the first query row and the key from key 0: by itself it
-# is not aligned to the end of the keys. Every launch here has its keys cut to the length, so the offset is keys -
-# queries, which the kernel knows at run time: no compilation depends on past or length, and no tensor has to carry
-# them. The window is a number in the code, one compilation for each window of a model.
+@lru_cache(maxsize=1)
+def ignore_argument_warnings() -> None:
+    """Silences what the compiler of flash-attn-4 says of an argument of its own at every compilation, nothing else."""
+    warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
 
 
 def causal(row: Any, key: Any) -> Any:
-    """Row and key as positions in the sequence: tensors of any kind, or integers."""
+    """Whether a row sees a key, both as positions in the sequence: tensors of any kind, or integers."""
     return key <= row
 
 
@@ -223,7 +226,12 @@ def visible(row: Any, key: Any, window: int | None) -> Any:
 
 @lru_cache(maxsize=16)  # the same function object for the same window: flash-attn-4 hashes functions to find its kernel
 def mask_mod(window: int | None) -> Callable[..., Any]:
-    """The predicate as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one element."""
+    """`visible` as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one element.
+
+    flash-attn-4 counts the row from the first query row and the key from key 0. Every launch here has its keys cut to
+    the length, so the offset is keys - queries, which the kernel knows at run time: no compilation depends on past or
+    length, and no tensor has to carry them. The window is a number in the code, one compilation for each window.
+    """
     # No annotations on the functions below: the compiler of cute.jit would read them, as strings.
     from cutlass import Int32, cute
     from flash_attn.cute.utils import scalar_to_ssa

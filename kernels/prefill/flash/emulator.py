@@ -4,7 +4,7 @@ It has the same eyes: whole tiles are taken without a mask whatever they hold, m
 `visible`, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is
 only looked at in the last tile of each list. Slow; for tests, and for trying benchmarks without a GPU.
 
-Shapes: M rows of a query tile, N keys listed for it; else as in spans.py and lists.py.
+Shapes: M rows of a query tile, N keys listed for it; else as in call.py and lists.py.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _attend_tile(part: Part, b: int, h: int, rows: slice, masked: list[int], who
     keys, keeps = [], []
     row_M1 = part.past + torch.arange(rows.start, rows.stop)[:, None]
     for tiles, is_masked in ((masked, True), (whole, False)):
-        for place, tile in enumerate(tiles):
+        for entry, tile in enumerate(tiles):
             key_N = torch.arange(tile * size, (tile + 1) * size)
             keep_MN = torch.ones(len(row_M1), size, dtype=torch.bool)
             if is_masked:
                 keep_MN &= visible(row_M1, key_N, part.window)
-            if place == len(tiles) - 1:
+            if entry == len(tiles) - 1:
                 keep_MN &= key_N < part.k_BGKD.shape[2]
             keys.append(key_N)
             keeps.append(keep_MN)

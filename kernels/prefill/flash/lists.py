@@ -53,7 +53,7 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
     """Sorts the listed tiles of every row by whether they need a mask.
 
     Nothing asks the device, and temporaries are bounded whatever the length. A tile that no row sees is in no list.
-    On a GPU it is one launch (`fill_in_one_launch`).
+    On a GPU it is one launch.
 
     Args:
         index: tiles of each head; single columns are not looked at.
@@ -141,7 +141,7 @@ def _bounds(chunk: Chunk, index: TileIndex, window: int | None) -> _Bounds:
 class _RowLists:
     """Some rows, each one ascending list of tiles cut in three: masked [start, whole_start), whole, masked up to stop.
 
-    The cuts are places in the list. The list of a dense head is `first`, `first` + 1, and so on.
+    The cuts are positions in the list. The list of a dense head is `first`, `first` + 1, and so on.
     """
 
     tiles_BHTW: torch.Tensor
@@ -158,16 +158,16 @@ class _RowLists:
         dense_1H1 = index.dense_H[:, None]
         first_B1T = bounds.start_BT[:, None, part]
 
-        def place(bound_BT: torch.Tensor) -> torch.Tensor:
+        def position(bound_BT: torch.Tensor) -> torch.Tensor:
             bound_B1T = bound_BT[:, None, part]
             # Padding of a list is below every bound, so what is not below is counted.
             sparse_BHT = counts_BHT - (tiles_BHTW >= bound_B1T.unsqueeze(-1)).sum(-1, dtype=torch.int32)
             return torch.where(dense_1H1, bound_B1T - first_B1T if list_dense else 0, sparse_BHT)
 
-        whole_stop_BHT, stop_BHT = place(bounds.whole_stop_BT), place(bounds.stop_BT)
+        whole_stop_BHT, stop_BHT = position(bounds.whole_stop_BT), position(bounds.stop_BT)
         start_BHT = whole_start_BHT = torch.zeros_like(stop_BHT)
         if bounds.windowed:
-            start_BHT, whole_start_BHT = place(bounds.start_BT), place(bounds.whole_start_BT)
+            start_BHT, whole_start_BHT = position(bounds.start_BT), position(bounds.whole_start_BT)
         first_BHT = first_B1T.expand_as(stop_BHT) if list_dense else None
         return cls(tiles_BHTW, first_BHT, dense_1H1.unsqueeze(-1), start_BHT, whole_start_BHT, whole_stop_BHT, stop_BHT)
 
@@ -187,22 +187,14 @@ class _RowLists:
         skipped_BHTE = torch.where(slot_E < edge_BHT1, 0, self.full_counts().unsqueeze(-1))
         return self._tiles_at(self.start_BHT.unsqueeze(-1) + skipped_BHTE + slot_E)
 
-    def _tiles_at(self, place_BHTX: torch.Tensor) -> torch.Tensor:
+    def _tiles_at(self, at_BHTX: torch.Tensor) -> torch.Tensor:
         listed = self.tiles_BHTW.shape[3]
-        sparse_BHTX = torch.zeros_like(place_BHTX, dtype=torch.int32)
+        sparse_BHTX = torch.zeros_like(at_BHTX, dtype=torch.int32)
         if listed:
-            sparse_BHTX = self.tiles_BHTW.gather(-1, place_BHTX.clamp(max=listed - 1).long())
+            sparse_BHTX = self.tiles_BHTW.gather(-1, at_BHTX.clamp(max=listed - 1).long())
         if self.first_BHT is None:
             return sparse_BHTX
-        return torch.where(self.dense_1H11, (self.first_BHT.unsqueeze(-1) + place_BHTX).int(), sparse_BHTX)
-
-
-# Lowering an index to block lists on a GPU in one launch: what lists.py does with some thirty, each short but counted.
-#
-# A program serves one query tile of one head. It counts how many entries of its list lie below each of four bounds, and
-# that says it all: where the masked entries before the whole ones end, where the whole ones end, and so on.
-#
-# Shapes: B batch, H query heads, T query tiles, W listed key tiles, E masked tiles of a row.
+        return torch.where(self.dense_1H11, (self.first_BHT.unsqueeze(-1) + at_BHTX).int(), sparse_BHTX)
 
 
 @triton.jit
@@ -241,7 +233,7 @@ def lists_kernel(
     whole_stop = tl.minimum(tl.maximum((first_row + 1) // TILE_N, whole_start), stop)
     whole_start = tl.minimum(whole_start, whole_stop)
 
-    # From bounds to places in the list.
+    # From bounds to positions in the list.
     first = start
     is_dense = tl.load(dense_ptr + head).to(tl.int32)
     if is_dense == 0:

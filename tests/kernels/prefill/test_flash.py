@@ -1,6 +1,7 @@
 """The flash backend without its GPU: its lists in an emulator, its calls on a stand-in, columns in the interpreter."""
 
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,20 @@ def test_columns_join_the_softmax_of_the_tiles(case: Case) -> None:
 def test_calls_into_flash_attn_4_mean_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "LISTED_TILES", 0)
     run(case, backend.Passes(call.attend_lists, call.attend_dense))
+
+
+def test_what_the_compiler_says_of_its_own_argument_is_silenced_and_nothing_else() -> None:
+    noise = (
+        "Argument aux_data (position 19) cannot be converted to a JitArgument for function 'cutlass___call___flash'. "
+        "Its type `<class 'flash_attn.cute.utils.AuxData'>` is not supported."
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call.ignore_argument_warnings.__wrapped__()
+        warnings.warn(noise, UserWarning, stacklevel=1)
+        warnings.warn(noise.replace("aux_data", "mScale"), UserWarning, stacklevel=1)
+        warnings.warn("Argument aux_data is deprecated", UserWarning, stacklevel=1)
+    assert [str(warning.message)[:20] for warning in told] == ["Argument mScale (pos", "Argument aux_data is"]
 
 
 @pytest.mark.usefixtures("flash_attn")

@@ -9,7 +9,7 @@ from flash_cases import SQUARE, TALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.prefill.flash.call import HeadRun, Span, dense_runs, spans
+from sparsekv.kernels.prefill.flash.call import HeadRange, Span, dense_ranges, spans
 from sparsekv.kernels.prefill.flash.lists import empty_lists, lower, widest
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import TileShape
@@ -162,13 +162,13 @@ def test_a_uniform_batch_is_one_launch_and_a_ragged_one_is_cut_where_it_changes(
     ],
 )
 def test_dense_heads_are_cut_into_launches_that_keep_the_grouping(heads, group: int, runs) -> None:
-    assert list(dense_runs(list(heads), group)) == [HeadRun(slice(a, b), slice(c, d)) for a, b, c, d in runs]
+    assert list(dense_ranges(list(heads), group)) == [HeadRange(slice(a, b), slice(c, d)) for a, b, c, d in runs]
 
 
 @given(st.sets(st.integers(0, 23)), st.sampled_from([1, 2, 3, 4, 8]))
 def test_every_dense_head_is_in_one_launch_beside_its_own_kv_head(heads: set[int], group: int) -> None:
     seen = []
-    for run in dense_runs(sorted(heads), group):
+    for run in dense_ranges(sorted(heads), group):
         count, kv_count = run.heads.stop - run.heads.start, run.kv_heads.stop - run.kv_heads.start
         assert count % kv_count == 0
         for place in range(count):

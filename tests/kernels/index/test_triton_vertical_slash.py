@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_index import SMALL, call_of, differences, group_of, index_by, torch_index, triton_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
 from masks import brute_mask
+from triton_index import SMALL, call_of, differences, group_of, index_by, torch_index, triton_index
 
 from sparsekv.kernels.index import build
 from sparsekv.kernels.index.triton import vertical_slash

@@ -164,7 +164,7 @@ def test_dtype_that_no_backend_takes_is_refused() -> None:
         choose_backend("cpu", torch.float64, 64)
 
 
-def test_dispatch_imports_no_triton_and_starts_no_gpu() -> None:
+def test_choosing_imports_no_triton_and_starts_no_gpu() -> None:
     code = (
         "import sys, torch\n"
         "from sparsekv.kernels.backends import choose_backend\n"

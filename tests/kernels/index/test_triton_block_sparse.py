@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from device_index import differences, index_by, torch_index, triton_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
 from masks import brute_mask
+from triton_index import differences, index_by, torch_index, triton_index
 
 from sparsekv.kernels.index.triton import block_sparse
 from sparsekv.kernels.reference import mask_of

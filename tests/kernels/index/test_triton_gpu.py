@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from device_index import differences
 from index_cases import make_layer
+from triton_index import differences
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex

@@ -6,10 +6,10 @@ plain Python says what the k-th largest is.
 
 import pytest
 import torch
-from device_index import SMALL, call_of, differences, group_of, torch_index, triton_index
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, budgets, make_layer
+from triton_index import SMALL, call_of, differences, group_of, torch_index, triton_index
 
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.line_scores import UNSEEN, score_lines

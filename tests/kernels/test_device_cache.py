@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from device_index import call_of, differences
 from index_cases import TILES, Layer, make_layer
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton_index import call_of, differences
 
 from sparsekv.kernels import device_cache
 from sparsekv.kernels.device_cache import cached_on_device, on_device
