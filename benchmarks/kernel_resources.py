@@ -149,7 +149,7 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over chosen tokens."""
     from sparsekv.kernels.decode import triton as backend
-    from sparsekv.kernels.keys import KeyView, resident
+    from sparsekv.kernels.keys import KeyView, full_view
 
     for dim in (64, 128):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
@@ -157,7 +157,7 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
         table = torch.zeros((1, 10), dtype=torch.int32)
         pages = KeyView(page, page, torch.tensor([100], dtype=torch.int32), table)
-        keys = resident(k, v)
+        keys = full_view(k, v)
         selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
         for name, view, chosen_tokens in (("selected", keys, selection), ("dense", keys, None), ("pages", pages, None)):
 

@@ -76,7 +76,7 @@ class KeyView:
         return k, v
 
 
-def resident(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
+def full_view(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
     """Contiguous keys whose every row is full."""
     lengths_B = torch.full((k_BGSD.shape[0],), k_BGSD.shape[2], dtype=torch.int32, device=k_BGSD.device)
     return KeyView(k_BGSD, v_BGSD, lengths_B)

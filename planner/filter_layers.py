@@ -3,8 +3,12 @@
 Three rules. `dp` solves for the cheapest assignment whose lost attention mass, weighted by how much each layer moves
 the residual, stays within `decode_loss`; how many filter layers there are comes out of it. `omnikv` is the paper's
 reading of inter-layer similarity (section 3.1 and its released analysis): the first layers dense, filters at the
-layers whose choice serves the next stretch of layers best, one wait layer, `last` selector. `fixed` takes the layers
-it is given.
+layers whose choice serves the next stretch of layers best, one wait layer. `fixed` takes the layers it is given.
+
+All sparse lengths of a plan share their segments, so that one captured step serves them. `dp` therefore bounds the loss
+at the worst of these lengths, and counts the time of the longest, where decode has most to gain. A short length that
+would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all but the shortest, and
+so on; those that save most over all lengths together are taken.
 
 The dynamic programme (`solve`) walks the layers; a state is the filter in force; each state keeps the partial
 assignments that no other one beats in both cost and loss. Costs are whole nanoseconds, so that equal sums are equal.
@@ -21,18 +25,228 @@ import numpy.typing as npt
 
 from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import step_us
+from sparsekv.planner.cost.predict import decode_share, step_us
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, Reuse
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 _DENSE, _SPARSE, _FILTER = 0, 1, 2
 _NO_FILTER = (-1, -1)
+HOT_TOKENS = 4096
+_FIRST_DENSE = 2
+_LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
+_WAIT = 1
+
+
+def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
+    """The decode phase of a plan: the same segments at every length that is sparse.
+
+    Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off or rows
+    are offloaded: an offloaded layer that runs dense reads all its rows back in every step.
+
+    Raises:
+        UsageError: a fixed layer does not exist, or the budget is below all that were profiled.
+    """
+    chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
+    segments, sparse = chooser.choose()
+    buckets = chooser.buckets(segments, sparse)
+    layers = {layer for segment in segments for layer in segment.layers}
+    offload = Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if options.offload and layers else None
+    return DecodePlan(lengths=buckets, offload=offload)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Statistics:
+    """One profiled length: [selector, layer j, layer i] each, for the budget asked for."""
+
+    length: int
+    kept: Floats
+    loss: Floats  # weighted by importance; infinite where layer j may not attend to the choice of layer i
+
+    @classmethod
+    def of(cls, length: int, reuse: Reuse, options: PlanOptions, full: Sequence[int]) -> _Statistics:
+        kept = _square(reuse, _budget_index(reuse.budgets, options.decode_budget, length))
+        importance = np.asarray(reuse.importance)
+        loss = (1.0 - np.minimum(kept, 1.0)) * (importance / max(importance.sum(), 1e-20))[None, :, None]
+        for layer in set(range(len(importance))).difference(full):
+            loss[:, layer, :] = loss[:, :, layer] = np.inf
+        unasked = [choice.selector not in options.decode_selectors for choice in reuse.selectors]
+        loss[unasked] = np.inf
+        return cls(length, kept, loss)
+
+    def lost(self, segments: Sequence[FilterSegment]) -> float:
+        """By an assignment."""
+        return sum(float(self.loss[one.selector, layer, one.filter]) for one in segments for layer in one.layers)
+
+
+class _Chooser:
+    """The lengths that have decode statistics, on one device."""
+
+    def __init__(self, profile: Profile, cost: DeviceCost, options: PlanOptions) -> None:
+        model = profile.model
+        self._cost, self._options, self._layers = cost, options, model.layers
+        self._full = [layer for layer in range(model.layers) if model.group_of(layer).kind == "full"]
+        reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
+        self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
+        self._longest = self._lengths[-1].length
+        self._selectors = reuses[-1][1].selectors
+
+    def choose(self) -> tuple[tuple[Segment, ...], list[bool]]:
+        """Segments, and which of the lengths they are for."""
+        if self._options.filter_rule == "fixed":
+            given = _after(_known(self._options.filter_layers, self._full), self._full, wait=0)
+            return self._where_it_pays(given, range(len(self._lengths)))
+        if self._options.filter_rule == "omnikv":
+            similar = _after(similar_layers(self._lengths[-1].kept[0]), self._full, wait=_WAIT)
+            return self._where_it_pays(similar, range(len(self._lengths)))
+        found = []
+        for first in range(len(self._lengths)):
+            assignment = solve(self._problem(first)).segments
+            bound = self._options.decode_loss * (1.0 + 1e-9)
+            kept = [place for place, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
+            found.append(self._where_it_pays(assignment, kept))
+        return min(found, key=lambda one: self._spent(*one))
+
+    def buckets(self, segments: tuple[Segment, ...], sparse: Sequence[bool]) -> tuple[DecodeBucket, ...]:
+        """Ascending, equal neighbours as one, the last open-ended."""
+        buckets: list[DecodeBucket] = []
+        for one, is_sparse in zip(self._lengths, sparse, strict=True):
+            above = (buckets[-1].up_to or 0) if buckets else 0
+            below = self._crossing(segments, one.length, above) if is_sparse else one.length
+            buckets += [DecodeBucket(up_to=below, dense=True)] if below else []
+            buckets += [DecodeBucket(up_to=one.length, segments=segments)] if is_sparse else []
+        differing = [bucket for bucket, after in pairwise(buckets) if bucket.segments != after.segments]
+        return (*differing, buckets[-1].model_copy(update={"up_to": None}))
+
+    def _where_it_pays(
+        self, assignment: Sequence[FilterSegment], allowed: Sequence[int]
+    ) -> tuple[tuple[Segment, ...], list[bool]]:
+        segments = tuple(map(self._segment, assignment))
+        paying = [
+            bool(segments) and place in allowed and (not self._options.crossover or self._pays(segments, one.length))
+            for place, one in enumerate(self._lengths)
+        ]
+        return (segments, paying) if any(paying) else ((), paying)
+
+    def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
+        step = step_us(segments, self._cost, length, self._layers)
+        return step is not None and pays(step, self._layers * self._cost.decode_dense_us(length))
+
+    def _crossing(self, segments: tuple[Segment, ...], length: int, above: int) -> int | None:
+        if not self._options.crossover:
+            return None
+        return longest_losing(lambda shorter: self._pays(segments, shorter), length, above)
+
+    def _spent(self, segments: tuple[Segment, ...], sparse: Sequence[bool]) -> float:
+        """Of a step relative to dense, summed over the lengths."""
+        return sum(
+            self._relative(segments if is_sparse else (), one.length)
+            for one, is_sparse in zip(self._lengths, sparse, strict=True)
+        )
+
+    def _relative(self, segments: tuple[Segment, ...], length: int) -> float:
+        step = step_us(segments, self._cost, length, self._layers)
+        if step is None or not self._options.crossover:
+            return decode_share(segments, length, self._layers)
+        return step / max(self._layers * self._cost.decode_dense_us(length), 1e-9)
+
+    def _problem(self, first: int) -> SegmentProblem:
+        """Over the lengths from the `first` on."""
+        options, cost, length = self._options, self._cost, self._longest
+        attended = min(length, options.decode_sink + options.decode_budget.resolve(length) + options.decode_recent)
+        # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
+        dense_us = cost.decode_dense_us(length) if options.crossover else float(length)
+        sparse_us = cost.decode_sparse_us(attended) if options.crossover else float(attended)
+        choose_us = cost.decode_choose_us(length) if options.crossover else 1.0
+        return SegmentProblem(
+            dense_ns=np.full(self._layers, round(dense_us * 1e3)),
+            sparse_ns=np.full(self._layers, round(sparse_us * 1e3)),
+            choose_ns=np.full(self._layers, round(choose_us * 1e3)),
+            loss=np.max([one.loss for one in self._lengths[first:]], 0),
+            most_loss=options.decode_loss,
+        )
+
+    def _segment(self, found: FilterSegment) -> Segment:
+        choice, wanted = self._selectors[found.selector], self._options.decode_budget
+        at_most = None if wanted.fraction is None else wanted.resolve(self._longest)
+        return Segment(
+            filter=found.filter,
+            layers=found.layers,
+            budget=DecodeBudget(tokens=wanted.tokens, fraction=wanted.fraction, at_most=at_most),
+            sink=self._options.decode_sink,
+            recent=self._options.decode_recent,
+            selector=choice.selector,
+            window=choice.window,
+        )
+
+
+def similar_layers(kept_JI: Floats) -> tuple[int, ...]:
+    """Filter layers by OmniKV's similarity.
+
+    Args:
+        kept_JI: share of layer j's attention mass that the choice of layer i holds.
+
+    Returns:
+        For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
+        apart, the first two layers excepted.
+    """
+    layers = len(kept_JI)
+    count = max(1, round(layers / _LAYERS_A_FILTER))
+    stretch = max(1, layers // (count + 1))
+    served = {
+        i: float(np.mean(kept_JI[i + 1 : i + 1 + stretch, i])) for i in range(min(_FIRST_DENSE, layers - 2), layers - 1)
+    }
+    chosen: list[int] = []
+    for layer in sorted(served, key=lambda i: (-served[i], i)):
+        if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
+            chosen.append(layer)
+    return tuple(sorted(chosen))
+
+
+def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
+    ends = [*filters[1:], max(full) + 1]
+    spans = (
+        FilterSegment(first, 0, tuple(layer for layer in full if first + wait < layer < end))
+        for first, end in zip(filters, ends, strict=True)
+    )
+    return tuple(span for span in spans if span.layers)
+
+
+def _known(filters: Sequence[int], full: Sequence[int]) -> tuple[int, ...]:
+    unknown = sorted(set(filters) - set(full[:-1]))
+    if unknown:
+        raise UsageError(
+            f"expected filter layers with full attention below the last layer, {full[-1]}, found {unknown}; "
+            "choose others"
+        )
+    return tuple(sorted(set(filters)))
+
+
+def _square(reuse: Reuse, budget: int) -> Floats:
+    """[selector, layer j, layer i] with zeros above the diagonal, for one budget."""
+    layers = len(reuse.importance)
+    kept = np.zeros((len(reuse.selectors), layers, layers))
+    for selector, tables in enumerate(reuse.kept):
+        for j, row in enumerate(tables[budget]):
+            kept[selector, j, : j + 1] = row
+    return kept
+
+
+def _budget_index(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
+    """The largest measured budget within the wanted one: what is lost is then not underestimated."""
+    sizes = [(budget.resolve(length), number) for number, budget in enumerate(measured)]
+    fitting = [size for size in sizes if size[0] <= wanted.resolve(length)]
+    if not fitting:
+        raise UsageError(
+            f"expected a decode budget of at least {min(sizes)[0]} tokens at {length}, the least that was profiled, "
+            f"found {wanted.resolve(length)}; raise it, or profile again with it"
+        )
+    return max(fitting)[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,178 +381,3 @@ def _pruned(fronts: list[_Front], most_loss: float) -> _Front:
     least_before = np.minimum.accumulate(np.concatenate([[np.inf], loss[order]]))[:-1]
     kept = order[loss[order] < least_before]
     return _Front(cost[kept], loss[kept], node[kept])
-
-
-HOT_TOKENS = 4096
-_FIRST_DENSE = 2
-_LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
-_WAIT = 1
-
-Floats = npt.NDArray[np.float64]
-
-
-def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
-    """The decode phase of a plan, one bucket a profiled length.
-
-    Lengths at which no assignment is cheaper than dense by `cost` go dense, and the lengths below a profiled one at
-    which its segments would not pay, unless `options.crossover` is off or rows are offloaded: an offloaded layer that
-    runs dense reads all its rows back in every step.
-
-    Raises:
-        UsageError: the profile has no decode statistics, or a fixed layer does not exist.
-    """
-    options = replace(options, crossover=options.crossover and not options.offload)
-    measured = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse is not None]
-    if not measured:
-        raise UsageError("expected a profile with decode statistics, found none; profile with the decode phase")
-    longest, reuse = measured[-1]
-    chosen = _assign(profile.model, longest, reuse, cost, options)
-    segments = tuple(_segment(segment, reuse, longest, options) for segment in chosen)
-    buckets: list[DecodeBucket] = []
-    for length, _ in measured:
-        above = (buckets[-1].up_to or 0) if buckets else 0
-        buckets += _buckets(profile.model, length, above, segments, cost, options)
-    lengths = (*_joined(buckets), buckets[-1].model_copy(update={"up_to": None}))
-    return DecodePlan(lengths=lengths, offload=_offload(lengths) if options.offload else None)
-
-
-def _joined(buckets: Sequence[DecodeBucket]) -> list[DecodeBucket]:
-    """All but the last, without dense buckets that a longer dense one follows."""
-    return [bucket for bucket, after in pairwise(buckets) if not (bucket.dense and after.dense)]
-
-
-def _buckets(
-    model: ModelInfo, length: int, above: int, segments: tuple[Segment, ...], cost: DeviceCost, options: PlanOptions
-) -> tuple[DecodeBucket, ...]:
-    """The bucket of a length, behind a dense one for the lengths from `above` on at which it would not pay."""
-    bucket = DecodeBucket(up_to=length, dense=not segments, segments=segments)
-    if options.crossover and segments and not _pays(bucket, cost, length, model):
-        bucket = DecodeBucket(up_to=length, dense=True)
-    if bucket.dense or not options.crossover:
-        return (bucket,)
-    below = longest_losing(lambda shorter: _pays(bucket, cost, shorter, model), length, above)
-    return (DecodeBucket(up_to=below, dense=True), bucket) if below else (bucket,)
-
-
-def _assign(
-    model: ModelInfo, length: int, reuse: Reuse, cost: DeviceCost, options: PlanOptions
-) -> tuple[FilterSegment, ...]:
-    kept = _square(reuse, _budget_place(reuse.budgets, options.decode_budget, length))
-    full = [layer for layer in range(model.layers) if model.group_of(layer).kind == "full"]
-    if options.filter_rule == "fixed":
-        return _after(_known(options.filter_layers, full), full, wait=0)
-    if options.filter_rule == "omnikv":
-        return _after(similar_layers(kept[0]), full, wait=_WAIT)
-    return solve(_problem(length, reuse, kept, set(full), cost, options)).segments
-
-
-def _problem(
-    length: int, reuse: Reuse, kept: Floats, full: set[int], cost: DeviceCost, options: PlanOptions
-) -> SegmentProblem:
-    layers = len(reuse.importance)
-    importance = np.asarray(reuse.importance)
-    loss = (1.0 - np.minimum(kept, 1.0)) * (importance / max(importance.sum(), 1e-20))[None, :, None]
-    for layer in set(range(layers)) - full:
-        loss[:, layer, :] = loss[:, :, layer] = np.inf
-    chosen = options.decode_budget.resolve(length)
-    # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
-    dense_us = cost.decode_dense_us(length) if options.crossover else float(length)
-    sparse_us = cost.decode_sparse_us(chosen) if options.crossover else float(chosen)
-    choose_us = cost.decode_choose_us(length) if options.crossover else 1.0
-    return SegmentProblem(
-        dense_ns=np.full(layers, round(dense_us * 1e3)),
-        sparse_ns=np.full(layers, round(sparse_us * 1e3)),
-        choose_ns=np.full(layers, round(choose_us * 1e3)),
-        loss=loss,
-        most_loss=options.decode_loss,
-    )
-
-
-def similar_layers(kept_JI: Floats) -> tuple[int, ...]:
-    """Filter layers by OmniKV's similarity.
-
-    Args:
-        kept_JI: share of layer j's attention mass that the choice of layer i holds.
-
-    Returns:
-        For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
-        apart, the first two layers excepted.
-    """
-    layers = len(kept_JI)
-    count = max(1, round(layers / _LAYERS_A_FILTER))
-    stretch = max(1, layers // (count + 1))
-    served = {
-        i: float(np.mean(kept_JI[i + 1 : i + 1 + stretch, i])) for i in range(min(_FIRST_DENSE, layers - 2), layers - 1)
-    }
-    chosen: list[int] = []
-    for layer in sorted(served, key=lambda i: (-served[i], i)):
-        if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
-            chosen.append(layer)
-    return tuple(sorted(chosen))
-
-
-def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
-    ends = [*filters[1:], max(full) + 1]
-    spans = (
-        FilterSegment(first, 0, tuple(layer for layer in full if first + wait < layer < end))
-        for first, end in zip(filters, ends, strict=True)
-    )
-    return tuple(span for span in spans if span.layers)
-
-
-def _known(filters: Sequence[int], full: Sequence[int]) -> tuple[int, ...]:
-    unknown = sorted(set(filters) - set(full[:-1]))
-    if unknown:
-        raise UsageError(
-            f"expected filter layers with full attention below the last layer, {full[-1]}, found {unknown}; "
-            "choose others"
-        )
-    return tuple(sorted(set(filters)))
-
-
-def _segment(found: FilterSegment, reuse: Reuse, longest: int, options: PlanOptions) -> Segment:
-    choice, wanted = reuse.selectors[found.selector], options.decode_budget
-    at_most = None if wanted.fraction is None else wanted.resolve(longest)
-    return Segment(
-        filter=found.filter,
-        layers=found.layers,
-        budget=DecodeBudget(tokens=wanted.tokens, fraction=wanted.fraction, at_most=at_most),
-        sink=options.decode_sink,
-        recent=options.decode_recent,
-        selector=choice.selector,
-        window=choice.window,
-    )
-
-
-def _square(reuse: Reuse, budget: int) -> Floats:
-    """[selector, layer j, layer i] with zeros above the diagonal, for one budget."""
-    layers = len(reuse.importance)
-    kept = np.zeros((len(reuse.selectors), layers, layers))
-    for selector, tables in enumerate(reuse.kept):
-        for j, row in enumerate(tables[budget]):
-            kept[selector, j, : j + 1] = row
-    return kept
-
-
-def _budget_place(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
-    """The largest measured budget within the wanted one: what is lost is then not underestimated."""
-    sizes = [(budget.resolve(length), place) for place, budget in enumerate(measured)]
-    fitting = [size for size in sizes if size[0] <= wanted.resolve(length)]
-    if not fitting:
-        raise UsageError(
-            f"expected a decode budget of at least {min(sizes)[0]} tokens at {length}, the least that was profiled, "
-            f"found {wanted.resolve(length)}; raise it, or profile again with it"
-        )
-    return max(fitting)[1]
-
-
-def _pays(bucket: DecodeBucket, cost: DeviceCost, length: int, model: ModelInfo) -> bool:
-    step = step_us(bucket, cost, length, model.layers)
-    return step is not None and pays(step, model.layers * cost.decode_dense_us(length))
-
-
-def _offload(buckets: Sequence[DecodeBucket]) -> Offload | None:
-    # A layer that is dense at some length would read everything back from the host there.
-    always = [bucket.sparse_layers for bucket in buckets if not bucket.dense]
-    layers = frozenset.intersection(*always) if always else frozenset()
-    return Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if layers else None

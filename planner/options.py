@@ -18,6 +18,7 @@ from sparsekv.plans.patterns import Budget, TileShape, fraction
 from sparsekv.plans.types import format_length
 
 Phase = Literal["prefill", "decode"]
+Selector = Literal["last", "uniform", "exponential"]
 FilterRule = Literal["dp", "omnikv", "fixed"]
 Preset = Literal["minference"]
 
@@ -47,6 +48,9 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "filter_rule": ("decode",),
     "filter_layers": ("given layers",),
     "decode_budget": ("decode",),
+    "decode_sink": ("decode",),
+    "decode_recent": ("decode",),
+    "decode_selectors": ("loss bound",),
     "decode_loss": ("loss bound",),
     "offload": ("decode",),
     "max_accuracy_drop": ("verification",),
@@ -89,7 +93,7 @@ SWITCHES = (
     Switch("no_verify", ("verification",), "nothing is verified"),
 )
 
-_NO_FLAG = ("levels", "row_stride", "verify_lengths")
+_NO_FLAG = ("levels", "row_stride", "verify_lengths", "decode_sink", "decode_recent", "decode_selectors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,10 @@ class PlanOptions:
         gate: what verification asks for.
         verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
-        decode_budget: tokens that a filter layer chooses.
-        decode_sink, decode_recent: first and last tokens that the layers of a segment attend to besides.
+        decode_budget: tokens that a filter layer chooses for the layers of its segment; of a fraction, no more than it
+            comes to at the longest planned length.
+        decode_sink, decode_recent: the first and the last tokens that those layers attend to besides.
+        decode_selectors: how the last queries may weigh in the choice; all but "last" keep a window of queries.
         decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance.
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
@@ -165,6 +171,7 @@ class PlanOptions:
     decode_budget: Budget = field(default_factory=lambda: fraction(0.1))
     decode_sink: int = 4
     decode_recent: int = 128
+    decode_selectors: tuple[Selector, ...] = ("last",)
     decode_loss: float = 0.02
     filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()
@@ -283,6 +290,9 @@ def _check(options: PlanOptions) -> None:
     drop, max_kl = options.gate.max_accuracy_drop, options.gate.max_kl
     expect(0.0 <= drop < math.inf, "an accuracy drop of zero or more points", drop)
     expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
+    expect(options.decode_sink >= 0, "zero or more sink tokens", options.decode_sink)
+    expect(options.decode_recent >= 1, "at least one recent token", options.decode_recent)
+    expect(bool(options.decode_selectors), "at least one selector", options.decode_selectors)
     expect(0.0 <= options.decode_loss < math.inf, "a decode loss of zero or more", options.decode_loss)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)

@@ -18,7 +18,12 @@ MAY_IMPORT = {
 }
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
-LONGEST_FILE = 500
+HOSTS = {"transformers", "vllm"}
+# Inside runtime/: what knows no host.
+HOSTLESS = {"runtime/core": {"runtime/core"}, "runtime/stores": {"runtime/stores"}}
+# One name in two folders: a pattern with two builders, a backend with two phases, a command over its module.
+SHARED_NAMES = {"__init__", "a_shape", "adaptive", "block_sparse", "vertical_slash", "cpu", "triton"}
+COMMANDS = {"bench", "doctor", "eval", "main", "plan", "run", "schema", "seal", "show", "validate", "verify"}
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 
@@ -95,6 +100,41 @@ def test_the_environment_is_read_in_one_settings_module() -> None:
     assert readers <= {"runtime/settings.py"}
 
 
-def test_no_file_has_grown_past_a_few_screens() -> None:
-    long = {str(path.relative_to(ROOT)) for path in SOURCES if len(path.read_text().splitlines()) > LONGEST_FILE}
-    assert long == set()
+def hostless_breaches(path: Path) -> list[str]:
+    """What ties a file of the core or of a store to a host."""
+    home = path.relative_to(ROOT).parent.as_posix()
+    allowed = {f"sparsekv.{folder.replace('/', '.')}" for folder in HOSTLESS[home]}
+    found = []
+    for module, line in imported(ast.parse(path.read_text())):
+        inside = module.startswith("sparsekv.runtime") and not any(module.startswith(name) for name in allowed)
+        if inside or module.split(".")[0] in HOSTS:
+            found.append(f"line {line}: {module}")
+    return found
+
+
+@pytest.mark.parametrize("path", [path for home in HOSTLESS for path in (ROOT / home).glob("*.py")], ids=str)
+def test_the_core_and_the_stores_know_no_host(path: Path) -> None:
+    assert hostless_breaches(path) == []
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("sparsekv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other_in_a_circle_in_functions_or_for_types_neither() -> None:
+    modules = {module_of(path): path for path in SOURCES}
+    arrows = {
+        name: {module for module, _ in imported(ast.parse(path.read_text())) if module in modules and module != name}
+        for name, path in modules.items()
+    }
+    while ends := {name for name, targets in arrows.items() if not targets}:
+        arrows = {name: targets - ends for name, targets in arrows.items() if name not in ends}
+    assert arrows == {}, "these import each other, or something that does"
+
+
+def test_a_file_name_says_what_it_holds_without_its_folder() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        if path.stem not in SHARED_NAMES and not (path.parent.name == "cli" and path.stem in COMMANDS):
+            homes.setdefault(path.stem, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

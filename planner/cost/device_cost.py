@@ -16,8 +16,6 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text
 
-KIND = "sparsekv.cost"
-SCHEMA_VERSION = 2
 # Of each line, as `DeviceCost` has them.
 _PRICES = {
     "prefill_dense": 2,

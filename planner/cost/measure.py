@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.keys import KeyView, resident
+from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
@@ -189,7 +189,7 @@ class Bench:
 
         yield _timing("choose", length, (1.0, float(length)), self._us(lambda: choose(length // 10)))
         for count in (length // 16, length // 4):
-            keys = resident(k_BGSD, v_BGSD)
+            keys = full_view(k_BGSD, v_BGSD)
             selection = Selection(choose(count), torch.full_like(keys.lengths_B, count), sink=0, recent=0)
             attend = partial(decode_attention, q_BH1D, keys, selection, scale=scale, backend=self.backend)
             yield _timing("sparse decode", length, (1.0, float(count)), self._us(attend))

@@ -6,6 +6,7 @@ Shapes: L profiled layers, C candidates, H heads (of the widest layer; absent he
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.families import Family, mandatory_a_row
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Offload, PrefillBucket, PrefillPlan
+from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 DENSE = -1
@@ -177,40 +178,53 @@ def _of_prefill(profile: Profile, entry: LengthProfile, plan: PrefillPlan, cost:
 
 
 def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate | None:
-    layers = profile.model.layers
-    bucket = plan.bucket(length)
-    step = step_us(bucket, cost, length, layers, plan.offload)
+    layers, segments = profile.model.layers, plan.bucket(length).segments
+    step = step_us(segments, cost, length, layers, plan.offload)
     if step is None:
         return None
-    dense_us, share = layers * cost.decode_dense_us(length), _decode_share(bucket, length, layers)
-    return Estimate(dense_us=dense_us, sparse_us=step, density=share)
+    dense_us = layers * cost.decode_dense_us(length)
+    return Estimate(dense_us=dense_us, sparse_us=step, density=decode_share(segments, length, layers))
 
 
 def step_us(
-    bucket: DecodeBucket, cost: DeviceCost, length: int, layers: int, offload: Offload | None = None
+    segments: Sequence[Segment], cost: DeviceCost, length: int, layers: int, offload: Offload | None = None
 ) -> float | None:
     """Attention of one decode step over all layers, in microseconds; None where rows in host memory have no price.
 
     Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on the
     device, are chosen more often: the price is rather too high.
     """
+    sparse = frozenset(layer for segment in segments for layer in segment.layers)
     hosted = frozenset(offload.layers if offload else ())
-    if hosted - bucket.sparse_layers:
+    if hosted - sparse:
         return None  # it reads back everything it has, in every step
-    choosing = len(bucket.segments) * cost.decode_choose_us(length)
-    total = choosing + (layers - len(bucket.sparse_layers)) * cost.decode_dense_us(length)
-    for segment in bucket.segments:
-        chosen, moved = segment.budget.resolve(length), len(hosted.intersection(segment.layers))
-        total += (len(segment.layers) - moved) * cost.decode_sparse_us(chosen)
+    dense_us = cost.decode_dense_us(length)
+    total = (layers - len(sparse)) * dense_us
+    for segment in segments:
+        chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
+        if chosen is None:  # all of the context is attended to, and nothing is chosen
+            total += (len(segment.layers) - moved) * dense_us
+        else:
+            total += cost.decode_choose_us(length)
+            total += (len(segment.layers) - moved) * cost.decode_sparse_us(attended_tokens(segment, length))
         if offload and moved:
             away = max(0, length - offload.hot.resolve(length)) / length
-            fetched_us = cost.decode_host_us(chosen, chosen * away)
+            cold = (length if chosen is None else chosen) * away
+            fetched_us = cost.decode_host_us(attended_tokens(segment, length), cold)
             if fetched_us is None:
                 return None
             total += moved * fetched_us
     return total
 
 
-def _decode_share(bucket: DecodeBucket, length: int, layers: int) -> float:
-    attended = sum(len(segment.layers) * segment.budget.resolve(length) for segment in bucket.segments)
-    return (attended + (layers - len(bucket.sparse_layers)) * length) / (layers * length)
+def attended_tokens(segment: Segment, length: int) -> int:
+    """Sinks, chosen and recent tokens that a layer of a segment attends to among `length` cached ones."""
+    chosen = segment.chosen_tokens(length)
+    return length if chosen is None else segment.sink + chosen + segment.recent
+
+
+def decode_share(segments: Sequence[Segment], length: int, layers: int) -> float:
+    """Tokens attended to over tokens cached, over all layers of one step."""
+    sparse = sum(len(segment.layers) for segment in segments)
+    attended = sum(len(segment.layers) * attended_tokens(segment, length) for segment in segments)
+    return (attended + (layers - sparse) * length) / (layers * length)

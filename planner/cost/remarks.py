@@ -106,7 +106,7 @@ def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> t
 def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: Offload) -> Iterator[str]:
     for entry in profile.lengths:
         bucket, at = decode.bucket(entry.length), format_length(entry.length)
-        step = step_us(bucket, cost, entry.length, profile.model.layers, offload)
+        step = step_us(bucket.segments, cost, entry.length, profile.model.layers, offload)
         dense_us = profile.model.layers * cost.decode_dense_us(entry.length)
         if step is None:
             yield (

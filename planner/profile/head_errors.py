@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,91 +29,29 @@ from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.patterns import Dense, TileShape
 
 
-class Rows(Protocol):
-    """Rows of a prompt, as the batch rows of one call."""
-
-    @property
-    def chunk(self) -> Chunk:
-        """Where they lie."""
-        ...
-
-    def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
-        """Their queries, of a batch of one: [X, H, M, D], zeros beyond the prompt."""
-        ...
-
-    def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
-        """All keys (or values) for each batch row, without copying them: [X, G, S, D]."""
-        ...
-
-    def index(self, index: TileIndex) -> TileIndex:
-        """The part of an index that belongs to them."""
-        ...
-
-    def spread_mask(self, device: torch.device) -> torch.Tensor:
-        """[X, M]: rows that stand for all rows of the prompt."""
-        ...
-
-    def tail_mask(self, device: torch.device) -> torch.Tensor:
-        """[X, M]: rows of the question and the answer."""
-        ...
-
-
-def rows_of(length: int, tail_start: int, tile: TileShape, stride: int) -> Rows:
-    """Every `stride`-th query tile of a prompt of `length` tokens, and those from `tail_start` on; of 1, all rows."""
-    return AllRows(length, tail_start) if stride == 1 else TileSample.of(length, tail_start, tile, stride)
-
-
 @dataclass(frozen=True, slots=True)
-class AllRows:
-    """The whole prompt, as it is."""
-
-    length: int
-    tail_start: int
-
-    @property
-    def chunk(self) -> Chunk:
-        """See `Rows`."""
-        return Chunk.uniform(1, 0, self.length)
-
-    def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
-        """See `Rows`."""
-        return q_BHSD
-
-    def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
-        """See `Rows`."""
-        return k_BGSD
-
-    def index(self, index: TileIndex) -> TileIndex:
-        """See `Rows`."""
-        return index
-
-    def spread_mask(self, device: torch.device) -> torch.Tensor:
-        """See `Rows`."""
-        return torch.ones(1, self.length, dtype=torch.bool, device=device)
-
-    def tail_mask(self, device: torch.device) -> torch.Tensor:
-        """See `Rows`."""
-        return torch.arange(self.length, device=device)[None] >= self.tail_start
-
-
-@dataclass(frozen=True, slots=True)
-class TileSample:
-    """Some query tiles of a prompt of `length` tokens.
+class Rows:
+    """Rows of a prompt of `length` tokens that candidates are scored on, as the batch rows of one call.
 
     Attributes:
-        numbers: the tiles: first the even spread, then what the tail has besides.
+        length: of the prompt.
+        tail_start: the first row of the question.
+        tile: of the index.
+        numbers: the query tiles: first an even spread, then what the tail has besides; None: all rows, uncut.
         spread: how many of them belong to the even spread.
     """
 
     length: int
     tail_start: int
     tile: TileShape
-    numbers: tuple[int, ...]
-    spread: int
+    numbers: tuple[int, ...] | None = None
+    spread: int = 1
 
     @classmethod
-    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int) -> TileSample:
-        """Every `stride`-th tile, and those of the tail."""
+    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int) -> Rows:
+        """Every `stride`-th query tile, and those from `tail_start` on; with a stride of 1, all rows."""
+        if stride == 1:
+            return cls(length, tail_start, tile)
         count = -(-length // tile.query)
         spread = tuple(range(min(stride, count) - 1, count, stride))
         tail = tuple(number for number in range(tail_start // tile.query, count) if number not in spread)
@@ -122,23 +59,29 @@ class TileSample:
 
     @property
     def chunk(self) -> Chunk:
-        """See `Rows`."""
+        """Where they lie."""
+        if self.numbers is None:
+            return Chunk.uniform(1, 0, self.length)
         firsts = [number * self.tile.query for number in self.numbers]
         return Chunk(tuple(firsts), tuple(min(first + self.tile.query, self.length) for first in firsts))
 
     def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
-        """See `Rows`."""
+        """Their queries, of a batch of one: [X, H, M, D], zeros beyond the prompt."""
+        if self.numbers is None:
+            return q_BHSD
         padding = -self.length % self.tile.query
         padded_HSD = torch.nn.functional.pad(q_BHSD[0], (0, 0, 0, padding)) if padding else q_BHSD[0]
         tiled_HTMD = padded_HSD.reshape(padded_HSD.shape[0], -1, self.tile.query, padded_HSD.shape[2])
         return tiled_HTMD[:, list(self.numbers)].transpose(0, 1).contiguous()
 
     def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
-        """See `Rows`."""
-        return k_BGSD.expand(len(self.numbers), -1, -1, -1)
+        """All keys (or values) for each batch row, without copying them: [X, G, S, D]."""
+        return k_BGSD if self.numbers is None else k_BGSD.expand(len(self.numbers), -1, -1, -1)
 
     def index(self, index: TileIndex) -> TileIndex:
-        """See `Rows`."""
+        """The part of an index that belongs to them."""
+        if self.numbers is None:
+            return index
         numbers = list(self.numbers)
         return TileIndex(
             tile=index.tile,
@@ -150,16 +93,19 @@ class TileSample:
         )
 
     def spread_mask(self, device: torch.device) -> torch.Tensor:
-        """See `Rows`."""
-        in_spread_X = torch.arange(len(self.numbers), device=device) < self.spread
-        return in_spread_X[:, None] & (self._positions(device) < self.length)
+        """[X, M]: rows that stand for all rows of the prompt."""
+        position_XM = self._positions(device)
+        in_spread_X = torch.arange(len(position_XM), device=device) < self.spread
+        return in_spread_X[:, None] & (position_XM < self.length)
 
     def tail_mask(self, device: torch.device) -> torch.Tensor:
-        """See `Rows`."""
+        """[X, M]: rows of the question and the answer."""
         position_XM = self._positions(device)
         return (position_XM >= self.tail_start) & (position_XM < self.length)
 
     def _positions(self, device: torch.device) -> torch.Tensor:
+        if self.numbers is None:
+            return torch.arange(self.length, device=device)[None]
         numbers_X = torch.tensor(self.numbers, device=device)
         return numbers_X[:, None] * self.tile.query + torch.arange(self.tile.query, device=device)
 

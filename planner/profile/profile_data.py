@@ -30,9 +30,6 @@ from sparsekv.plans.types import (
     format_length,
 )
 
-KIND = "sparsekv.profile"
-SCHEMA_VERSION = 1
-
 Row = tuple[NonNegative, ...]
 Table = tuple[Row, ...]
 
@@ -76,16 +73,25 @@ class LayerScores(Part):
         return self
 
 
-class Reuse(Part):
-    """How well the tokens that layer i chooses serve layer j, at one length.
+class TokenChoice(Part):
+    """How decode statistics choose tokens: each selector, with each budget, among all between the first `sink` and the
+    last `recent` tokens, which are attended to in any case."""
 
-    `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass that the choice of layer i holds, with selector s
-    and budget b; worst row of a prompt, mean over prompts. `importance[j]`: how much attention of layer j moves the
-    residual, || attention output || / (|| attention output || + || residual ||).
-    """
-
+    sink: Natural
+    recent: Positive
     budgets: tuple[Budget, ...]
     selectors: tuple[SelectorChoice, ...]
+
+
+class Reuse(TokenChoice):
+    """How well the tokens that layer i chooses serve layer j, at one length.
+
+    `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass on the first `sink` tokens, the choice of layer i
+    (with selector s and budget b) and the last `recent` tokens; worst row of a prompt, mean over prompts.
+    `importance[j]`: how much attention of layer j moves the residual, || attention output || / (|| attention output ||
+    + || residual ||).
+    """
+
     importance: Row
     kept: tuple[tuple[Table, ...], ...]
 
@@ -130,7 +136,7 @@ class Profile(Part):
     """What one profiling run found, and what it was run with."""
 
     kind: Literal["sparsekv.profile"] = "sparsekv.profile"
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     model: ModelInfo
     device: Text
     dtype: DtypeName
@@ -151,31 +157,25 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     Raises:
         UsageError: something was asked for that was not profiled, or that contradicts what was.
     """
-    _check_asked(options, profile)
-    known = tuple(entry.length for entry in profile.lengths)
-    missing = sorted(set(options.lengths) - set(known))
-    if missing:
-        raise UsageError(
-            f"expected lengths that the profile has ({', '.join(map(format_length, known))}), "
-            f"found {', '.join(map(format_length, missing))}; leave them out, or profile again"
-        )
-    lengths = options.lengths or known
-    kept = tuple(entry for entry in profile.lengths if entry.length in lengths)
-    return (
-        replace(options, lengths=lengths, tile=profile.tile, preset=profile.preset, levels=()),
-        profile.model_copy(update={"lengths": kept}),
-    )
+    fixed = _fixed(profile)
+    _check_agrees(options, profile, fixed)
+    _check_holds(options, profile)
+    lengths = options.lengths or tuple(entry.length for entry in profile.lengths)
+    own = tuple(entry for entry in profile.lengths if entry.length in lengths)
+    settled = replace(options, lengths=lengths, levels=(), **fixed)
+    return settled, profile.model_copy(update={"lengths": own})
 
 
-def _check_asked(options: PlanOptions, profile: Profile) -> None:
-    """Refuses options that contradict a profile which was made earlier, or ask for what is not in it.
+def _fixed(profile: Profile) -> dict[str, Any]:
+    """The options that a profile was made with and that a plan made of it shares."""
+    reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
+    choice = {"decode_sink": reuse.sink, "decode_recent": reuse.recent} if reuse else {}
+    return {"tile": profile.tile, "preset": profile.preset, **choice}
 
-    Raises:
-        UsageError: naming the option.
-    """
+
+def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any]) -> None:
     given = asked(options)
-    facts: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset, "samples": profile.samples, "prompts": ()}
-    for name, found in facts.items():
+    for name, found in (fixed | {"samples": profile.samples, "prompts": ()}).items():
         if name in given and given[name] != found:
             raise UsageError(
                 f"expected {flag_of(name)} as in the profile ({found or 'none'}), found {given[name]!r:.80}; leave it "
@@ -187,10 +187,9 @@ def _check_asked(options: PlanOptions, profile: Profile) -> None:
             f"expected no {targets[0]} beside --profile of a search with --preset {profile.preset}, which has a target "
             "of its own; leave it out, or profile again without the preset"
         )
-    _check_parts(options, profile)
 
 
-def _check_parts(options: PlanOptions, profile: Profile) -> None:
+def _check_holds(options: PlanOptions, profile: Profile) -> None:
     held = {
         "prefill": any(entry.layers for entry in profile.lengths),
         "decode": any(entry.reuse for entry in profile.lengths),
@@ -209,4 +208,11 @@ def _check_parts(options: PlanOptions, profile: Profile) -> None:
         raise UsageError(
             f"expected --families among those of the profile ({', '.join(sorted(searched))}), found "
             f"{', '.join(unknown)}; leave them out, or profile again (leave --profile out)"
+        )
+    known = [entry.length for entry in profile.lengths]
+    absent = sorted(set(options.lengths) - set(known))
+    if absent:
+        raise UsageError(
+            f"expected lengths that the profile has ({', '.join(map(format_length, known))}), "
+            f"found {', '.join(map(format_length, absent))}; leave them out, or profile again"
         )

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -27,19 +25,16 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.families import check_targets
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
-from sparsekv.planner.profile.head_errors import Layer, rows_of, score_candidates
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Table
-from sparsekv.planner.profile.resume import LayerRecord, Records, collected
+from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
 from sparsekv.planner.profile.search_space import (
     Patterns,
     Prefix,
-    VerticalSlashRay,
     aims,
-    decode_budgets,
-    decode_selectors,
     fit_to_target,
 )
-from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
+from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
@@ -122,7 +117,7 @@ def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backe
         "tile": options.tile_shape.model_dump(),
         "aims": {str(length): [aim.candidate.model_dump() for aim in aims(options, length)] for length in prompts},
         "row_stride": options.row_stride,
-        "budgets": [budget.model_dump() for budget in decode_budgets(options)],
+        "choice": token_choice(options).model_dump(mode="json"),
         "prompts": _digest(prompts),
         "versions": versions(),
     }
@@ -131,105 +126,90 @@ def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backe
 def _length(
     length: int, prompts: Sequence[CalibrationPrompt], options: PlanOptions, records: Records, layers: int
 ) -> LengthProfile:
-    decode = "decode" in options.phases
-    return collected(
+    return length_means(
         length,
         [len(prompt.ids) for prompt in prompts],
         [aim.candidate for aim in aims(options, length)],
-        decode_budgets(options) if decode else (),
-        decode_selectors() if decode else (),
+        token_choice(options) if "decode" in options.phases else None,
         [[records[length, sample, layer] for sample in range(len(prompts))] for layer in range(layers)],
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Pass:
-    """One prompt of one length."""
+    """One prompt of one length, layer by layer."""
 
-    loaded: LoadedModel
-    options: PlanOptions
-    backend: BackendName
-    length: int
-    sample: int
-    prompt: CalibrationPrompt
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: PlanOptions,
+        backend: BackendName,
+        length: int,
+        sample: int,
+        prompt: CalibrationPrompt,
+    ) -> None:
+        self._loaded, self._options, self._backend = loaded, options, backend
+        self._length, self._sample, self._prompt = length, sample, prompt
+        self._aims = aims(options, length) if "prefill" in options.phases else ()
+        decode = "decode" in options.phases
+        self._reuse = ReuseScores(prompt.decode_rows, token_choice(options)) if decode else None
 
     def run(self, records: Records, layer_done: Callable[[str], None]) -> None:
         """Measures every layer that has no record yet, and adds its record."""
-        model, layers = self.loaded.model, range(self.loaded.info.layers)
-        if all((self.length, self.sample, layer) in records for layer in layers):
+        model, layers = self._loaded.model, range(self._loaded.info.layers)
+
+        def done(layer: int) -> None:
+            layer_done(f"{self._length} tokens, prompt {self._sample + 1}, layer {layer}")
+
+        if all((self._length, self._sample, layer) in records for layer in layers):
             for _ in layers:
-                layer_done(self.note(len(layers)))
+                done(len(layers))
             return
-        ids_1S = torch.from_numpy(self.prompt.ids.astype(np.int64)).to(model.device)[None]
-        with torch.no_grad(), _residuals(model, self.prompt.decode_rows) as residuals:
-            observer = _Observer(self, records, residuals, layer_done)
-            with capture_attention(model, observer):
+        modules: Sequence[Any] = attention_modules(model)
+        projections: list[torch.Tensor] = [module.o_proj.weight for module in modules]
+        ids_1S = torch.from_numpy(self._prompt.ids.astype(np.int64)).to(model.device)[None]
+        with torch.no_grad(), _residuals(model, self._prompt.decode_rows) as residuals:
+
+            def observe(call: AttentionCall) -> None:
+                decode = DecodeLayer(call.q_BHSD, call.k_BGKD, call.v_BGKD, call.scale, projections[call.layer])
+                if self._reuse is not None:
+                    self._reuse.choose(call.layer, decode)
+                if (self._length, self._sample, call.layer) not in records:
+                    prefill = self._prefill(call, decode.projection_WZ, records)
+                    scores = prefill | self._decode(call.layer, decode, residuals[call.layer])
+                    records.add(LayerRecord(length=self._length, sample=self._sample, layer=call.layer, **scores))
+                done(call.layer + 1)
+
+            with capture_attention(model, observe):
                 decoder_of(model)(input_ids=ids_1S, use_cache=False)
 
-    def note(self, layer: int) -> str:
-        """What progress says is being worked on."""
-        return f"{self.length} tokens, prompt {self.sample + 1}, layer {layer}"
+    def _decode(self, layer: int, decode: DecodeLayer, residual: float) -> dict[str, Any]:
+        if self._reuse is None:
+            return {}
+        moved = self._reuse.moved(decode)
+        kept = tuple(map(as_table, self._reuse.kept(decode, range(layer + 1))))
+        return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}
 
-
-class _Observer:
-    """Sees the layers of one pass in order."""
-
-    def __init__(
-        self, one: Pass, records: Records, residuals: dict[int, float], layer_done: Callable[[str], None]
-    ) -> None:
-        self._one, self._records, self._residuals, self._layer_done = one, records, residuals, layer_done
-        self._aims = aims(one.options, one.length) if "prefill" in one.options.phases else ()
-        self._reuse: ReuseScores | None = None
-        if "decode" in one.options.phases:
-            prompt = one.prompt
-            self._reuse = ReuseScores(
-                prompt.decode_rows, prompt.answer_start, decode_budgets(one.options), decode_selectors()
-            )
-        modules: Sequence[Any] = attention_modules(one.loaded.model)
-        self._projections: list[torch.Tensor] = [module.o_proj.weight for module in modules]
-
-    def __call__(self, call: AttentionCall) -> None:
-        key = (self._one.length, self._one.sample, call.layer)
-        projection_WZ = self._projections[call.layer]
-        decode = DecodeLayer(call.q_BHSD, call.k_BGKD, call.v_BGKD, call.scale, projection_WZ)
-        if self._reuse is not None:
-            self._reuse.choose(call.layer, decode)
-        if key not in self._records:
-            self._records.add(self._record(call, decode))
-        self._layer_done(self._one.note(call.layer + 1))
-
-    def _record(self, call: AttentionCall, decode: DecodeLayer) -> LayerRecord:
-        scores = self._scores(call, decode.projection_WZ) if call.window is None and self._aims else {}
-        if self._reuse is not None:
-            moved = self._reuse.moved(decode)
-            scores["importance"] = moved / max(moved + self._residuals[call.layer], 1e-20)
-            scores["kept"] = tuple(_table(table) for table in self._reuse.kept(decode, range(call.layer + 1)))
-        return LayerRecord(length=self._one.length, sample=self._one.sample, layer=call.layer, **scores)
-
-    def _scores(self, call: AttentionCall, projection_WZ: torch.Tensor) -> dict[str, Any]:
-        one, tile = self._one, self._one.options.tile_shape
-        sampled = [aim.ray.last_q for aim in self._aims if isinstance(aim.ray, VerticalSlashRay)]
+    def _prefill(self, call: AttentionCall, projection_WZ: torch.Tensor, records: Records) -> dict[str, Any]:
+        if call.window is not None or not self._aims:
+            return {}
+        tile = self._options.tile_shape
+        sampled = [aim.patterns.last_q for aim in self._aims if aim.patterns.last_q]
         prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale).with_lines(sampled)
-        rows = rows_of(call.chunk.longest, one.prompt.tail_start, tile, one.options.row_stride or 1)
-        patterns = self._patterns(call.layer, prefix)
-        scores = score_candidates(Layer(prefix, call.v_BGKD, projection_WZ, rows, one.backend), patterns)
+        rows = Rows.of(call.chunk.longest, self._prompt.tail_start, tile, self._options.row_stride or 1)
+        patterns: Sequence[Patterns]
+        if self._sample > 0:
+            patterns = records[self._length, 0, call.layer].patterns
+        else:
+            patterns = [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in self._aims]
+        scores = score_candidates(Layer(prefix, call.v_BGKD, projection_WZ, rows, self._backend), patterns)
         return {
             "patterns": tuple(patterns),
-            "error": _table([score.error_H for score in scores]),
-            "tail_error": _table([score.tail_error_H for score in scores]),
-            "mass": _table([score.mass_H for score in scores]),
-            "tiles": _table([score.tiles_H / prefix.causal_tiles for score in scores]),
-            "columns": _table([score.columns_H / prefix.causal_tiles for score in scores]),
+            "error": as_table(score.error_H for score in scores),
+            "tail_error": as_table(score.tail_error_H for score in scores),
+            "mass": as_table(score.mass_H for score in scores),
+            "tiles": as_table(score.tiles_H / prefix.causal_tiles for score in scores),
+            "columns": as_table(score.columns_H / prefix.causal_tiles for score in scores),
         }
-
-    def _patterns(self, layer: int, prefix: Prefix) -> Sequence[Patterns]:
-        if self._one.sample > 0:
-            return self._records[self._one.length, 0, layer].patterns
-        return [fit_to_target(prefix, aim.ray, aim.density * prefix.causal_tiles) for aim in self._aims]
-
-
-def _table(rows: Sequence[npt.NDArray[np.float64]] | npt.NDArray[np.float64]) -> Table:
-    return tuple(tuple(float(value) for value in row) for row in rows)
 
 
 @contextmanager

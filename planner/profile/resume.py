@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
-from sparsekv.planner.profile.profile_data import (
-    Candidate,
-    LayerScores,
-    LengthProfile,
-    Reuse,
-    Row,
-    SelectorChoice,
-    Table,
-)
+from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Reuse, Row, Table, TokenChoice
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Budget, Pattern
+from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.types import Index, Length, Natural, NonNegative, Part, canonical_json
 
 Key = tuple[int, int, int]
@@ -124,56 +117,50 @@ def _append(path: Path, line: str) -> None:
 _TABLES = ("error", "tail_error", "mass", "tiles", "columns")
 
 
-def collected(
+def length_means(
     length: int,
     prompt_tokens: Sequence[int],
     candidates: Sequence[Candidate],
-    budgets: Sequence[Budget],
-    selectors: Sequence[SelectorChoice],
+    choice: TokenChoice | None,
     records: Sequence[Sequence[LayerRecord]],
 ) -> LengthProfile:
-    """The profile of one length.
+    """The profile of one length: means over its calibration prompts.
 
     Args:
         length: the length.
         prompt_tokens: tokens of each calibration prompt.
         candidates: what was scored; empty without the prefill phase.
-        budgets: of the decode statistics; empty without the decode phase.
-        selectors: of the decode statistics.
+        choice: of the decode statistics; None without the decode phase.
         records: [layer][prompt].
     """
-    places: dict[Pattern, int] = {}
-    layers = tuple(_layer_means(samples, places) for samples in records if samples[0].patterns)
+    numbers: dict[Pattern, int] = {}
+    layers = tuple(_layer_means(samples, numbers) for samples in records if samples[0].patterns)
     return LengthProfile(
         length=length,
         prompt_tokens=tuple(prompt_tokens),
         candidates=tuple(candidates) if layers else (),
-        patterns=tuple(places),
+        patterns=tuple(numbers),
         layers=layers,
-        reuse=_reuse_means(budgets, selectors, records) if budgets else None,
+        reuse=_reuse_means(choice, records) if choice else None,
     )
 
 
-def _layer_means(samples: Sequence[LayerRecord], places: dict[Pattern, int]) -> LayerScores:
-    patterns = tuple(tuple(places.setdefault(pattern, len(places)) for pattern in row) for row in samples[0].patterns)
-    means = {name: _mean_table([getattr(sample, name) for sample in samples]) for name in _TABLES}
+def _layer_means(samples: Sequence[LayerRecord], numbers: dict[Pattern, int]) -> LayerScores:
+    patterns = tuple(tuple(numbers.setdefault(one, len(numbers)) for one in row) for row in samples[0].patterns)
+    means = {name: as_table(np.mean([getattr(sample, name) for sample in samples], 0)) for name in _TABLES}
     return LayerScores(layer=samples[0].layer, patterns=patterns, **means)
 
 
-def _mean_table(tables: Sequence[Table]) -> Table:
-    return tuple(tuple(float(value) for value in row) for row in np.mean(np.array(tables), 0))
-
-
-def _reuse_means(
-    budgets: Sequence[Budget], selectors: Sequence[SelectorChoice], records: Sequence[Sequence[LayerRecord]]
-) -> Reuse:
-    kept_JSBI = [np.mean([np.array(sample.kept) for sample in samples], 0) for samples in records]
+def _reuse_means(choice: TokenChoice, records: Sequence[Sequence[LayerRecord]]) -> Reuse:
+    kept_JSBI = [np.mean([sample.kept for sample in samples], 0) for samples in records]
+    selectors, budgets = range(len(choice.selectors)), range(len(choice.budgets))
     return Reuse(
-        budgets=tuple(budgets),
-        selectors=tuple(selectors),
+        **dict(choice),
         importance=tuple(float(np.mean([sample.importance for sample in samples])) for samples in records),
-        kept=tuple(
-            tuple(tuple(tuple(kept_SBI[s, b].tolist()) for kept_SBI in kept_JSBI) for b in range(len(budgets)))
-            for s in range(len(selectors))
-        ),
+        kept=tuple(tuple(as_table(kept_SBI[s, b] for kept_SBI in kept_JSBI) for b in budgets) for s in selectors),
     )
+
+
+def as_table(rows: Iterable[npt.NDArray[np.float64]]) -> Table:
+    """Rows of numbers as files hold them."""
+    return tuple(tuple(map(float, row)) for row in rows)

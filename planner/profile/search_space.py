@@ -1,4 +1,4 @@
-"""The search space: families of patterns, each a ray along which one size is moved until the cost is right.
+"""The search space: ranges of patterns, in each of which one size is moved until the cost is right.
 
 MInference 1.0, section 3.2, algorithm 1: every candidate is a family with a ratio of its parts; its size changes until
 it computes the target number of tiles on the queries and keys at hand (`fit_to_target`). The paper's own numbers are
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +24,14 @@ from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.families import Family
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.profile_data import Candidate, SelectorChoice
+from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.plans.patterns import (
     Adaptive,
     AShape,
     BlockSparse,
-    Budget,
     Pattern,
     TileShape,
     VerticalSlash,
-    fraction,
     tokens,
 )
 
@@ -43,9 +40,6 @@ PUBLISHED_STEP = 50
 # More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
 _LAST_Q = 256
 _LAST_Q_UP_TO = 1 << 16
-# The observation window of OmniKV's released configuration.
-_WINDOW = 16
-_DECODE_SHARES = (0.025, 0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,178 +67,94 @@ class Grid:
 _OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
 
 
-class Ray(Protocol):
-    """A family of patterns ordered by size; a larger size never computes less."""
-
-    @property
-    def family(self) -> Family:
-        """Which family."""
-
-    @property
-    def name(self) -> str:
-        """What reports and profiles call it."""
-
-    def sizes(self, length: int) -> int:
-        """How many sizes make a difference at this length: 0 to sizes - 1."""
-
-    def pattern(self, size: int, max_tiles: int) -> Pattern:
-        """The pattern of that size, with at most `max_tiles` tokens of tiles in a row where the family can bound it."""
-
-
 @dataclass(frozen=True, slots=True)
-class AShapeRay:
+class PatternRange:
+    """Patterns of one family ordered by size; a larger size never computes less.
+
+    Attributes:
+        family: which family.
+        name: what profiles call it.
+        sizes: how many sizes make a difference at a length: 0 to sizes - 1.
+        pattern: the pattern of a size, with at most so many tokens of tiles in a row where the family can bound it.
+        last_q: queries that its index samples; None: it samples none.
+    """
+
+    family: Family
+    name: str
+    sizes: Callable[[int], int]
+    pattern: Callable[[int, int], Pattern]
+    last_q: int | None = None
+
+
+def a_shape_range(sink: int, window: int, step: int | None = None) -> PatternRange:
     """A fixed sink and a growing window."""
+    grid = Grid(window, step)
 
-    sink: int
-    window: int
-    step: int | None = None
+    def pattern(size: int, max_tiles: int) -> Pattern:
+        return AShape(sink=tokens(sink), window=tokens(grid.value(size)))
 
-    @property
-    def family(self) -> Family:
-        """See `Ray`."""
-        return "a_shape"
-
-    @property
-    def name(self) -> str:
-        """See `Ray`."""
-        return f"a_shape({self.sink}, {self.window})"
-
-    def sizes(self, length: int) -> int:
-        """See `Ray`."""
-        return Grid(self.window, self.step).count(length)
-
-    def pattern(self, size: int, max_tiles: int) -> Pattern:
-        """See `Ray`. The window says it all; `max_tiles` has nothing to bound."""
-        return AShape(sink=tokens(self.sink), window=tokens(Grid(self.window, self.step).value(size)))
+    return PatternRange("a_shape", f"a_shape({sink}, {window})", grid.count, pattern)
 
 
-@dataclass(frozen=True, slots=True)
-class VerticalSlashRay:
+def vertical_slash_range(
+    vertical: int, slash: int, step: int | None = None, last_q: int = PUBLISHED_LAST_Q
+) -> PatternRange:
     """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
+    most = max(vertical, slash)
+    grid = Grid(most, step)
 
-    vertical: int
-    slash: int
-    step: int | None = None
-    last_q: int = PUBLISHED_LAST_Q
+    def pattern(size: int, max_tiles: int) -> Pattern:
+        scale = grid.value(size) / most
+        columns, diagonals = tokens(round(vertical * scale)), tokens(round(slash * scale))
+        return VerticalSlash(vertical=columns, slash=diagonals, last_q=last_q, max_tiles=tokens(max_tiles))
 
-    @property
-    def family(self) -> Family:
-        """See `Ray`."""
-        return "vertical_slash"
-
-    @property
-    def name(self) -> str:
-        """See `Ray`."""
-        return f"vertical_slash({self.vertical}, {self.slash})"
-
-    def sizes(self, length: int) -> int:
-        """See `Ray`."""
-        return Grid(max(self.vertical, self.slash), self.step).count(length)
-
-    def pattern(self, size: int, max_tiles: int) -> Pattern:
-        """See `Ray`."""
-        most = max(self.vertical, self.slash)
-        scale = Grid(most, self.step).value(size) / most
-        return VerticalSlash(
-            vertical=tokens(round(self.vertical * scale)),
-            slash=tokens(round(self.slash * scale)),
-            last_q=self.last_q,
-            max_tiles=tokens(max_tiles),
-        )
+    return PatternRange("vertical_slash", f"vertical_slash({vertical}, {slash})", grid.count, pattern, last_q)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSparseRay:
-    """Top tiles of each row, one tile more a step."""
+def block_sparse_range(key_tile: int) -> PatternRange:
+    """Top tiles of each row, one tile more a size."""
 
-    key_tile: int
+    def pattern(size: int, max_tiles: int) -> Pattern:
+        return BlockSparse(keep=tokens((size + 1) * key_tile))
 
-    @property
-    def family(self) -> Family:
-        """See `Ray`."""
-        return "block_sparse"
-
-    @property
-    def name(self) -> str:
-        """See `Ray`."""
-        return "block_sparse"
-
-    def sizes(self, length: int) -> int:
-        """See `Ray`."""
-        return -(-length // self.key_tile)
-
-    def pattern(self, size: int, max_tiles: int) -> Pattern:
-        """See `Ray`. `keep` is the bound itself."""
-        return BlockSparse(keep=tokens((size + 1) * self.key_tile))
+    return PatternRange("block_sparse", "block_sparse", lambda length: -(-length // key_tile), pattern)
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptiveRay:
+def adaptive_range(score: ScoreKind) -> PatternRange:
     """A growing share of the estimated attention; what is left out halves every 32 sizes, and at last is nothing."""
 
-    score: ScoreKind
+    def pattern(size: int, max_tiles: int) -> Pattern:
+        return Adaptive(score=score, mass=_MASSES[size], max_tiles=tokens(max_tiles))
 
-    @property
-    def family(self) -> Family:
-        """See `Ray`."""
-        return "adaptive"
-
-    @property
-    def name(self) -> str:
-        """See `Ray`."""
-        return f"adaptive({self.score})"
-
-    def sizes(self, length: int) -> int:
-        """See `Ray`."""
-        return len(_MASSES)
-
-    def pattern(self, size: int, max_tiles: int) -> Pattern:
-        """See `Ray`."""
-        return Adaptive(score=self.score, mass=_MASSES[size], max_tiles=tokens(max_tiles))
+    return PatternRange("adaptive", f"adaptive({score})", lambda length: len(_MASSES), pattern)
 
 
 # Down to a share of 1e-6 left out: a plan file holds six digits.
 _MASSES = (*(1.0 - 2.0 ** (-n / 32) for n in range(1, 32 * 20)), 1.0)
 
 
-def search_space(options: PlanOptions, length: int) -> tuple[Ray, ...]:
-    """The rays to search at a length, of the families asked for: our own, or those of MInference 1.0."""
-    rays = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
-    return tuple(ray for ray in rays if ray.family in options.families)
+def search_space(options: PlanOptions, length: int) -> tuple[PatternRange, ...]:
+    """What to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
+    ranges = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
+    return tuple(one for one in ranges if one.family in options.families)
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """One ray to bring to one density, and what the profile calls it."""
+    """Patterns to bring to one density, and what the profile calls them."""
 
-    ray: Ray
+    patterns: PatternRange
     density: float
 
     @property
     def candidate(self) -> Candidate:
         """The profile's entry."""
-        return Candidate(family=self.ray.family, ray=self.ray.name, density=self.density)
+        return Candidate(family=self.patterns.family, ray=self.patterns.name, density=self.density)
 
 
 def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
-    """Every candidate of a length: each ray at each density of the ladder, ascending."""
-    rays = search_space(options, length)
-    return tuple(Aim(ray, share) for ray in rays for share in _densities(options, length))
-
-
-def decode_budgets(options: PlanOptions) -> tuple[Budget, ...]:
-    """Budgets that token choices are scored at."""
-    shares = tuple(fraction(share) for share in _DECODE_SHARES)
-    return shares if options.decode_budget in shares else (*shares, options.decode_budget)
-
-
-def decode_selectors() -> tuple[SelectorChoice, ...]:
-    """OmniKV's three ways to weigh the last queries."""
-    return (
-        SelectorChoice(selector="last", window=1),
-        SelectorChoice(selector="uniform", window=_WINDOW),
-        SelectorChoice(selector="exponential", window=_WINDOW),
-    )
+    """Every candidate of a length: each pattern range at each density of the ladder, ascending."""
+    return tuple(Aim(one, share) for one in search_space(options, length) for share in _densities(options, length))
 
 
 def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
@@ -267,26 +177,26 @@ def last_q_for(length: int) -> int:
     return _LAST_Q if length <= _LAST_Q_UP_TO else PUBLISHED_LAST_Q
 
 
-def _own(tile: TileShape, length: int) -> tuple[Ray, ...]:
+def _own(tile: TileShape, length: int) -> tuple[PatternRange, ...]:
     """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
     ratios = ((30, 2048), (1000, 1000), (3000, 200), (4096, 0))
     return (
-        AShapeRay(tile.key, 4096),
-        *(VerticalSlashRay(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),
-        BlockSparseRay(tile.key),
-        AdaptiveRay("antidiagonal"),
-        AdaptiveRay("pooled"),
+        a_shape_range(tile.key, 4096),
+        *(vertical_slash_range(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),
+        block_sparse_range(tile.key),
+        adaptive_range("antidiagonal"),
+        adaptive_range("pooled"),
     )
 
 
-def _published(tile: TileShape) -> tuple[Ray, ...]:
+def _published(tile: TileShape) -> tuple[PatternRange, ...]:
     return (
-        AShapeRay(1024, 4096, PUBLISHED_STEP),
-        VerticalSlashRay(30, 2048, PUBLISHED_STEP),
-        VerticalSlashRay(100, 1800, PUBLISHED_STEP),
-        VerticalSlashRay(500, 1500, PUBLISHED_STEP),
-        VerticalSlashRay(3000, 200, PUBLISHED_STEP),
-        BlockSparseRay(tile.key),
+        a_shape_range(1024, 4096, PUBLISHED_STEP),
+        vertical_slash_range(30, 2048, PUBLISHED_STEP),
+        vertical_slash_range(100, 1800, PUBLISHED_STEP),
+        vertical_slash_range(500, 1500, PUBLISHED_STEP),
+        vertical_slash_range(3000, 200, PUBLISHED_STEP),
+        block_sparse_range(tile.key),
     )
 
 
@@ -347,15 +257,15 @@ class Prefix:
         return np.asarray(computed_tiles(self.index(patterns))[0].double().cpu().numpy())
 
 
-def fit_to_target(prefix: Prefix, ray: Ray, target: float) -> Patterns:
-    """The largest pattern of a ray that costs at most `target` tiles, for each head.
+def fit_to_target(prefix: Prefix, patterns: PatternRange, target: float) -> Patterns:
+    """The largest pattern of a range that costs at most `target` tiles, for each head.
 
-    Bisection over the ray's own grid, all heads in one index build a step. A head whose smallest pattern already
+    Bisection over the range's own grid, all heads in one index build a step. A head whose smallest pattern already
     costs more (the mandatory tiles alone may) gets that one.
 
     Args:
         prefix: the layer's queries and keys.
-        ray: the family.
+        patterns: the range.
         target: tiles a head.
 
     Returns:
@@ -365,16 +275,16 @@ def fit_to_target(prefix: Prefix, ray: Ray, target: float) -> Patterns:
     length = prefix.chunk.longest
     loose = _in_tiles(ROW_ROOM * target / prefix.causal_tiles * length, prefix.tile, length)
     fitting = np.zeros(prefix.heads, np.int64)
-    beyond = np.full(prefix.heads, ray.sizes(length), np.int64)
+    beyond = np.full(prefix.heads, patterns.sizes(length), np.int64)
     while np.any(beyond - fitting > 1):
         middle = (fitting + beyond) // 2
-        fits = prefix.cost(tuple(ray.pattern(int(size), loose) for size in middle)) <= target
+        fits = prefix.cost(tuple(patterns.pattern(int(size), loose) for size in middle)) <= target
         fitting = np.where(fits, middle, fitting)
         beyond = np.where(fits | (beyond - fitting <= 1), beyond, middle)
-    fitted = tuple(ray.pattern(int(size), loose) for size in fitting)
+    fitted = tuple(patterns.pattern(int(size), loose) for size in fitting)
     most_H = prefix.index(fitted).counts_BHT[0].amax(-1).tolist()
     caps = (min(loose, _in_tiles(PROMPT_ROOM * most * prefix.tile.key, prefix.tile, length)) for most in most_H)
-    return tuple(ray.pattern(int(size), cap) for size, cap in zip(fitting, caps, strict=True))
+    return tuple(patterns.pattern(int(size), cap) for size, cap in zip(fitting, caps, strict=True))
 
 
 def _in_tiles(count: float, tile: TileShape, length: int) -> int:

@@ -1,8 +1,9 @@
 """How well the tokens that one layer chooses serve the layers after it, over decode-like rows of one prompt.
 
-S[i, j], OmniKV's inter-layer similarity (its section 3.1), is the share of layer j's attention mass that lies on the
-tokens layer i would choose, plus those generated since the prompt. A head counts by what it adds to the output there,
-so that heads resting on the sink do not hide one that retrieves. The worst row counts.
+S[i, j], OmniKV's inter-layer similarity (its section 3.1), is the share of layer j's attention mass that lies on what a
+sparse layer attends to: the first `sink` tokens, those that layer i would choose among all older than the last
+`recent`, and those `recent`. A head counts by what it adds to the output there, so that heads resting on the sink do
+not hide one that retrieves. The worst row counts.
 
 Shapes: H query heads, G KV heads, N query heads of a KV head, S keys, D head size, W model size,
 C choices (filter layer x selector), K tokens chosen.
@@ -18,9 +19,26 @@ import numpy.typing as npt
 import torch
 
 from sparsekv.kernels.scores import token_scores
-from sparsekv.planner.profile.profile_data import SelectorChoice
-from sparsekv.plans.patterns import Budget
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
+from sparsekv.plans.patterns import fraction
 from sparsekv.runtime.core.select import selector_weights
+
+# The observation window of OmniKV's released configuration.
+_WINDOW = 16
+_SHARES = (0.025, 0.05, 0.1, 0.2)
+_SELECTORS = (
+    SelectorChoice(selector="last", window=1),
+    SelectorChoice(selector="uniform", window=_WINDOW),
+    SelectorChoice(selector="exponential", window=_WINDOW),
+)
+
+
+def token_choice(options: PlanOptions) -> TokenChoice:
+    """What is measured: a few budgets and the one asked for, and OmniKV's three ways to weigh the last queries."""
+    shares = tuple(fraction(share) for share in _SHARES)
+    budgets = shares if options.decode_budget in shares else (*shares, options.decode_budget)
+    return TokenChoice(sink=options.decode_sink, recent=options.decode_recent, budgets=budgets, selectors=_SELECTORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +58,16 @@ class ReuseScores:
 
     Attributes:
         rows: the rows that stand for decode steps.
-        prompt: tokens of the prompt; chosen tokens come from these, later ones are always attended.
-        budgets: how many tokens may be chosen.
-        selectors: how the rows before weigh in the choice.
+        choice: what a step attends to.
     """
 
     rows: tuple[int, ...]
-    prompt: int
-    budgets: tuple[Budget, ...]
-    selectors: tuple[SelectorChoice, ...]
+    choice: TokenChoice
     _chosen: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def choose(self, index: int, layer: DecodeLayer) -> None:
         """Notes the tokens that this layer would choose, best first, a list a selector and row."""
-        for place, selector in enumerate(self.selectors):
+        for place, selector in enumerate(self.choice.selectors):
             self._chosen[index, place] = [self._choice(layer, selector, row) for row in self.rows]
 
     def kept(self, layer: DecodeLayer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -61,7 +75,7 @@ class ReuseScores:
 
         A filter of the layer's own (after `choose`) gives the mass of its own best tokens.
         """
-        shape = (len(self.selectors), len(self.budgets), len(filters))
+        shape = (len(self.choice.selectors), len(self.choice.budgets), len(filters))
         worst = np.ones(shape)
         for place, row in enumerate(self.rows):
             worst = np.minimum(worst, self._kept_in_row(layer, filters, place, row).reshape(shape))
@@ -81,19 +95,26 @@ class ReuseScores:
             torch.tensor(selector_weights(selector.selector, len(positions))),
             scale=layer.scale,
         )
-        return scores_B1S[0, 0, : self.prompt].topk(max(self._counts(row))).indices
+        among = self._candidates(row)
+        return scores_B1S[0, 0, among.start : among.stop].topk(max(self._counts(row))).indices + among.start
+
+    def _candidates(self, row: int) -> range:
+        first = min(self.choice.sink, row + 1)
+        return range(first, max(first, row + 1 - self.choice.recent))
 
     def _counts(self, row: int) -> list[int]:
-        return [min(budget.resolve(row + 1), self.prompt, row + 1) for budget in self.budgets]
+        return [min(budget.resolve(row + 1), len(self._candidates(row))) for budget in self.choice.budgets]
 
     def _kept_in_row(self, layer: DecodeLayer, filters: Sequence[int], place: int, row: int) -> npt.NDArray[np.float64]:
         weights_HS = _probabilities(layer, row)
         share_H = _head_shares(layer, weights_HS, row)
         mass_S = (weights_HS * share_H[:, None]).sum(0)
-        tokens_CK = torch.stack([self._chosen[i, s][place] for s in range(len(self.selectors)) for i in filters])
-        running_CK = mass_S[tokens_CK].double().cumsum(-1)
-        held_CB = running_CK[:, [count - 1 for count in self._counts(row)]] + mass_S[self.prompt :].sum()
-        held_SIB = held_CB.clamp_(0.0, 1.0).cpu().numpy().reshape(len(self.selectors), len(filters), -1)
+        tokens_CK = torch.stack([self._chosen[i, s][place] for s in range(len(self.choice.selectors)) for i in filters])
+        running_CK = torch.nn.functional.pad(mass_S[tokens_CK].double().cumsum(-1), (1, 0))
+        among = self._candidates(row)
+        always = mass_S[: among.start].sum() + mass_S[among.stop :].sum()
+        held_CB = running_CK[:, self._counts(row)] + always
+        held_SIB = held_CB.clamp_(0.0, 1.0).cpu().numpy().reshape(len(self.choice.selectors), len(filters), -1)
         return np.asarray(held_SIB).swapaxes(1, 2)
 
 

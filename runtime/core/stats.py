@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from sparsekv.runtime.stores.store import Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +52,13 @@ class Meter:
         self._attended += attended
         self._cached += cached
 
-    def read(self, places: Sequence[Bytes]) -> RunStats:
-        """The counts so far; waits for the device."""
+    def read(self, kv_bytes_device: int = 0, kv_bytes_host: int = 0) -> RunStats:
+        """The counts so far, beside the bytes of a cache; waits for the device."""
         return RunStats(
             prefill_tiles_computed=self._dense + sum(total.item() for total in self._sparse.values()),
             prefill_tiles_causal=self._causal,
             decode_tokens_attended=self._attended,
             decode_tokens_cached=self._cached,
-            kv_bytes_device=sum(place.device for place in places),
-            kv_bytes_host=sum(place.host for place in places),
+            kv_bytes_device=kv_bytes_device,
+            kv_bytes_host=kv_bytes_host,
         )

@@ -191,7 +191,8 @@ class Handle:
 
     def stats(self) -> RunStats:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
-        return self._engine.meter.read(self._engine.bytes)
+        stores = self._engine.bytes
+        return self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
 
     def reset_stats(self) -> None:
         """Starts counting anew; the bytes of the latest cache stay."""

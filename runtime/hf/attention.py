@@ -40,7 +40,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's attention in one forward pass. The cache, if there is one, already holds the new tokens."""
+    """One layer's attention in one forward pass. The cache, if there is one, has the new tokens already."""
 
     layer: int
     phase: Phase

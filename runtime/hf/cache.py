@@ -103,7 +103,7 @@ class SparseLayer(CacheLayerMixin):
         self.bytes.device, self.bytes.host = self.store.bytes_device, self.store.bytes_host
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
+        """Tokens cached."""
         return self.store.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
     our layers.
 
     Raises:
-        UsageError: a cache that already holds tokens of another model or another `apply`.
+        UsageError: a cache with tokens of another model or another `apply`.
         UnsupportedError: a cache of another kind.
     """
     cache = DynamicCache() if given is None else given
@@ -160,7 +160,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
 
 
 def reserve(cache: Cache, tokens: int) -> None:
-    """Tells a cache how many tokens it will hold in all, prompt and answer, so that its memory is allocated once.
+    """Tells a cache how many tokens it will have in all, prompt and answer, so that its memory is allocated once.
 
     A cache without a plan takes note of it for when it is used under one. A cache may still grow beyond.
 
@@ -191,13 +191,13 @@ def check_owner_open(owner: CacheOwner) -> None:
 
 
 def check_even(cache: Cache, layers: int) -> None:
-    """Raises UsageError unless the first `layers`, which are about to run, hold equally many tokens: going on after a
+    """Raises UsageError unless the first `layers`, which are about to run, have equally many tokens: going on after a
     pass that failed between them would attend to its tokens as well."""
-    held = [layer.get_seq_length() for layer in cache.layers[:layers] if isinstance(layer, SparseLayer)]
-    if len(set(held)) > 1:
+    found = [layer.get_seq_length() for layer in cache.layers[:layers] if isinstance(layer, SparseLayer)]
+    if len(set(found)) > 1:
         raise UsageError(
-            f"expected a cache that holds the same tokens in every layer, found {min(held)} to {max(held)} of them: a "
-            f"forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
+            f"expected a cache that holds the same tokens in every layer, found {min(found)} to {max(found)} of them: "
+            f"a forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
         )
 
 

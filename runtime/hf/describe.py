@@ -16,11 +16,8 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, weights_fingerprint
 from sparsekv.plans.schema import DtypeName
 
-# Which Hugging Face architectures this version runs, and where their attention modules are.
-#
-# Each of them calls its attention through `AttentionInterface`, hands unknown keyword arguments on to it, and holds
-# `q_proj` and `k_proj` apart.
-
+# Each of them calls its attention through `AttentionInterface`, passes unknown keyword arguments on to it from the
+# decoder down, and has `q_proj` and `k_proj` as two modules.
 SUPPORTED = ("glm", "llama", "mistral", "qwen2", "qwen3")
 
 

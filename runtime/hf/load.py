@@ -100,17 +100,17 @@ def load_model(
         UnsupportedError: its architecture is not supported.
     """
     found = resolve_model(source) if isinstance(source, str) else source
-    place = torch_device(device)
+    target = torch_device(device)
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["revision"] = revision
         options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
     config = _read_config(found, options)
-    precision = _torch_dtype(dtype, config, place)
+    precision = _torch_dtype(dtype, config, target)
     tokenizer = _guarded(found, "its tokenizer", AutoTokenizer.from_pretrained, options)
     weights = {"config": config, "dtype": precision}
     model = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | weights)
-    model = model.to(place).eval()
+    model = model.to(target).eval()
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
@@ -140,20 +140,20 @@ def torch_device(device: str) -> torch.device:
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"{expected} (neither cpu nor cuda); try cpu")
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        target = torch.device(device)
+        torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{expected} ({reason:.120}); try cpu") from error
-    return place
+    return target
 
 
-def _torch_dtype(dtype: str, config: PreTrainedConfig, place: torch.device) -> torch.dtype:
+def _torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":
         raise UsageError(f"expected a dtype of auto, {', '.join(_DTYPES)}, found {dtype!r}")
-    if place.type == "cpu":
+    if target.type == "cpu":
         return torch.float32
     own = getattr(config, "dtype", None)
     return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16

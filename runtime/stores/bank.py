@@ -5,9 +5,9 @@ size), all before them in pinned host memory, token-major, so that one token's k
 contiguous read. What the ring takes from the device and what lies on the host add up to a DeviceStore of the same
 tokens. Source of the idea: OmniKV (ICLR 2025), the context bank.
 
-Tokens leave on a lane of their own (lane.py), so that the attention and the MLP of their layer run meanwhile; whoever
-reads the host part comes after them. What was written to `room` lies packed already, and its copy needs no core of
-the device; other tensors are packed piece by piece through one small buffer.
+Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
+the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
+heads, of all batch rows, side by side; other tensors are packed piece by piece through one small buffer.
 
 Shapes: B batch, G KV heads, S tokens, C tokens on the host, R slots of the ring, M wanted tokens, D head size,
 P = 2 for key and value; g is 1 (a choice shared by all heads) or G.
@@ -25,16 +25,12 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.patterns import Budget
-from sparsekv.runtime.stores.pinned import Block, HostMemory, Lane, Ticket
+from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
 from sparsekv.runtime.stores.store import Layout, check_layout, check_rows, grown
-
-# Tokens packed as the host holds them: one token's keys and values of all heads, of all batch rows, side by side.
-#
-# Shapes: B batch, G KV heads, S tokens, D head size, P = 2 for key and value.
 
 
 def empty_packed(tokens: int, layout: Layout) -> torch.Tensor:
-    """[S, B, P, G, D] on the device, as the host holds tokens."""
+    """[S, B, P, G, D] on the device, in the order of host memory."""
     shape = (tokens, layout.batch, 2, layout.heads, layout.size)
     return torch.empty(shape, dtype=layout.dtype, device=layout.device)
 
@@ -79,9 +75,9 @@ class HostStore:
         self._hot_start = 0  # tokens before it lie on the host, the others in the ring
         self._block: Block | None = None
         self._give_back: Callable[[], object] | None = None
-        self._host_CBPGD: torch.Tensor | None = None  # what the block holds
+        self._host_CBPGD: torch.Tensor | None = None  # the block as a tensor
         self._ring_PBGRD: torch.Tensor | None = None
-        self._written: Ticket = None  # the last copy to the host
+        self._written: CopyDone = None  # the last copy to the host
         self.fetched_tokens = 0  # read from the host by gather so far, counted per batch row and choice
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
@@ -91,7 +87,7 @@ class HostStore:
         if self._ring_PBGRD is not None:
             copied.reserve(self._capacity, self._layout())
             ring_PBGRD, host_CBPGD = copied._buffers()
-            self._lane().settle()
+            self._stream().settle()
             ring_PBGRD.copy_(self._buffers()[0])
             host_CBPGD[: self._hot_start] = self._buffers()[1][: self._hot_start]
         copied._length, copied._hot_start = self._length, self._hot_start
@@ -100,7 +96,7 @@ class HostStore:
 
     @property
     def length(self) -> int:
-        """Tokens held for each batch row."""
+        """Tokens cached for each batch row."""
         return self._length
 
     @property
@@ -149,7 +145,7 @@ class HostStore:
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens, copied to the compute device for as long as the caller keeps them."""
         ring_PBGRD, host_CBPGD = self._buffers()
-        self._lane().order(self._written)
+        self._stream().order(self._written)
         whole_SBPGD = empty_packed(self._length, self._layout())
         whole_SBPGD[: self._hot_start].copy_(host_CBPGD[: self._hot_start], non_blocking=True)
         hot_PBGSD = ring_PBGRD[:, :, :, self._slots_of(self._hot_start, self._length)]
@@ -183,8 +179,8 @@ class HostStore:
     def _layout(self) -> Layout:
         return Layout.of(self._buffers()[0][0])
 
-    def _lane(self) -> Lane:
-        return self._memory.lane(self._buffers()[0].device)
+    def _stream(self) -> CopyStream:
+        return self._memory.stream(self._buffers()[0].device)
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _make_room(self, needed: int, layout: Layout) -> None:
@@ -200,12 +196,12 @@ class HostStore:
             old_ring, old_host = self._buffers()
             moved = torch.arange(self._hot_start, self._length, device=layout.device) % max(slots, 1)
             ring_PBGRD[:, :, :, moved] = old_ring[:, :, :, self._slots_of(self._hot_start, self._length)]
-            self._lane().settle()  # copies into the old block, or out of the new one's last life, may be under way
+            self._stream().settle()  # copies into the old block, or out of the new one's last life, may be under way
             host_CBPGD[: self._hot_start] = old_host[: self._hot_start]
         self._ring_PBGRD, self._host_CBPGD, self._capacity = ring_PBGRD, host_CBPGD, capacity
-        self._hold(block, layout.device)
+        self._own(block, layout.device)
 
-    def _hold(self, block: Block, device: torch.device) -> None:
+    def _own(self, block: Block, device: torch.device) -> None:
         """The block goes back to the memory when this store takes a larger one or ceases to be."""
         if self._give_back is not None:
             self._give_back()
@@ -223,7 +219,7 @@ class HostStore:
         """Queues the copies of these tokens to the host, the first of them being token `first`."""
         if k_BGSD.shape[2] == 0:
             return
-        host_CBPGD, lane = self._buffers()[1], self._lane()
+        host_CBPGD, stream = self._buffers()[1], self._stream()
 
         def copy() -> None:
             for begin in range(0, k_BGSD.shape[2], _COPY_TOKENS):
@@ -232,7 +228,7 @@ class HostStore:
                 at = first + begin
                 host_CBPGD[at : at + len(packed_SBPGD)].copy_(packed_SBPGD, non_blocking=True)
 
-        self._written = lane.run(copy, (k_BGSD, v_BGSD))
+        self._written = stream.run(copy, (k_BGSD, v_BGSD))
 
     def _to_ring(self, first: int, stop: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         if first >= stop:
@@ -259,7 +255,7 @@ class HostStore:
         if not len(place):
             return
         self.fetched_tokens += len(place)
-        self._lane().finish(self._written)
+        self._stream().finish(self._written)
         token, device = wanted[batch, head, place].long(), into_PBGMD.device
         if wanted.shape[1] == 1:
             rows_nPGD = host_CBPGD[token, batch].to(device)

@@ -1,8 +1,11 @@
-"""Host memory for keys and values: page-locked where a GPU copies to it, in few blocks that are made once and reused.
+"""Pinned host memory for keys and values, in few blocks that are made once and reused, and the streams that fill it.
 
-Locking 100 GB takes a minute, and torch's own pinned allocator rounds every block up to a power of two, so blocks are
+Pinning 100 GB takes a minute, and torch's own pinned allocator rounds every block up to a power of two, so blocks are
 made here: exactly as large as asked for, in huge pages where the system has them, registered with CUDA, and given to
 the next cache of the same engine when one is done with them.
+
+Copies to the host run on a stream of their own behind the compute, so that a layer's attention and MLP go on while its
+keys and values leave the device. On a CPU they run at once.
 """
 
 from __future__ import annotations
@@ -12,62 +15,40 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from sparsekv.plans.errors import UsageError
 
-# Where copies to the host run: behind the compute on a CUDA device, at once elsewhere.
-#
-# A lane is a second queue of work. What is run on it sees everything issued before; whoever reads its results says so
-# and is ordered after them. Nothing waits otherwise, so a layer's attention and MLP go on while its keys and values
-# leave the device.
-
-Ticket = Any
-"""What `run` returns: stands for that work and all before it on the lane."""
+CopyDone = Any
+"""What `run` returns: stands for that work and all before it on the stream."""
 
 
-class Lane(Protocol):
-    """A queue of copies beside the compute."""
+class CopyStream:
+    """Where copies run on a CPU: at once."""
 
-    def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> Ticket:
+    def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> CopyDone:
         """Queues `work` behind all compute issued so far.
 
         Args:
-            work: issues copies; may make temporaries, which live on the lane.
-            reads: tensors it reads. Their memory is not given to others before it is done, whoever lets go of them;
-                their contents must not be overwritten.
+            work: issues copies; may make temporaries, which belong to the stream.
+            reads: tensors it reads. Their memory is not reused before it is done; their contents must not be
+                overwritten.
         """
+        work()
 
-    def order(self, ticket: Ticket) -> None:
-        """Compute issued from here on comes after the work of `ticket`. The host does not wait."""
+    def order(self, done: CopyDone) -> None:
+        """Compute issued from here on comes after the work of `done`. The host does not wait."""
 
-    def finish(self, ticket: Ticket) -> None:
-        """Returns when the work of `ticket` is done, so that the host may look at its results."""
+    def finish(self, done: CopyDone) -> None:
+        """Returns when the work of `done` is done, so that the host may look at its results."""
 
     def settle(self) -> None:
         """Returns when nothing is under way on the device, so that the host may write to what was read or written."""
 
 
-class InlineLane:
-    """No queue: work is done when `run` returns."""
-
-    def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> Ticket:
-        """Does it."""
-        work()
-
-    def order(self, ticket: Ticket) -> None:
-        """Nothing is left to wait for."""
-
-    def finish(self, ticket: Ticket) -> None:
-        """Nothing is left to wait for."""
-
-    def settle(self) -> None:
-        """Nothing is left to wait for."""
-
-
-class StreamLane:
+class CudaStream(CopyStream):
     """A CUDA stream of its own on one device. Copies of all layers share it and so follow one another."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,40 +56,40 @@ class StreamLane:
         # ahead of the compute: a short packing kernel would else wait until a long attention kernel runs dry
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> Ticket:
+    def run(self, work: Callable[[], None], reads: Sequence[torch.Tensor]) -> CopyDone:
         """Queues `work` behind the current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             work()
             for tensor in reads:
-                tensor.record_stream(self.stream)  # freed memory is not given out again before the lane is past here
+                tensor.record_stream(self.stream)  # freed memory is not reused before the stream is past here
             done = torch.cuda.Event()
             done.record(self.stream)
         return done
 
-    def order(self, ticket: Ticket) -> None:
+    def order(self, done: CopyDone) -> None:
         """The current stream waits, the host does not."""
-        if ticket is not None:
-            torch.cuda.current_stream(self._device).wait_event(ticket)
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
 
-    def finish(self, ticket: Ticket) -> None:
+    def finish(self, done: CopyDone) -> None:
         """The host waits."""
-        if ticket is not None:
-            ticket.synchronize()
+        if done is not None:
+            done.synchronize()
 
     def settle(self) -> None:
         """The host waits for every stream."""
         torch.cuda.synchronize(self._device)
 
 
-def lane_for(device: torch.device) -> Lane:
-    """The lane that copies from `device` run on."""
-    return StreamLane(device) if device.type == "cuda" else InlineLane()
+def stream_for(device: torch.device) -> CopyStream:
+    """The stream of copies from `device`."""
+    return CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
 _MAY_BE_LARGER = 1.25  # a free block serves for smaller ones down to this
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
-_ASK_FROM = 1 << 30  # blocks from this size on are held against what the machine has left
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_ASK_FROM = 1 << 30  # blocks from this size on are compared with what the machine has left
 _SPARE = 1 << 30  # of which this much is left alone
 
 
@@ -117,37 +98,37 @@ class Block:
 
     def __init__(self, data: torch.Tensor, registered: bool = False) -> None:
         self.data = data  # uint8, one dimension
-        self.registered = registered  # locked here, and unlocked when the block ceases to be
+        self.registered = registered  # pinned here, and unpinned when the block ceases to be
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first bytes as a contiguous tensor; it does not keep the block locked by itself."""
+        """The first bytes as a contiguous tensor; it does not keep the block pinned by itself."""
         count = dtype.itemsize * torch.Size(shape).numel()
         return self.data[:count].view(dtype).view(shape)
 
 
 class HostMemory:
-    """The blocks of one engine, and its lanes: one of each device.
+    """The blocks of one engine, and its copy streams: one a device.
 
     Reuse is safe while copies of the former owner are still queued, because the new owner's copies go behind them on
-    the same lane.
+    the same stream.
     """
 
     def __init__(self) -> None:
         self._keeps = True
         self._free: dict[torch.device, list[Block]] = {}
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
-    def lane(self, device: torch.device) -> Lane:
-        """The lane of copies from `device`."""
-        if device not in self._lanes:
-            self._lanes[device] = lane_for(device)
-        return self._lanes[device]
+    def stream(self, device: torch.device) -> CopyStream:
+        """The stream of copies from `device`."""
+        if device not in self._streams:
+            self._streams[device] = stream_for(device)
+        return self._streams[device]
 
     def take(self, nbytes: int, device: torch.device) -> Block:
         """A block of at least `nbytes` that `device` can copy to without waiting; its contents are anything.
 
         Free blocks that are too small go back to the system: stores that grow would leave a trail of them, several
-        times what they hold. Larger ones stay for the next long prompt, unless the machine needs them now.
+        times their contents. Larger ones stay for the next long prompt, unless the machine needs them now.
 
         Raises:
             UsageError: the machine has not so much memory left.
@@ -161,10 +142,10 @@ class HostMemory:
         free[:] = [block for block in free if len(block.data) > nbytes]
         if not has_room(nbytes, available_bytes()):
             self._free.clear()
-        return _locked(nbytes, device) if device.type == "cuda" else Block(torch.empty(nbytes, dtype=torch.uint8))
+        return _pinned(nbytes, device) if device.type == "cuda" else Block(torch.empty(nbytes, dtype=torch.uint8))
 
     def give(self, block: Block, device: torch.device) -> None:
-        """Takes a block back, for the next that asks."""
+        """Takes a block back for reuse."""
         if self._keeps:
             self._free.setdefault(device, []).append(block)
 
@@ -174,7 +155,7 @@ class HostMemory:
         self._free.clear()
 
 
-def _locked(nbytes: int, device: torch.device) -> Block:
+def _pinned(nbytes: int, device: torch.device) -> Block:
     check_room(nbytes, available_bytes())
     data = _pages(nbytes)
     cudart: Any = torch.cuda.cudart()
@@ -184,7 +165,7 @@ def _locked(nbytes: int, device: torch.device) -> Block:
         _forget_error(device)
         return Block(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
     block = Block(data, registered=True)
-    weakref.finalize(block, _unlock, data, device).atexit = False  # the end of the process unlocks everything
+    weakref.finalize(block, _unpin, data, device).atexit = False  # the end of the process unpins everything
     return block
 
 
@@ -194,14 +175,14 @@ def _forget_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def _unlock(data: torch.Tensor, device: torch.device) -> None:
+def _unpin(data: torch.Tensor, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # no copy may still be on its way
     cudart: Any = torch.cuda.cudart()
     cudart.cudaHostUnregister(data.data_ptr())
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Fresh memory, already backed by pages: touching them from all cores is faster than locking them untouched."""
+    """Fresh memory, already backed by pages: touching them from all cores is faster than pinning them untouched."""
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

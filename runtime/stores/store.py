@@ -66,7 +66,7 @@ class KVStore(Protocol):
         """Adds the tokens that follow those already cached.
 
         Raises:
-            ShapeError: batch, heads or head size differ from what is held.
+            ShapeError: batch, heads or head size differ from what is cached.
         """
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ class KVStore(Protocol):
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
     ) -> tuple[KeyView, Selection]:
-        """Keys and values that hold at least the selected tokens, and the selection counted in them.
+        """Keys and values of at least the selected tokens, and the selection counted in them.
 
         Args:
             selection: no row attends to everything, unless the store returns it as it is.
@@ -111,7 +111,7 @@ def grown(capacity: int, needed: int, reserved: int = 0) -> int:
     """Tokens to allocate so that `needed` fit: unchanged if they do, else what was reserved, else an eighth more,
     within bounds.
 
-    One append in many then copies what is held, and a long context does not carry a long empty end.
+    One append in many then copies the store, and a long context has no long empty end.
     """
     if needed <= capacity:
         return capacity
@@ -120,21 +120,21 @@ def grown(capacity: int, needed: int, reserved: int = 0) -> int:
     return needed + min(max(needed // 8, _LEAST_MARGIN), _MOST_MARGIN)
 
 
-def check_rows(held: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-    """Raises ShapeError unless the rows fit together, and to the [B, G, *, D] of `held`."""
+def check_rows(cached: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+    """Raises ShapeError unless the rows fit together, and to the [B, G, *, D] of `cached`."""
     if k_BGSD.dim() != 4 or k_BGSD.shape != v_BGSD.shape:
         raise ShapeError(
             f"keys and values must both be [batch, KV heads, tokens, head size]; "
             f"found {tuple(k_BGSD.shape)} and {tuple(v_BGSD.shape)}"
         )
-    check_layout(held, Layout.of(k_BGSD))
+    check_layout(cached, Layout.of(k_BGSD))
 
 
-def check_layout(held: torch.Tensor | None, layout: Layout) -> None:
-    """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `held`."""
-    if held is None:
+def check_layout(cached: torch.Tensor | None, layout: Layout) -> None:
+    """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `cached`."""
+    if cached is None:
         return
-    expected = (held.shape[0], held.shape[1], held.shape[3])
+    expected = (cached.shape[0], cached.shape[1], cached.shape[3])
     found = (layout.batch, layout.heads, layout.size)
     if found != expected:
         raise ShapeError(

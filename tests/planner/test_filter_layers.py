@@ -119,9 +119,44 @@ def test_short_contexts_go_dense_below_the_first_bucket() -> None:
     assert plan.lengths[-1].up_to is None
 
 
-def test_each_profiled_length_has_its_bucket_and_the_last_is_open() -> None:
+def test_lengths_that_are_sparse_alike_are_one_open_ended_bucket() -> None:
     plan = choose_filter_layers(profile_of(np.ones((4, 4)), np.ones((4, 4))), made_up_cost(), ALWAYS)
-    assert [bucket.up_to for bucket in plan.lengths] == [8192, None]
+    assert [bucket.up_to for bucket in plan.lengths] == [None]
+
+
+def test_the_loss_of_shared_segments_is_bounded_at_every_sparse_length() -> None:
+    first, second = good(6, (0, range(1, 6)), (2, range(3, 6))), good(6, (2, range(3, 6)))
+    plan = choose_filter_layers(profile_of(first, second), made_up_cost(), ALWAYS)
+    assert segments(plan, 8192) == segments(plan, 16384) == [(2, (3, 4, 5))]
+
+
+def test_a_short_length_that_no_shared_choice_serves_goes_dense_and_costs_the_longer_ones_nothing() -> None:
+    plan = choose_filter_layers(profile_of(np.zeros((6, 6)), np.ones((6, 6))), made_up_cost(), ALWAYS)
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(8192, True), (None, False)]
+    assert segments(plan, 16384) == [(0, (1, 2, 3, 4, 5))]
+
+
+def test_a_fraction_says_how_many_tokens_it_comes_to_at_most() -> None:
+    options = PlanOptions(crossover=False, decode_sink=2, decode_recent=64)
+    (segment,) = (
+        choose_filter_layers(profile_of(np.ones((3, 3)), np.ones((3, 3))), made_up_cost(), options)
+        .bucket(8192)
+        .segments
+    )
+    assert segment.budget == DecodeBudget(fraction=0.1, at_most=1639)
+    assert (segment.sink, segment.recent) == (2, 64)
+
+
+def test_windows_of_queries_are_used_when_asked_for() -> None:
+    measured = profile_of(np.ones((3, 3)))
+    reuse = measured.lengths[0].reuse
+    windowed = reuse.model_copy(update={"kept": (((((0.0,), (0.0, 0.0), (0.0, 0.0, 0.0)),) * 3), reuse.kept[1])})
+    entry = measured.lengths[0].model_copy(update={"reuse": windowed})
+    profile = measured.model_copy(update={"lengths": (entry,)})
+    assert choose_filter_layers(profile, made_up_cost(), ALWAYS).bucket(8192).dense
+    asked = PlanOptions(crossover=False, decode_selectors=("last", "uniform"))
+    (segment,) = choose_filter_layers(profile, made_up_cost(), asked).bucket(8192).segments
+    assert (segment.selector, segment.window) == ("uniform", 16)
 
 
 def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> None:
@@ -139,17 +174,10 @@ def test_a_budget_below_all_that_was_profiled_is_refused() -> None:
         choose_filter_layers(profile_of(np.ones((4, 4))), made_up_cost(), options)
 
 
-def test_offload_takes_the_layers_that_are_sparse_at_every_length() -> None:
-    first, second = good(6, (0, range(1, 6))), good(6, (2, range(3, 6)))
+def test_offload_takes_the_sparse_layers() -> None:
     options = PlanOptions(crossover=False, offload=True)
-    plan = choose_filter_layers(profile_of(first, second), made_up_cost(), options)
+    plan = choose_filter_layers(profile_of(*[good(6, (2, range(3, 6)))] * 2), made_up_cost(), options)
     assert plan.offload.layers == (3, 4, 5)
-
-
-def test_a_profile_of_prefill_alone_is_refused() -> None:
-    profile = made_up_profile(LengthProfile(length=8192, prompt_tokens=(8192,)))
-    with pytest.raises(UsageError, match="decode statistics"):
-        choose_filter_layers(profile, made_up_cost(), ALWAYS)
 
 
 def test_an_offloaded_layer_is_never_dense_at_short_lengths() -> None:

@@ -11,6 +11,7 @@ from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, Ver
 DIGEST = "sha256:" + "0" * 64
 RAYS = (("a_shape", "a"), ("vertical_slash", "v1"), ("vertical_slash", "v2"), ("block_sparse", "b"))
 SELECTORS = (SelectorChoice(selector="last", window=1), SelectorChoice(selector="uniform", window=16))
+SINK, RECENT = 4, 128
 BUDGETS = (fraction(0.05), fraction(0.1), fraction(0.2))
 
 
@@ -80,6 +81,8 @@ def made_up_reuse(kept: np.ndarray, importance: tuple[float, ...] | None = None)
 
     tables = (triangle(0.5), triangle(1.0), triangle(1.0))
     return Reuse(
+        sink=SINK,
+        recent=RECENT,
         budgets=BUDGETS,
         selectors=SELECTORS,
         importance=importance or (1.0,) * layers,

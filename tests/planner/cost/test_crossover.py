@@ -281,7 +281,7 @@ def test_without_a_crossover_nothing_is_dense() -> None:
     assert not any(isinstance(pattern, Dense) for pattern in patterns)
 
 
-def test_decode_goes_dense_below_the_crossing_of_each_bucket() -> None:
+def test_decode_goes_dense_below_its_crossing() -> None:
     # Two dense layers of three go, for a launch each and a choice: 12 us, when a dense layer takes 1 us in 1024 tokens.
     cost = made_up_cost(decode_sparse=Line(prices=(5.0, 0.001)), decode_choose=Line(prices=(2.0, 0.0)))
     lengths = [
@@ -291,8 +291,8 @@ def test_decode_goes_dense_below_the_crossing_of_each_bucket() -> None:
     plan = choose_filter_layers(made_up_profile(*lengths, model=made_up_model(layers=3)), cost, PlanOptions())
     crossing = plan.lengths[0].up_to
     assert plan.lengths[0].dense
-    assert [bucket.dense for bucket in plan.lengths] == [True, False, False]
-    segments = plan.lengths[1]
+    assert [bucket.dense for bucket in plan.lengths] == [True, False]
+    segments = plan.lengths[1].segments
     assert not pays(step_us(segments, cost, crossing, 3), 3 * cost.decode_dense_us(crossing))
     longer = crossing + 256
     assert pays(step_us(segments, cost, longer, 3), 3 * cost.decode_dense_us(longer))

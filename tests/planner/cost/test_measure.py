@@ -119,7 +119,7 @@ def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
     entry = made_up_length(8192, np.random.default_rng(0))
     profile, cost = made_up_profile(entry), made_up_cost()
     prefill = allocate(profile, cost, PlanOptions(target_density=(0.3,), crossover=False))
-    segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=1000), recent=1)
+    segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=1000), sink=4, recent=128)
     decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
     (found,) = predict(profile, cost, prefill, decode).lengths
     tiles = 3 * 4 * causal_tiles(8192, TILE)
@@ -127,8 +127,17 @@ def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
     assert found.prefill.sparse_us == pytest.approx(0.3 * tiles, rel=1e-4)
     assert found.prefill.density == pytest.approx(0.3, rel=1e-4)
     assert found.decode.dense_us == pytest.approx(3 * 8.192)
-    assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * 1.0)
-    assert found.decode.density == pytest.approx((8192 + 2000) / (3 * 8192), rel=1e-4)
+    assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * 1.132)
+    assert found.decode.density == pytest.approx((8192 + 2 * 1132) / (3 * 8192), rel=1e-4)
+
+
+def test_a_length_that_sinks_chosen_and_recent_tokens_cover_costs_what_dense_costs() -> None:
+    profile, cost = made_up_profile(made_up_length(8192, np.random.default_rng(0))), made_up_cost()
+    segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=8060), sink=4, recent=128)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
+    (found,) = predict(profile, cost, None, decode).lengths
+    assert found.decode.sparse_us == found.decode.dense_us
+    assert found.decode.density == 1.0
 
 
 def test_a_dense_length_is_predicted_to_cost_what_dense_costs() -> None:

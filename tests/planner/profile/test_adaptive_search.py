@@ -12,15 +12,15 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.families import FAMILIES, KNOWN_FAMILIES
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.head_errors import CandidateScore, Layer, rows_of, score_candidates
+from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.profile.search_space import AdaptiveRay, Prefix, fit_to_target, search_space
+from sparsekv.planner.profile.search_space import PatternRange, Prefix, adaptive_range, fit_to_target, search_space
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive
 from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH, SIZE = 2048, 64
-RAYS = (AdaptiveRay("antidiagonal"), AdaptiveRay("pooled"))
+RAYS = (adaptive_range("antidiagonal"), adaptive_range("pooled"))
 
 
 def prefix_of(*heads: tuple[torch.Tensor, torch.Tensor]) -> Prefix:
@@ -48,13 +48,13 @@ def errors_at(prefix: Prefix, target: float, stride: int) -> dict[str, Candidate
     projection_WZ = torch.randn(96, 3 * SIZE, generator=generator)
     rays = search_space(quick_options(families=("a_shape", "block_sparse", "adaptive")), LENGTH)
     fitted = [fit_to_target(prefix, ray, target * prefix.causal_tiles) for ray in rays]
-    rows = rows_of(LENGTH, LENGTH - 70, TILE, stride)
+    rows = Rows.of(LENGTH, LENGTH - 70, TILE, stride)
     scores = score_candidates(Layer(prefix, v_BGSD, projection_WZ, rows, "cpu"), fitted)
     return {ray.name: score for ray, score in zip(rays, scores, strict=True)}
 
 
 @pytest.mark.parametrize("ray", RAYS, ids=lambda ray: ray.name)
-def test_a_larger_size_never_computes_less(prefix: Prefix, ray: AdaptiveRay) -> None:
+def test_a_larger_size_never_computes_less(prefix: Prefix, ray: PatternRange) -> None:
     masses = [ray.pattern(size, LENGTH).mass for size in range(ray.sizes(LENGTH))]
     assert masses == sorted(masses)
     assert masses[0] < 0.05
@@ -68,7 +68,7 @@ def test_a_larger_size_never_computes_less(prefix: Prefix, ray: AdaptiveRay) -> 
 @pytest.mark.parametrize("ray", RAYS, ids=lambda ray: ray.name)
 @pytest.mark.parametrize("target", [0.3, 0.6])
 def test_every_head_is_fitted_within_its_target_with_a_mass_of_its_own(
-    prefix: Prefix, ray: AdaptiveRay, target: float
+    prefix: Prefix, ray: PatternRange, target: float
 ) -> None:
     fitted = fit_to_target(prefix, ray, target * prefix.causal_tiles)
     assert (prefix.cost(fitted) <= target * prefix.causal_tiles).all()

@@ -7,7 +7,7 @@ from planner_models import TILE
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.profile.head_errors import AllRows, TileSample, rows_of
+from sparsekv.planner.profile.head_errors import Rows
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
 PATTERNS = (
@@ -24,7 +24,7 @@ PATTERNS = (
 def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, tile: TileShape) -> None:
     generator = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-    chunk, rows = Chunk.uniform(1, 0, length), TileSample.of(length, length - 20, tile, stride)
+    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 20, tile, stride)
     index = build_index(PATTERNS, q, k, chunk, tile, scale=0.5)
     whole = prefill_attention(q, k, v, index, chunk, scale=0.5, want_lse=True, backend="cpu")
     found = prefill_attention(
@@ -45,7 +45,7 @@ def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, tile
 
 
 def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
-    rows = TileSample.of(1000, 900, TILE, 4)
+    rows = Rows.of(1000, 900, TILE, 4)
     device = torch.device("cpu")
     positions = torch.tensor(rows.numbers)[:, None] * 64 + torch.arange(64)
     assert sorted(positions[rows.tail_mask(device)].tolist()) == list(range(900, 1000))
@@ -55,8 +55,8 @@ def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
 
 
 def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
-    rows = rows_of(1000, 900, TILE, 1)
-    assert isinstance(rows, AllRows)
+    rows = Rows.of(1000, 900, TILE, 1)
+    assert rows.numbers is None
     q, k = torch.randn(1, 4, 1000, 16), torch.randn(1, 2, 1000, 16)
     index = build_index(PATTERNS, q, k, rows.chunk, TILE, scale=0.5)
     assert rows.queries(q) is q
@@ -68,6 +68,5 @@ def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
 
 
 def test_a_stride_above_one_is_a_sample_of_tiles() -> None:
-    rows = rows_of(1000, 900, TILE, 4)
-    assert isinstance(rows, TileSample)
+    rows = Rows.of(1000, 900, TILE, 4)
     assert rows.numbers == (3, 7, 11, 15, 14)

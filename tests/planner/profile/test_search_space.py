@@ -8,10 +8,10 @@ from planner_models import TILE, blocky_head, loaded_tiny, local_head, made_up_c
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.head_errors import CandidateScore, Layer, rows_of, score_candidates
+from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.profile.resume import LayerRecord, collected
-from sparsekv.planner.profile.search_space import Aim, Prefix, VerticalSlashRay, aims, fit_to_target, search_space
+from sparsekv.planner.profile.resume import LayerRecord, length_means
+from sparsekv.planner.profile.search_space import Aim, Prefix, aims, fit_to_target, search_space, vertical_slash_range
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
 
 LENGTH, SIZE, TARGET = 3072, 64, 0.2
@@ -34,7 +34,7 @@ def layer_of(prefix: Prefix, stride: int) -> Layer:
     generator = torch.Generator().manual_seed(4)
     v_BGSD = torch.randn(prefix.k_BGSD.shape, generator=generator)
     projection_WZ = torch.randn(96, 3 * SIZE, generator=generator)
-    rows = rows_of(LENGTH, LENGTH - 70, TILE, stride)
+    rows = Rows.of(LENGTH, LENGTH - 70, TILE, stride)
     return Layer(prefix, v_BGSD, projection_WZ, rows, "cpu")
 
 
@@ -55,7 +55,7 @@ def profile_of(prefix: Prefix, found: tuple[Aim, ...], scores: list[CandidateSco
         tiles=table([score.tiles_H / prefix.causal_tiles for score in scores]),
         columns=table([score.columns_H / prefix.causal_tiles for score in scores]),
     )
-    entry = collected(LENGTH, [LENGTH], [aim.candidate for aim in found], (), (), [[record]])
+    entry = length_means(LENGTH, [LENGTH], [aim.candidate for aim in found], None, [[record]])
     model = loaded_tiny(layers=1).info
     digest = "sha256:" + "0" * 64
     return Profile(
@@ -74,7 +74,7 @@ def profile_of(prefix: Prefix, found: tuple[Aim, ...], scores: list[CandidateSco
 @pytest.fixture(scope="module", params=[1, 4], ids=["all rows", "sampled rows"])
 def searched(prefix: Prefix, request: pytest.FixtureRequest) -> Profile:
     found = aims(OPTIONS, LENGTH)
-    patterns = [fit_to_target(prefix, aim.ray, aim.density * prefix.causal_tiles) for aim in found]
+    patterns = [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in found]
     return profile_of(prefix, found, score_candidates(layer_of(prefix, request.param), patterns), patterns)
 
 
@@ -109,7 +109,7 @@ def test_no_head_is_fitted_above_the_target_cost(prefix: Prefix, ray) -> None:
 
 
 def test_one_size_more_would_cost_more_than_the_target(prefix: Prefix) -> None:
-    ray = VerticalSlashRay(30, 2048)
+    ray = vertical_slash_range(30, 2048)
     target = 0.3 * prefix.causal_tiles
     fitted = fit_to_target(prefix, ray, target)
     sizes = [next(n for n in range(ray.sizes(LENGTH)) if ray.pattern(n, 64).slash == p.slash) for p in fitted]
@@ -121,7 +121,7 @@ def test_one_size_more_would_cost_more_than_the_target(prefix: Prefix) -> None:
 
 def test_rows_of_another_prompt_cannot_cost_much_more(prefix: Prefix) -> None:
     """Scattered scores elsewhere: the row bound found on the first prompt holds."""
-    fitted = fit_to_target(prefix, VerticalSlashRay(30, 2048), 0.3 * prefix.causal_tiles)
+    fitted = fit_to_target(prefix, vertical_slash_range(30, 2048), 0.3 * prefix.causal_tiles)
     generator = torch.Generator().manual_seed(9)
     other = Prefix(
         torch.randn(prefix.q_BHSD.shape, generator=generator),

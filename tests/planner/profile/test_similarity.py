@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv.planner.profile.profile_data import SelectorChoice
+from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
-from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.patterns import Budget, fraction, tokens
 
-LENGTH, PROMPT, HEADS, GROUPS, SIZE, WIDTH = 40, 34, 4, 2, 8, 16
+LENGTH, HEADS, GROUPS, SIZE, WIDTH = 40, 4, 2, 8, 16
 ROWS = (33, 35, 39)
 BUDGETS = (tokens(3), fraction(0.2))
 SELECTORS = (
@@ -16,6 +16,7 @@ SELECTORS = (
     SelectorChoice(selector="uniform", window=4),
     SelectorChoice(selector="exponential", window=4),
 )
+CHOICE = TokenChoice(sink=2, recent=5, budgets=BUDGETS, selectors=SELECTORS)
 
 
 def random_layer(seed: int) -> DecodeLayer:
@@ -43,16 +44,19 @@ def weights_of(selector: SelectorChoice) -> list[float]:
     return [1.0] * selector.window
 
 
-def expected(chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, budget) -> float:
+def expected(
+    chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
+) -> float:
     worst = 1.0
     v_HSD = user.v_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
     parts = user.projection_WZ.reshape(WIDTH, HEADS, SIZE)
     for row in ROWS:
         window = range(row + 1 - selector.window, row + 1)
         top = attention(chooser).amax(0)
-        scores = sum(w * top[r] for w, r in zip(weights_of(selector), window, strict=True))[:PROMPT]
-        chosen = set(scores.argsort(descending=True)[: budget.resolve(row + 1)].tolist())
-        held = sorted(chosen | set(range(PROMPT, row + 1)))
+        scores = sum(w * top[r] for w, r in zip(weights_of(selector), window, strict=True))
+        among = range(choice.sink, row + 1 - choice.recent)
+        best = sorted(among, key=lambda token: -float(scores[token]))[: budget.resolve(row + 1)]
+        held = sorted({*range(choice.sink), *best, *range(row + 1 - choice.recent, row + 1)})
         attended = attention(user)[:, row]
         sizes = torch.stack([parts[:, h] @ (attended[h] @ v_HSD[h]) for h in range(HEADS)]).norm(dim=1)
         kept = (attended[:, held].sum(1) * sizes / sizes.sum()).sum()
@@ -63,7 +67,7 @@ def expected(chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, 
 @pytest.fixture(scope="module")
 def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
     layers = [random_layer(seed) for seed in range(3)]
-    reuse = ReuseScores(ROWS, PROMPT, BUDGETS, SELECTORS)
+    reuse = ReuseScores(ROWS, CHOICE)
     for place, layer in enumerate(layers):
         reuse.choose(place, layer)
     return reuse, layers
@@ -77,6 +81,15 @@ def test_the_share_kept_is_that_of_the_full_matrix(scores, selector: int, budget
     for filter_ in range(3):
         wanted = expected(layers[filter_], layers[2], SELECTORS[selector], BUDGETS[budget])
         assert kept[selector, budget, filter_] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize(("sink", "recent", "budget"), [(40, 1, 1), (0, 40, 1), (60, 60, 1), (2, 5, 33), (2, 5, 40)])
+def test_what_covers_the_context_keeps_everything(sink: int, recent: int, budget: int) -> None:
+    choice = TokenChoice(sink=sink, recent=recent, budgets=(tokens(budget),), selectors=SELECTORS)
+    reuse = ReuseScores((LENGTH - 1,), choice)
+    for number in range(2):
+        reuse.choose(number, random_layer(number))
+    np.testing.assert_allclose(reuse.kept(random_layer(1), range(2)), 1.0, atol=1e-5)
 
 
 def test_a_larger_budget_keeps_no_less(scores) -> None:

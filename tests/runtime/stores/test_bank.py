@@ -22,7 +22,7 @@ from sparsekv.runtime.stores import bank as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, Layout
-from sparsekv.runtime.stores.pinned import HostMemory, InlineLane, check_room
+from sparsekv.runtime.stores.pinned import CopyStream, HostMemory, check_room
 
 BATCH, GROUPS, SIZE = 2, 3, 4
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ class LateLane:
         self.waiting.append((self.given, work))
         return self.given
 
-    def order(self, ticket):
-        while self.waiting and ticket is not None and self.waiting[0][0] <= ticket:
+    def order(self, done):
+        while self.waiting and done is not None and self.waiting[0][0] <= done:
             self.waiting.pop(0)[1]()
 
     finish = order
@@ -55,7 +55,7 @@ class LateMemory(HostMemory):
         super().__init__()
         self.late = LateLane()
 
-    def lane(self, device):
+    def stream(self, device):
         return self.late
 
 
@@ -107,7 +107,7 @@ def test_a_view_comes_after_copies_however_late(hot: Budget, chunks: list[int], 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_lane_of_these_tests_is_late(late):
+def test_the_stream_of_these_tests_is_late(late):
     memory = LateMemory() if late else HostMemory()
     store = HostStore(tokens(5), memory)
     store.reserve(100)
@@ -373,8 +373,8 @@ def test_where_memory_cannot_be_locked_the_drivers_own_serves(monkeypatch):
     assert cudart.log == ["forget"]
 
 
-def test_on_a_cpu_the_lane_is_no_lane():
-    assert isinstance(HostMemory().lane(CPU), InlineLane)
+def test_on_a_cpu_copies_run_at_once():
+    assert isinstance(HostMemory().stream(CPU), CopyStream)
 
 
 def test_what_was_written_to_room_is_not_packed_again(monkeypatch):

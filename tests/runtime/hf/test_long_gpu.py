@@ -14,14 +14,14 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import Layout
-from sparsekv.runtime.stores.pinned import HostMemory, StreamLane
+from sparsekv.runtime.stores.pinned import CudaStream, HostMemory
 
 pytestmark = pytest.mark.gpu
 BATCH, GROUPS, SIZE = 2, 2, 64
 CUT = Chunking(above=64, rows=100, output_bytes=1)
 
 
-class SlowLane(StreamLane):
+class SlowLane(CudaStream):
     """Rests before each copy, so that whoever does not wait for it reads what was there before."""
 
     def run(self, work, reads):
@@ -33,8 +33,8 @@ class SlowLane(StreamLane):
 
 
 class SlowMemory(HostMemory):
-    def lane(self, device):
-        return self._lanes.setdefault(device, SlowLane(device))
+    def stream(self, device):
+        return self._streams.setdefault(device, SlowLane(device))
 
 
 def rows(count):

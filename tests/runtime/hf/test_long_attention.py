@@ -10,7 +10,7 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import DynamicCache
 
 from sparsekv.kernels.backends import Fallback
-from sparsekv.kernels.keys import resident
+from sparsekv.kernels.keys import full_view
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.runtime.core.prefill import prefill
@@ -136,7 +136,7 @@ def test_groups_of_heads_compute_and_count_what_all_together_do(output_bytes, gr
         torch.testing.assert_close(model(prompt).logits, expected, atol=2e-4, rtol=2e-4)
         assert handle.stats().prefill_density == density < 0.95
     layer, q = Program.of(plan.prefill, None, plan.model).layers[0], torch.randn(2, 4, 200, 32)
-    keys, chunk, fallback = resident(*torch.randn(2, 2, 2, 200, 32)), Chunk.uniform(2, 0, 200), Fallback("cpu")
+    keys, chunk, fallback = full_view(*torch.randn(2, 2, 2, 200, 32)), Chunk.uniform(2, 0, 200), Fallback("cpu")
     whole = prefill(layer, q, keys, chunk, scale=0.2, fallback=fallback)
     given = q.clone()
     found = prefill(layer, given, keys, chunk, scale=0.2, fallback=fallback, overwrite_above=output_bytes)
