@@ -39,8 +39,8 @@ from sparsekv.kernels.index.layout import (
     flat,
     largest,
 )
+from sparsekv.kernels.index.triton.best_scores import select_kernel
 from sparsekv.kernels.index.triton.key_passes import lines_kernel, stats_kernel
-from sparsekv.kernels.index.triton.selection import select_kernel
 from sparsekv.kernels.index.triton.sizes import (
     LARGEST_SAMPLE,
     LONGEST,
@@ -330,7 +330,7 @@ class Launches:
 
 
 def _padded(lines: LineScores, part: slice) -> LineScores:
-    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see selection.py)."""
+    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see best_scores.py)."""
     missing = -lines.slash_BhS.shape[2] % PADDING
     vertical, slash = (
         torch.nn.functional.pad(x_BhS[:, part].view(torch.int32).clamp(min=-1), (0, missing), value=-1)
