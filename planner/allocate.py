@@ -17,8 +17,7 @@ import numpy as np
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
-from sparsekv.planner.families import ROUNDING, mandatory_density, too_low
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import ROUNDING, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
@@ -66,8 +65,8 @@ def _joined(buckets: list[PrefillBucket]) -> list[PrefillBucket]:
     """Without dense buckets that a longer dense one follows."""
     return [
         bucket
-        for place, bucket in enumerate(buckets)
-        if not (bucket.dense and place + 1 < len(buckets) and buckets[place + 1].dense)
+        for position, bucket in enumerate(buckets)
+        if not (bucket.dense and position + 1 < len(buckets) and buckets[position + 1].dense)
     ]
 
 
@@ -137,11 +136,11 @@ class _Length:
     def _usable(self, target: float) -> Mask:
         """[L, C, H]: of each ray the highest density within the target."""
         allowed: dict[str, int] = {}
-        for place, candidate in enumerate(self._entry.candidates):
-            if self._own_C[place] and candidate.density <= target * (1.0 + ROUNDING):
+        for position, candidate in enumerate(self._entry.candidates):
+            if self._own_C[position] and candidate.density <= target * (1.0 + ROUNDING):
                 best = allowed.get(candidate.ray)
                 if best is None or self._entry.candidates[best].density < candidate.density:
-                    allowed[candidate.ray] = place
+                    allowed[candidate.ray] = position
         if not allowed:
             raise UsageError(
                 f"expected a target density of at least {self._entry.densities[0]:g} at {self._entry.length} tokens, "
@@ -208,7 +207,9 @@ class _Length:
         return sorted(moves)
 
     def _unreached(self, target: float, found: float) -> UsageError:
-        families = {candidate.family for place, candidate in enumerate(self._entry.candidates) if self._own_C[place]}
+        families = {
+            candidate.family for position, candidate in enumerate(self._entry.candidates) if self._own_C[position]
+        }
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in families)
         if least > target:
             return too_low(target, self._entry.length, found)

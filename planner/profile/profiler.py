@@ -22,8 +22,7 @@ from torch import nn
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.data_files import device_name, dtype_name, versions
-from sparsekv.planner.families import check_targets
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
@@ -225,7 +224,7 @@ def _residuals(model: Any, rows: Sequence[int]) -> Iterator[dict[int, float]]:
         return hook
 
     layers: Any = decoder_of(model).layers
-    hooks = [layer.register_forward_pre_hook(note(place), with_kwargs=True) for place, layer in enumerate(layers)]
+    hooks = [layer.register_forward_pre_hook(note(position), with_kwargs=True) for position, layer in enumerate(layers)]
     try:
         yield norms
     finally:

@@ -67,8 +67,8 @@ class ReuseScores:
 
     def choose(self, index: int, layer: DecodeLayer) -> None:
         """Notes the tokens that this layer would choose, best first, a list a selector and row."""
-        for place, selector in enumerate(self.choice.selectors):
-            self._chosen[index, place] = [self._choice(layer, selector, row) for row in self.rows]
+        for position, selector in enumerate(self.choice.selectors):
+            self._chosen[index, position] = [self._choice(layer, selector, row) for row in self.rows]
 
     def kept(self, layer: DecodeLayer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
         """S[i, this layer] of filter layers i that were noted, for each selector and budget: [selector, budget, i].
@@ -77,8 +77,8 @@ class ReuseScores:
         """
         shape = (len(self.choice.selectors), len(self.choice.budgets), len(filters))
         worst = np.ones(shape)
-        for place, row in enumerate(self.rows):
-            worst = np.minimum(worst, self._kept_in_row(layer, filters, place, row).reshape(shape))
+        for position, row in enumerate(self.rows):
+            worst = np.minimum(worst, self._kept_in_row(layer, filters, position, row).reshape(shape))
         return worst
 
     def moved(self, layer: DecodeLayer) -> float:
@@ -105,11 +105,15 @@ class ReuseScores:
     def _counts(self, row: int) -> list[int]:
         return [min(budget.resolve(row + 1), len(self._candidates(row))) for budget in self.choice.budgets]
 
-    def _kept_in_row(self, layer: DecodeLayer, filters: Sequence[int], place: int, row: int) -> npt.NDArray[np.float64]:
+    def _kept_in_row(
+        self, layer: DecodeLayer, filters: Sequence[int], position: int, row: int
+    ) -> npt.NDArray[np.float64]:
         weights_HS = _probabilities(layer, row)
         share_H = _head_shares(layer, weights_HS, row)
         mass_S = (weights_HS * share_H[:, None]).sum(0)
-        tokens_CK = torch.stack([self._chosen[i, s][place] for s in range(len(self.choice.selectors)) for i in filters])
+        tokens_CK = torch.stack(
+            [self._chosen[i, s][position] for s in range(len(self.choice.selectors)) for i in filters]
+        )
         running_CK = torch.nn.functional.pad(mass_S[tokens_CK].double().cumsum(-1), (1, 0))
         among = self._candidates(row)
         always = mass_S[: among.start].sum() + mass_S[among.stop :].sum()
