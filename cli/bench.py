@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import arguments
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import UsageError
 
@@ -50,27 +50,27 @@ def kernels(
     heads: Annotated[int, typer.Option(min=1, metavar="N", help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, metavar="N", help="Heads of K and V.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, metavar="N", help="Size of a head.")] = 128,
-    tile: options.Tile = "128",
+    tile: arguments.Tile = "128",
     repeats: Repeats = 3,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    as_json: options.Json = False,
+    seed: arguments.Seed = 0,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Index building and sparse attention of one layer on planted structure."""
     from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
-    hardware, precision = options.device_and_dtype(device, dtype)
+    hardware, precision = arguments.device_and_dtype(device, dtype)
     bench = KernelBench(
-        lengths=options.lengths_from(lengths or _LENGTHS[hardware.type], "--lengths"),
-        densities=options.shares_from(density, "--density"),
-        backends=options.names_from(backend, "--backend") if backend else (),
-        patterns=options.names_from(patterns, "--patterns"),
+        lengths=arguments.lengths_from(lengths or _LENGTHS[hardware.type], "--lengths"),
+        densities=arguments.shares_from(density, "--density"),
+        backends=arguments.names_from(backend, "--backend") if backend else (),
+        patterns=arguments.names_from(patterns, "--patterns"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        tile=options.tile_from(tile),
+        tile=arguments.tile_from(tile),
         builder=builder,
         last_q=last_q,
         device=hardware,
@@ -88,7 +88,7 @@ def kernels(
 @app.command("prefill")
 def prefill(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.")],
-    plan: options.PlanFile = None,
+    plan: arguments.PlanFile = None,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Random weights of the model's shape, made on the device.")
     ] = False,
@@ -99,7 +99,7 @@ def prefill(
     patterns: Annotated[
         str | None, typer.Option(metavar="LIST", help="Of a plan made by hand, dealt out to the heads.")
     ] = None,
-    tile: options.Tile = None,
+    tile: arguments.Tile = None,
     layers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With random weights: only so many layers.")
     ] = None,
@@ -109,14 +109,14 @@ def prefill(
     kv_host_layers: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Layers whose keys and values go to host memory.")
     ] = None,
-    chunk: options.Chunk = None,
+    chunk: arguments.Chunk = None,
     repeats: Repeats = 3,
-    seed: options.Seed = 0,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    allow_mismatch: options.AllowMismatch = False,
-    as_json: options.Json = False,
+    seed: arguments.Seed = 0,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    allow_mismatch: arguments.AllowMismatch = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
     from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
@@ -125,14 +125,14 @@ def prefill(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.runtime.hf.describe import dtype_name
 
-    hardware, precision = options.device_and_dtype(device, dtype)
-    wanted = options.lengths_from(lengths or _PREFILL_LENGTHS[hardware.type], "--lengths")
+    hardware, precision = arguments.device_and_dtype(device, dtype)
+    wanted = arguments.lengths_from(lengths or _PREFILL_LENGTHS[hardware.type], "--lengths")
     if layers is not None and not random_weights:
         raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
     by_hand = density is not None or patterns is not None
     if by_hand and plan is not None:
         raise UsageError("expected --plan, or --density and --patterns of a plan made by hand, found both; choose one")
-    used = None if by_hand or (layers and plan is None) else options.Subject.named(model, plan, None).plan
+    used = None if by_hand or (layers and plan is None) else arguments.Subject.named(model, plan, None).plan
     if used and tile is not None:
         raise UsageError(
             "expected --tile of a plan made by hand, found a plan, which has its own tiles; leave --tile out, or add "
@@ -144,14 +144,14 @@ def prefill(
         subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
         tell(subject.note)
     else:
-        loaded = options.Subject(model).load(str(hardware), dtype_name(precision))
+        loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))
         subject = BenchModel(loaded.model, loaded.info, model, "loaded")
     words = "given"
     if used is None:
-        families = options.names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
-        shares = options.shares_from(density, "--density") if density else tuple(map(density_for, wanted))
-        used, words = hand_plan(subject.info, wanted, shares, options.tile_from(tile), families)
-    name = options.settings(backend=backend).backend
+        families = arguments.names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
+        shares = arguments.shares_from(density, "--density") if density else tuple(map(density_for, wanted))
+        used, words = hand_plan(subject.info, wanted, shares, arguments.tile_from(tile), families)
+    name = arguments.settings(backend=backend).backend
     bench = PrefillBench(wanted, repeats, chunk, name, kv_host_layers, dense_layers, seed, allow_mismatch)
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
     title = f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}"

@@ -104,13 +104,13 @@ class Session:
         """
         without = replace(self, plan=None)
         prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
-        beginning = prompt[: self._warm_up_length(len(prompt))]
+        beginning = prompt[: self.warm_up_length(len(prompt))]
         for session in (without, self):
             with session.applied():
                 generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk)
         return without.once(text), self.once(text)
 
-    def _warm_up_length(self, tokens: int) -> int:
+    def warm_up_length(self, tokens: int) -> int:
         """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
         least = _BEGINNING
         if self.loaded.model.device.type != "cpu":

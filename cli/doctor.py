@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from sparsekv.cli import options
+from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, size
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ _HEAD_DIM = 128
 
 
 def doctor(
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    as_json: options.Json = False,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Print what is installed, what the device can do, which kernel backend runs on it and why not the others."""
-    hardware, precision = options.device_and_dtype(device, dtype)
+    hardware, precision = arguments.device_and_dtype(device, dtype)
     report = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "device": _device(hardware),
-        "backend": _backend(hardware, precision, options.settings(backend=backend).backend),
+        "backend": _backend(hardware, precision, arguments.settings(backend=backend).backend),
     }
     if as_json:
         emit_json(report)

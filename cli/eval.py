@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import arguments
 from sparsekv.cli.output import SCORE_HEADER, columns, emit, emit_json, score_row
 from sparsekv.plans.errors import PromptError, UsageError
 
@@ -16,32 +16,34 @@ if TYPE_CHECKING:
 
 def evaluate(
     context: typer.Context,
-    target: options.Target = None,
-    plan: options.PlanFile = None,
-    model: options.Model = None,
-    tasks: options.Tasks = None,
+    target: arguments.Target = None,
+    plan: arguments.PlanFile = None,
+    model: arguments.Model = None,
+    tasks: arguments.Tasks = None,
     length: Annotated[str, typer.Option(metavar="LENGTH", help="Most tokens of a prompt and its answer.")] = "4k",
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
-    seed: options.Seed = 0,
-    batch: options.Batch = None,
-    chunk: options.Chunk = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    allow_mismatch: options.AllowMismatch = False,
-    as_json: options.Json = False,
+    seed: arguments.Seed = 0,
+    batch: arguments.Batch = None,
+    chunk: arguments.Chunk = None,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    allow_mismatch: arguments.AllowMismatch = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Measure the tasks on held-out samples: retrieval by exact match, text by perplexity.
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder) dense is measured alone.
     """
-    subject = options.Subject.named(target, plan, model)
+    subject = arguments.Subject.named(target, plan, model)
     has_plan = subject.plan is not None
-    idle = [name for name in ("phase", "backend", "allow_mismatch") if name in options.given(context) and not has_plan]
+    idle = [
+        name for name in ("phase", "backend", "allow_mismatch") if name in arguments.given(context) and not has_plan
+    ]
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
-    lengths = options.lengths_from(length, "--length")
+    lengths = arguments.lengths_from(length, "--length")
     if len(lengths) != 1:
         raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
     from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
@@ -50,7 +52,7 @@ def evaluate(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    names = TASKS if tasks is None else options.names_from(tasks, "--tasks")
+    names = TASKS if tasks is None else arguments.names_from(tasks, "--tasks")
     loaded = subject.load(device, dtype)
     if lengths[0] > loaded.info.context_length:
         raise PromptError(
@@ -60,7 +62,7 @@ def evaluate(
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:
-        modes[phase] = PlanMode(subject.plan, phase, options.settings(backend=backend).backend, allow_mismatch)
+        modes[phase] = PlanMode(subject.plan, phase, arguments.settings(backend=backend).backend, allow_mismatch)
     asked = EvalSamples(tuple(names), lengths, samples, batch, seed, chunk)
     (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
     if as_json:

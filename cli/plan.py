@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
@@ -27,7 +27,7 @@ def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
-    lengths: options.Lengths = None,
+    lengths: arguments.Lengths = None,
     target_density: Annotated[
         str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,
@@ -42,7 +42,7 @@ def plan(
     families: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse,adaptive.")
     ] = None,
-    tile: options.Tile = None,
+    tile: arguments.Tile = None,
     filter_rule: Annotated[
         Literal["dp", "omnikv", "fixed"] | None, typer.Option(help="How filter layers are chosen.")
     ] = None,
@@ -58,10 +58,10 @@ def plan(
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Calibration samples a length.")] = None,
-    tasks: options.Tasks = None,
-    max_accuracy_drop: options.MaxAccuracyDrop = None,
-    max_kl: options.MaxKl = None,
-    verify_samples: options.HeldOut = None,
+    tasks: arguments.Tasks = None,
+    max_accuracy_drop: arguments.MaxAccuracyDrop = None,
+    max_kl: arguments.MaxKl = None,
+    verify_samples: arguments.HeldOut = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
     profile_out: Annotated[
         _File,
@@ -74,18 +74,18 @@ def plan(
     profile: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved profile.")] = None,
     cost_out: Annotated[_File, typer.Option(metavar="FILE", help="Save the measured device cost.")] = None,
     cost: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved device cost.")] = None,
-    seed: options.Seed = 0,
-    batch: options.Batch = None,
-    prefill_chunk: options.Chunk = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    as_json: options.Json = False,
+    seed: arguments.Seed = 0,
+    batch: arguments.Batch = None,
+    prefill_chunk: arguments.Chunk = None,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
     from sparsekv.planner.options import check_used
 
-    check_used(options.given(context))
+    check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
@@ -98,28 +98,28 @@ def plan(
     from sparsekv.plans.files import write_plan
 
     asked: dict[str, Any] = {
-        "lengths": _read(options.lengths_from, lengths, "--lengths"),
-        "target_density": _read(options.shares_from, target_density, "--target-density"),
+        "lengths": _read(arguments.lengths_from, lengths, "--lengths"),
+        "target_density": _read(arguments.shares_from, target_density, "--target-density"),
         "target_speedup": target_speedup,
         "phases": (only,) if only else None,
         "crossover": not no_crossover,
         "preset": preset,
-        "families": _read(options.names_from, families, "--families"),
-        "tile": options.tile_from(tile) if tile else None,
+        "families": _read(arguments.names_from, families, "--families"),
+        "tile": arguments.tile_from(tile) if tile else None,
         "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
-        "filter_layers": _read(options.layers_from, filter_layers, "--filter-layers"),
-        "decode_budget": _read(options.budget_from, decode_budget, "--decode-budget"),
+        "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
+        "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
-        "tasks": _read(options.names_from, tasks, "--tasks"),
+        "tasks": _read(arguments.names_from, tasks, "--tasks"),
         "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
         "batch": batch,
         "prefill_chunk": prefill_chunk,
-        "backend": options.settings(backend=backend).backend,
+        "backend": arguments.settings(backend=backend).backend,
     }
     wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
     profiled = read_profile(profile) if profile else None
@@ -131,7 +131,7 @@ def plan(
         if profiled and measured and no_verify:
             result = compile_files(model, wanted, profiled, measured, **outputs)
         else:
-            loaded = options.Subject(model).load(device, dtype)
+            loaded = arguments.Subject(model).load(device, dtype)
             result = compile_plan(
                 loaded,
                 wanted,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import arguments
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import PromptError, UsageError
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    target: options.Target = None,
-    plan: options.PlanFile = None,
-    model: options.Model = None,
+    target: arguments.Target = None,
+    plan: arguments.PlanFile = None,
+    model: arguments.Model = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="A file with the prompt; - is stdin.")
@@ -41,8 +41,8 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
-    seed: options.Seed = 0,
-    chunk: options.Chunk = None,
+    seed: arguments.Seed = 0,
+    chunk: arguments.Chunk = None,
     kv_host_layers: Annotated[
         str | None,
         typer.Option(
@@ -51,11 +51,11 @@ def run(
             "the plan moves. Dense decode reads them back at every step.",
         ),
     ] = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    allow_mismatch: options.AllowMismatch = False,
-    as_json: options.Json = False,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    allow_mismatch: arguments.AllowMismatch = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
     from sparsekv.cli.prompts import given_prompt
@@ -63,7 +63,7 @@ def run(
     if dense and compare:
         raise UsageError("expected --dense or --compare, found both; --compare runs dense as well")
     on_host = _host_layers(kv_host_layers, dense)
-    subject = options.Subject.named(target, plan, model)
+    subject = arguments.Subject.named(target, plan, model)
     used = None if dense else subject.need_plan()
     text = given_prompt(prompt, prompt_file)
     if text is None and (as_json or compare):
@@ -76,7 +76,7 @@ def run(
         plan=used,
         prefill=not dense_prefill,
         decode=not dense_decode,
-        backend=options.settings(backend=backend).backend,
+        backend=arguments.settings(backend=backend).backend,
         allow_mismatch=allow_mismatch,
         chat=not raw,
         max_new_tokens=max_new_tokens,
@@ -106,7 +106,7 @@ def _host_layers(text: str | None, dense: bool) -> int | tuple[int, ...] | None:
             "expected --kv-host-layers with a plan applied, found --dense; "
             "--dense-prefill and --dense-decode together run dense and place keys and values"
         )
-    return int(text) if text.isdecimal() else options.layers_from(text, "--kv-host-layers")
+    return int(text) if text.isdecimal() else arguments.layers_from(text, "--kv-host-layers")
 
 
 def _talk(session: Session) -> None:

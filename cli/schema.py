@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekv.cli.options import Json
+from sparsekv.cli.arguments import Json
 from sparsekv.cli.output import emit_json
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.options import Json, PlanArgument
+from sparsekv.cli.arguments import Json, PlanArgument
 from sparsekv.cli.output import emit_json
 
 # Where there is no terminal to fit into.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekv.cli.options import Json, PlanArgument
+from sparsekv.cli.arguments import Json, PlanArgument
 from sparsekv.cli.output import FAILED, emit, emit_json
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.plans.errors import GateError, UsageError
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 
 def verify(
-    target: options.Target = None,
-    plan: options.PlanFile = None,
-    model: options.Model = None,
+    target: arguments.Target = None,
+    plan: arguments.PlanFile = None,
+    model: arguments.Model = None,
     lengths: Annotated[
         str | None, typer.Option(metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
-    tasks: options.Tasks = None,
-    samples: options.HeldOut = None,
-    max_accuracy_drop: options.MaxAccuracyDrop = None,
-    max_kl: options.MaxKl = None,
+    tasks: arguments.Tasks = None,
+    samples: arguments.HeldOut = None,
+    max_accuracy_drop: arguments.MaxAccuracyDrop = None,
+    max_kl: arguments.MaxKl = None,
     write: Annotated[bool, typer.Option("--write", help="If the gate is met, write it into the plan.")] = False,
-    seed: options.Seed = 0,
-    batch: options.Batch = None,
-    chunk: options.Chunk = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    allow_mismatch: options.AllowMismatch = False,
-    as_json: options.Json = False,
+    seed: arguments.Seed = 0,
+    batch: arguments.Batch = None,
+    chunk: arguments.Chunk = None,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    allow_mismatch: arguments.AllowMismatch = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
-    subject = options.Subject.named(target, plan, model)
+    subject = arguments.Subject.named(target, plan, model)
     found = subject.need_plan()
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
     from sparsekv.planner.progress import BarProgress
@@ -47,14 +47,14 @@ def verify(
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
     asked = PlanOptions(
-        lengths=tuple(own) if lengths is None else options.lengths_from(lengths, "--lengths"),
-        tasks=TASKS if tasks is None else options.names_from(tasks, "--tasks"),
+        lengths=tuple(own) if lengths is None else arguments.lengths_from(lengths, "--lengths"),
+        tasks=TASKS if tasks is None else arguments.names_from(tasks, "--tasks"),
         verify_samples=samples,
         gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,
-        backend=options.settings(backend=backend).backend,
+        backend=arguments.settings(backend=backend).backend,
     )
     loaded = subject.load(device, dtype)
     differs = check_model(found, loaded.info, allow_mismatch)

@@ -218,7 +218,7 @@ def _add_diagonals(p_NM, before_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLO
 @triton.jit
 @no_type_check
 def _pad(plane_P, real_P, length, PADDING: tl.constexpr):
-    """Scores whose bits are -1 up to the next multiple of PADDING; see selection.py."""
+    """Scores whose bits are -1 up to the next multiple of PADDING; see best_scores.py."""
     at_X1 = (length + tl.arange(0, PADDING))[:, None]
     keep_XP = (at_X1 < tl.cdiv(length, PADDING) * PADDING) & real_P[None, :]
     tl.store(plane_P[None, :] + at_X1, tl.full([PADDING, 1], -1, tl.int32).to(tl.float32, bitcast=True), mask=keep_XP)

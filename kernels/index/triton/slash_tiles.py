@@ -20,7 +20,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.index.triton.selection import chosen, count_equal, index_of_equal, kth_largest
+from sparsekv.kernels.index.triton.best_scores import chosen, count_equal, index_of_equal, kth_largest
 
 
 # Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.

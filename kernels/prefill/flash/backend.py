@@ -33,8 +33,9 @@ DENSE_ROWS, DENSE_CHUNK_ROWS = 16384, 2048
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What computes tiles: flash-attn-4, or its emulator."""
+    """What computes tiles: flash-attn-4, or in tests its emulator."""
 
+    lower: Callable[..., BlockLists]
     over_lists: Callable[[Part, BlockLists], None]
     dense: Callable[[Part], None]
 
@@ -58,7 +59,7 @@ def prefill(
     obstacle = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], index.tile)
     if obstacle:
         raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")
-    passes = Passes(call.attend_lists, call.attend_dense)
+    passes = Passes(lower, call.attend_lists, call.attend_dense)
     return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=passes)
 
 
@@ -79,7 +80,7 @@ def dense(
     *,
     scale: float,
     window: int | None = None,
-    passes: Passes = Passes(call.attend_lists, call.attend_dense),
+    passes: Passes = Passes(lower, call.attend_lists, call.attend_dense),
 ) -> AttentionOutput:
     """Causal attention of all heads over every key (of the window); arguments as in `dense_attention`.
 
@@ -131,7 +132,7 @@ def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
     heads, kv_heads = whole.q_BHSD.shape[1], whole.k_BGKD.shape[1]
     some_sparse = len(dense) < heads
     listed = some_sparse and bool(dense) and widest(chunk, index.tile, whole.window) <= LISTED_TILES
-    lists = lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
+    lists = passes.lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
     alone = [] if listed else list(dense_ranges(dense, heads // kv_heads))
     for span in spans(chunk):
         _pad(whole, span)

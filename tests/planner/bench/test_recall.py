@@ -16,11 +16,10 @@ from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
 S, TILE = 1024, TileShape(query=64, key=64)
 
 
-@pytest.fixture(scope="module")
-def p():
+def planted(mix, heads, kv_heads):
     return plant(
-        families_of("+".join(FAMILIES), 4),
-        kv_heads=2,
+        families_of(mix, heads),
+        kv_heads=kv_heads,
         head_dim=64,
         length=S,
         density=0.35,
@@ -28,6 +27,11 @@ def p():
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
+
+
+@pytest.fixture(scope="module")
+def p():
+    return planted("+".join(FAMILIES), 4, 2)
 
 
 def index_of(p, patterns):
@@ -60,16 +64,7 @@ def test_the_shipped_builders_find_what_was_planted(p):
 
 
 def test_what_no_head_has_is_none_and_not_zero(p):
-    only = plant(
-        families_of("a_shape", 1),
-        kv_heads=1,
-        head_dim=64,
-        length=S,
-        density=0.35,
-        tile=TILE,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    only = planted("a_shape", 1, 1)
     found = find_planted(only, index_of(only, only.patterns))
     assert (found.columns, found.diagonals, found.tiles) == (None, None, None)
 
