@@ -12,6 +12,8 @@ the target bounds the whole.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
@@ -41,12 +43,10 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
             has one density a length (the preset), or `target_speedup` is set.
 
     Raises:
-        UsageError: a target lies below all that was profiled, or the profile has no prefill part.
+        UsageError: a target lies below all that was profiled.
         GateError: no profiled density reaches the target speedup at the longest length.
     """
     entries = [entry for entry in profile.lengths if entry.layers]
-    if not entries:
-        raise UsageError("expected a profile with prefill candidates, found none; profile with the prefill phase")
     targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
     work = [_Length(profile, entry, cost, options) for entry in entries]
     if options.target_speedup is not None:
@@ -58,16 +58,9 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
         above = buckets[-1].up_to if buckets else None
         buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
-    return PrefillPlan(tile=profile.tile, lengths=(*_joined(buckets), last))
-
-
-def _joined(buckets: list[PrefillBucket]) -> list[PrefillBucket]:
-    """Without dense buckets that a longer dense one follows."""
-    return [
-        bucket
-        for position, bucket in enumerate(buckets)
-        if not (bucket.dense and position + 1 < len(buckets) and buckets[position + 1].dense)
-    ]
+    # A dense bucket that a longer dense one follows is part of it.
+    lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
+    return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
 
 
 class _Length:
