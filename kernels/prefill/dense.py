@@ -179,7 +179,7 @@ def _grouped(
     is_causal: bool = False,
     mask_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """For kernels that do not know grouped heads: KV heads take the batch's place, and each is seen N times."""
+    """For kernels that do not know grouped heads: KV heads become the batch, each of them expanded N times."""
     B, H, S, _ = q_BHSD.shape
     G = k_BGKD.shape[1]
     if H == G:

@@ -123,7 +123,6 @@ def _list_rows(
     )  # fmt: skip
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["tiles"])
 @no_type_check
 def pool_kernel(
@@ -162,7 +161,6 @@ def row_ends(tile_T, past, length, window, QUERY: tl.constexpr, KEY: tl.constexp
     return first_T // KEY, end_T, seen_T
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "kv_heads", "row_tiles", "key_tiles", "first_tile", "last_tile"])
 @no_type_check
 def products_kernel(
@@ -258,7 +256,6 @@ def _threshold(order_T, end_T, count_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.const
     return bound_T, found_T
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "key_tiles", "first_tile", "last_tile", "width"]
 )

@@ -130,7 +130,6 @@ def _stats_step(
     return next_highest, next_total
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "span"])
 @no_type_check
 def stats_kernel(
@@ -272,7 +271,6 @@ def _lines_step(
     return still_waiting, whole_NM
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "span", "ranges", "keys"])
 @no_type_check
 def lines_kernel(

@@ -120,7 +120,6 @@ def _entries(list_ptr, at, listed, first, is_dense, keep):
     )
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "rows", "listed", "width", "masked"])
 @no_type_check
 def lists_kernel(

@@ -8,8 +8,7 @@ from planner_models import quick_options
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.planner.families import check_targets, mandatory_a_row, mandatory_density
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, check_targets, mandatory_a_row, mandatory_density
 from sparsekv.planner.profile import profiler
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import search_space
