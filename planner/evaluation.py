@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.progress import NoProgress, Progress, Step
+from sparsekv.planner.progress import Progress, Step
 from sparsekv.planner.tasks import Kit, Sample, Split, matches, prepare
 from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.plans.schema import Plan
@@ -141,7 +141,7 @@ def evaluate(
     found = {name: _Findings() for name in (DENSE, *modes)}
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     total = asked.samples * len(asked.tasks) * len(asked.lengths) * len(found)
-    with (progress or NoProgress()).stage("evaluate", total=total) as step, torch.no_grad():
+    with (progress or Progress()).stage("evaluate", total=total) as step, torch.no_grad():
         for some in _rounds(asked.batches(source, loaded.model), loaded.model):
             dense = [_dense(loaded, batch, asked, found[DENSE], step) for batch in some]
             for name, mode in modes.items():

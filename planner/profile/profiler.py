@@ -35,7 +35,7 @@ from sparsekv.planner.profile.search_space import (
     fit_to_target,
 )
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
-from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
@@ -70,7 +70,7 @@ def profile(
     _check_targets(prompts, options)
     records = Records(resume, _identity(loaded, options, prompts, backend))
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
-    with (progress or NoProgress()).stage("profile", total=total) as step:
+    with (progress or Progress()).stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):
                 one = Pass(loaded, options, backend, length, sample, prompt)
