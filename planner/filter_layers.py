@@ -136,7 +136,7 @@ class _Chooser:
 
     def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
         step = step_us(segments, self._cost, length, self._layers)
-        return step is not None and pays(step, self._layers * self._cost.decode_dense_us(length))
+        return step is not None and pays(step, self._layers * self._cost.decode_dense.us(length))
 
     def _crossing(self, segments: tuple[Segment, ...], length: int, above: int) -> int | None:
         if not self._options.crossover:
@@ -154,16 +154,16 @@ class _Chooser:
         step = step_us(segments, self._cost, length, self._layers)
         if step is None or not self._options.crossover:
             return decode_share(segments, length, self._layers)
-        return step / max(self._layers * self._cost.decode_dense_us(length), 1e-9)
+        return step / max(self._layers * self._cost.decode_dense.us(length), 1e-9)
 
     def _problem(self, first: int) -> SegmentProblem:
         """Over the lengths from the `first` on."""
         options, cost, length = self._options, self._cost, self._longest
         attended = min(length, options.decode_sink + options.decode_budget.resolve(length) + options.decode_recent)
         # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
-        dense_us = cost.decode_dense_us(length) if options.crossover else float(length)
-        sparse_us = cost.decode_sparse_us(attended) if options.crossover else float(attended)
-        choose_us = cost.decode_choose_us(length) if options.crossover else 1.0
+        dense_us = cost.decode_dense.us(length) if options.crossover else float(length)
+        sparse_us = cost.decode_sparse.us(attended) if options.crossover else float(attended)
+        choose_us = cost.decode_choose.us(length) if options.crossover else 1.0
         return SegmentProblem(
             dense_ns=np.full(self._layers, round(dense_us * 1e3)),
             sparse_ns=np.full(self._layers, round(sparse_us * 1e3)),

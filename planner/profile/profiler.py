@@ -26,7 +26,7 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import SCORES, LengthProfile, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
 from sparsekv.planner.profile.search_space import (
     Patterns,
@@ -205,14 +205,8 @@ class Pass:
         else:
             patterns = [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in self._aims]
         scores = score_candidates(replace(layer, prefix=prefix), patterns)
-        return {
-            "patterns": tuple(patterns),
-            "error": as_table(score.error_H for score in scores),
-            "tail_error": as_table(score.tail_error_H for score in scores),
-            "mass": as_table(score.mass_H for score in scores),
-            "tiles": as_table(score.tiles_H / prefix.causal_tiles for score in scores),
-            "columns": as_table(score.columns_H / prefix.causal_tiles for score in scores),
-        }
+        tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
+        return {"patterns": tuple(patterns), **tables}
 
 
 @contextmanager
