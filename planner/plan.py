@@ -20,7 +20,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
-from sparsekv.planner.data_files import check_model, digest_of, versions, write_cost, write_profile
+from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
@@ -141,9 +141,9 @@ def compile_files(
     check_cost(cost, measured, settled)
     plan = compile_once(measured.model, settled, own, cost)
     if profile_out is not None:
-        write_profile(measured, profile_out)
+        write_measured(measured, profile_out)
     if cost_out is not None:
-        write_cost(cost, cost_out)
+        write_measured(cost, cost_out)
     return PlanResult(plan, time.monotonic() - started, 0, (*plan_remarks(plan, settled, own, cost), told))
 
 
@@ -258,7 +258,7 @@ def _profiled(
     if measured is None:
         measured = profile(loaded, settled, progress, resume)
     if profile_out is not None:
-        write_profile(profile_in or measured, profile_out)
+        write_measured(profile_in or measured, profile_out)
         if resume is not None:
             resume.unlink(missing_ok=True)
     return settled, measured
@@ -287,7 +287,7 @@ def _priced(
         progress=progress,
     )
     if cost_out is not None:
-        write_cost(cost, cost_out)
+        write_measured(cost, cost_out)
     return cost
 
 

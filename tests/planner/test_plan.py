@@ -8,7 +8,7 @@ from planner_models import loaded_tiny, quick_options
 import sparsekv
 from sparsekv.planner import plan as planning
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
@@ -35,7 +35,7 @@ def planned(loaded: LoadedModel, folder: Path) -> planning.PlanResult:
 
 @pytest.fixture(scope="module")
 def measured(planned: planning.PlanResult, folder: Path) -> tuple[Profile, DeviceCost]:
-    return read_profile(folder / "profile.json"), read_cost(folder / "cost.json")
+    return read_measured(Profile, folder / "profile.json"), read_measured(DeviceCost, folder / "cost.json")
 
 
 def test_the_plan_is_verified_and_says_what_was_measured(planned: planning.PlanResult) -> None:
@@ -128,7 +128,7 @@ def test_a_profile_of_another_model_is_refused(measured) -> None:
         compile_plan(loaded_tiny(seed=1), OPTIONS, profile_in=profile, cost_in=cost)
 
 
-STAGES = ("profile", "write_profile", "measure_cost", "write_cost", "allocate", "choose_filter_layers", "verify")
+STAGES = ("profile", "write_measured", "measure_cost", "allocate", "choose_filter_layers", "verify")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -145,10 +145,10 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     monkeypatch.setattr(planning, stage, interrupted)
     with pytest.raises(KeyboardInterrupt):
         compile_plan(loaded, OPTIONS, profile_out=tmp_path / "p", cost_out=tmp_path / "c")
-    after_profile = stage not in ("profile", "write_profile")
+    after_profile = stage not in ("profile", "write_measured")
     assert (tmp_path / "p").exists() == after_profile
     if after_profile:
-        assert read_profile(tmp_path / "p") == known
+        assert read_measured(Profile, tmp_path / "p") == known
     assert (tmp_path / "c").exists() == (stage in ("allocate", "choose_filter_layers", "verify"))
     assert loaded.model.config._attn_implementation == "sdpa"
 
