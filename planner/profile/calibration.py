@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, Task, TaskError, make_sample, prepare
+from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, TaskError, make_sample, prepare
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.plans.types import format_length
@@ -103,18 +103,14 @@ def _from_task(kit: Kit, options: PlanOptions, length: int, index: int) -> Calib
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:
+    if name not in TASKS:
+        raise UsageError(f"expected a task of {', '.join(sorted(TASKS))}, found {name!r}")
     try:
-        return make_sample(_task(name), kit, length, seed, index)
+        return make_sample(TASKS[name], kit, length, seed, index)
     except TaskError as error:
         raise PromptError(
             f"task {name} at {length} tokens: {error}; leave the task out, or change the length"
         ) from error
-
-
-def _task(name: str) -> Task:
-    if name not in TASKS:
-        raise UsageError(f"expected a task of {', '.join(sorted(TASKS))}, found {name!r}")
-    return TASKS[name]
 
 
 def _own(tokenizer: Any, texts: Sequence[str], length: int, samples: int) -> tuple[CalibrationPrompt, ...]:

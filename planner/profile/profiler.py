@@ -28,12 +28,7 @@ from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, LengthProfile, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
-from sparsekv.planner.profile.search_space import (
-    Patterns,
-    Prefix,
-    aims,
-    fit_to_target,
-)
+from sparsekv.planner.profile.search_space import Patterns, Prefix, aims, fit_to_target
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
