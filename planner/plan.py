@@ -46,7 +46,6 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
 
     Args:
         model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
-        tokenizer: of a Hugging Face model.
         **options: fields of `PlanOptions`.
 
     Returns:
@@ -74,12 +73,9 @@ def compile_plan(
     """Profiles, measures, chooses and verifies.
 
     Args:
-        loaded: the model.
-        options: what to plan.
         profile_in: an earlier profile, instead of profiling.
         cost_in: an earlier device cost, instead of measuring.
-        profile_out: where to write the profile.
-        cost_out: where to write the device cost.
+        profile_out, cost_out: where to write the two.
         resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
             written.
         progress: where to report; stages are numbered.
@@ -124,8 +120,6 @@ def compile_files(
     Args:
         name: the model: an alias, hub id or folder.
         options: what to plan, with `verify_samples` 0.
-        measured: the profile.
-        cost: of the device that the plan is for.
         profile_out, cost_out: where to write the two again.
 
     Raises:
@@ -155,7 +149,6 @@ def compile_once(
     Args:
         model: what the plan is for, as the profile has it.
         options: settled for the profile.
-        cost: of the device that the plan is for.
 
     Raises:
         UsageError, GateError: the profile does not reach the targets.

@@ -214,7 +214,6 @@ class PrefillRow(BenchRow):
     Attributes:
         dense_ms, sparse_ms: medians over the repeats.
         tflops: of the sparse run: matrix products of the layers, and attention on the tiles that are computed.
-        weights: "random" or "loaded".
         plan: what the sparse run follows, in words.
         dense_peak_bytes, sparse_peak_bytes: most bytes of device memory, weights included; None on a CPU.
         kv_bytes_device, kv_bytes_host: bytes of the sparse run's cache.
@@ -252,7 +251,6 @@ def bench_prefill(
 
     Args:
         words: what the plan is, for the rows.
-        runs: what runs prefills.
 
     Raises:
         PromptError: a length is beyond the model's context.

@@ -30,7 +30,6 @@ def crossover_remarks(
     Args:
         profile: what the plan was compiled from.
         cost: of the device that it was compiled for.
-        prefill: of the plan.
         options: settled, of the plan.
     """
     entries = [entry for entry in profile.lengths if entry.layers]

@@ -45,9 +45,7 @@ def profile(
     """Profiles a model.
 
     Args:
-        loaded: the model, in evaluation mode.
         options: settled (`PlanOptions.settled`).
-        progress: where to report.
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
             removes it once the profile is saved or used.
 

@@ -128,7 +128,6 @@ def length_means(
     """The profile of one length: means over its calibration prompts.
 
     Args:
-        length: the length.
         prompt_tokens: tokens of each calibration prompt.
         candidates: what was scored; empty without the prefill phase.
         choice: of the decode statistics; None without the decode phase.

@@ -63,7 +63,6 @@ class PatternRange:
     """Patterns of one family ordered by size; a larger size never computes less.
 
     Attributes:
-        family: which family.
         name: what profiles call it.
         sizes: how many sizes make a difference at a length: 0 to sizes - 1.
         pattern: the pattern of a size, with at most so many tokens of tiles in a row where the family can bound it.
@@ -258,8 +257,6 @@ def fit_to_target(prefix: Prefix, patterns: PatternRange, target: float) -> Patt
     costs more (the mandatory tiles alone may) gets that one.
 
     Args:
-        prefix: the layer's queries and keys.
-        patterns: the range.
         target: tiles a head.
 
     Returns:
