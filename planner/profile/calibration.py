@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,10 @@ class PromptSource:
         return tuple(_from_task(self.kit, self.options, length, index) for index in range(samples))
 
 
-def digest_of(prompts: Sequence[CalibrationPrompt]) -> str:
-    """`sha256:...` over the tokens of all prompts."""
+def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
+    """`sha256:...` over the tokens of all prompts, length by length."""
     digest = hashlib.sha256()
-    for prompt in prompts:
+    for prompt in chain.from_iterable(prompts.values()):
         digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.answer_start.to_bytes(8, "little"))
         digest.update(prompt.ids.astype("<i4").tobytes())
     return f"sha256:{digest.hexdigest()}"
