@@ -14,7 +14,7 @@ import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
-from sparsekv.planner.progress import NoProgress
+from sparsekv.planner.progress import Progress
 from sparsekv.plans.files import load_plan
 
 TASK = ("--tasks", "kv_retrieval")
@@ -104,7 +104,7 @@ def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured
     assert not out.exists()
 
 
-class Interrupted(NoProgress):
+class Interrupted(Progress):
     """Ctrl-C once a stage has come some way."""
 
     stage_name = ""
