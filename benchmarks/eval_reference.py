@@ -32,8 +32,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_cost, read_profile
 from sparsekv.planner.eval_results import EvalResult, Spent
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
-from sparsekv.planner.families import FAMILIES, Family
-from sparsekv.planner.options import RETRIEVAL_TASKS, TASKS, PlanOptions
+from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, Family, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile
 from sparsekv.planner.tasks import TASKS as GENERATORS

@@ -1,8 +1,7 @@
 """Work on several heads side by side, each on one thread.
 
-Sparse work is many operations of a tenth of a millisecond to a few. Were each of them spread over all threads, every
-one would end with a wait for the slowest; on a machine that does something else beside, that wait is a time slice of
-its scheduler.
+Sparse work is many operations of a tenth of a millisecond to a few. Spread over all threads, each of them ends with a
+wait for the slowest, which on a busy machine is a time slice of its scheduler.
 """
 
 from __future__ import annotations

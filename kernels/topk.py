@@ -1,4 +1,4 @@
-"""Choosing the best entries of a row on the device, without asking the host and without chance in ties.
+"""Choosing the best entries of a row on the device, without asking the host; equal scores are decided by index.
 
 Shapes: X any leading dimensions, N entries, K listed entries.
 """

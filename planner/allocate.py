@@ -12,13 +12,14 @@ the target bounds the whole.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
-from sparsekv.planner.families import ROUNDING, mandatory_density, too_low
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import ROUNDING, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
@@ -42,12 +43,10 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
             has one density a length (the preset), or `target_speedup` is set.
 
     Raises:
-        UsageError: a target lies below all that was profiled, or the profile has no prefill part.
+        UsageError: a target lies below all that was profiled.
         GateError: no profiled density reaches the target speedup at the longest length.
     """
     entries = [entry for entry in profile.lengths if entry.layers]
-    if not entries:
-        raise UsageError("expected a profile with prefill candidates, found none; profile with the prefill phase")
     targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
     work = [_Length(profile, entry, cost, options) for entry in entries]
     if options.target_speedup is not None:
@@ -59,16 +58,9 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
         above = buckets[-1].up_to if buckets else None
         buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
-    return PrefillPlan(tile=profile.tile, lengths=(*_joined(buckets), last))
-
-
-def _joined(buckets: list[PrefillBucket]) -> list[PrefillBucket]:
-    """Without dense buckets that a longer dense one follows."""
-    return [
-        bucket
-        for place, bucket in enumerate(buckets)
-        if not (bucket.dense and place + 1 < len(buckets) and buckets[place + 1].dense)
-    ]
+    # A dense bucket that a longer dense one follows is part of it.
+    lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
+    return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
 
 
 class _Length:
@@ -137,11 +129,11 @@ class _Length:
     def _usable(self, target: float) -> Mask:
         """[L, C, H]: of each ray the highest density within the target."""
         allowed: dict[str, int] = {}
-        for place, candidate in enumerate(self._entry.candidates):
-            if self._own_C[place] and candidate.density <= target * (1.0 + ROUNDING):
+        for position, candidate in enumerate(self._entry.candidates):
+            if self._own_C[position] and candidate.density <= target * (1.0 + ROUNDING):
                 best = allowed.get(candidate.ray)
                 if best is None or self._entry.candidates[best].density < candidate.density:
-                    allowed[candidate.ray] = place
+                    allowed[candidate.ray] = position
         if not allowed:
             raise UsageError(
                 f"expected a target density of at least {self._entry.densities[0]:g} at {self._entry.length} tokens, "
@@ -208,7 +200,9 @@ class _Length:
         return sorted(moves)
 
     def _unreached(self, target: float, found: float) -> UsageError:
-        families = {candidate.family for place, candidate in enumerate(self._entry.candidates) if self._own_C[place]}
+        families = {
+            candidate.family for position, candidate in enumerate(self._entry.candidates) if self._own_C[position]
+        }
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in families)
         if least > target:
             return too_low(target, self._entry.length, found)

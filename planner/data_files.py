@@ -39,22 +39,14 @@ def write_profile(profile: Profile, path: Path) -> None:
     _write(profile, path)
 
 
-def read_profile(path: Path, model: ModelInfo | None = None) -> Profile:
-    """Reads a profile.
-
-    Args:
-        path: a file of `write_profile`.
-        model: the model it must be of.
+def read_profile(path: Path) -> Profile:
+    """Reads a file of `write_profile`.
 
     Raises:
         UsageError: there is no such file.
         PlanError: it is not a whole and sound profile.
-        PlanMismatchError: it is of another model.
     """
-    profile = _read(Profile, path, "profile")
-    if model is not None:
-        check_model(profile, model)
-    return profile
+    return _read(Profile, path, "profile")
 
 
 def write_cost(cost: DeviceCost, path: Path) -> None:
@@ -67,32 +59,19 @@ def read_cost(path: Path) -> DeviceCost:
     return _read(DeviceCost, path, "device-cost file")
 
 
-def check_model(profile: Profile, model: ModelInfo) -> None:
-    """A profile is of one set of weights: a profile of others would plan for heads that are not there.
+def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> None:
+    """Refuses a profile of another model; `weights` off compares the architecture alone.
 
     Raises:
-        PlanMismatchError: it is of another model.
+        PlanMismatchError: it is of another architecture, or of other weights.
     """
-    check_architecture(profile, model)
-    if profile.model.fingerprint.weights != model.fingerprint.weights:
-        raise _of_another(profile, model, "weights")
-
-
-def check_architecture(profile: Profile, model: ModelInfo) -> None:
-    """`check_model` where nobody knows the weights.
-
-    Raises:
-        PlanMismatchError: the profile is of a model of another architecture.
-    """
-    if profile.model.fingerprint.architecture != model.fingerprint.architecture:
-        raise _of_another(profile, model, "architecture")
-
-
-def _of_another(profile: Profile, model: ModelInfo, part: str) -> PlanMismatchError:
-    return PlanMismatchError(
-        f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
-        "profile this model again (leave --profile out)"
-    )
+    found, expected = profile.model.fingerprint, model.fingerprint
+    for part in ("architecture", "weights") if weights else ("architecture",):
+        if getattr(found, part) != getattr(expected, part):
+            raise PlanMismatchError(
+                f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
+                "profile this model again (leave --profile out)"
+            )
 
 
 def digest_of(record: BaseModel) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -81,20 +82,10 @@ class Spent:
     cached: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.tiles + other.tiles,
-            self.causal_tiles + other.causal_tiles,
-            self.attended + other.attended,
-            self.cached + other.cached,
-        )
+        return Spent(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Spent) -> Spent:
-        return Spent(
-            self.tiles - other.tiles,
-            self.causal_tiles - other.causal_tiles,
-            self.attended - other.attended,
-            self.cached - other.cached,
-        )
+        return Spent(*map(operator.sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,9 +322,9 @@ def _prefill(
     pieces = torch.split(ids_BS, piece_sizes(tokens, chunk) if chunk else [tokens], 1)
     use_cache = use_cache or len(pieces) > 1
     cache, logits = None, []
-    for place, piece in enumerate(pieces):
+    for position, piece in enumerate(pieces):
         # Rows still wanted: those of this piece among the last `keep` of all.
-        after = sum(later.shape[1] for later in pieces[place + 1 :])
+        after = sum(later.shape[1] for later in pieces[position + 1 :])
         wanted = max(1, min(piece.shape[1], keep - after))
         out = model(input_ids=piece, past_key_values=cache, use_cache=use_cache, logits_to_keep=wanted)
         cache = out.past_key_values

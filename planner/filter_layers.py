@@ -108,7 +108,7 @@ class _Chooser:
         for first in range(len(self._lengths)):
             assignment = solve(self._problem(first)).segments
             bound = self._options.decode_loss * (1.0 + 1e-9)
-            kept = [place for place, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
+            kept = [position for position, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
             found.append(self._where_it_pays(assignment, kept))
         return min(found, key=lambda one: self._spent(*one))
 
@@ -128,8 +128,8 @@ class _Chooser:
     ) -> tuple[tuple[Segment, ...], list[bool]]:
         segments = tuple(map(self._segment, assignment))
         paying = [
-            bool(segments) and place in allowed and (not self._options.crossover or self._pays(segments, one.length))
-            for place, one in enumerate(self._lengths)
+            bool(segments) and position in allowed and (not self._options.crossover or self._pays(segments, one.length))
+            for position, one in enumerate(self._lengths)
         ]
         return (segments, paying) if any(paying) else ((), paying)
 
@@ -331,10 +331,10 @@ class _Trail:
         actions: list[tuple[int, int]] = []
         firsts = np.array([first for first, _, _ in self._steps])
         while node >= 0:
-            place = int(np.searchsorted(firsts, node, side="right")) - 1
-            first, layer, action = self._steps[place]
+            position = int(np.searchsorted(firsts, node, side="right")) - 1
+            first, layer, action = self._steps[position]
             actions.append((layer, action))
-            node = int(self._before[place][node - first])
+            node = int(self._before[position][node - first])
         return _segments_of(actions[::-1])
 
 

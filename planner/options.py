@@ -1,5 +1,9 @@
 """What `plan` is asked to do. Every field has a default; `settled` fills the ones that depend on model and device.
 
+Every pattern computes the diagonal tile, the one before it, and the first key tile (design, section 4). At 1K tokens
+that is most of the triangle, at 128K next to nothing; it follows from lengths and tiles alone, so that a density
+without room for them is refused before anything runs (`check_targets`).
+
 An option that nothing would read, because other options leave out every part of the run that reads it, is refused
 together with them (`check_used`). Names are those of the flags; most fields of `PlanOptions` are called the same.
 """
@@ -7,21 +11,29 @@ together with them (`check_used`). Names are those of the flags; most fields of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from sparsekv.planner.families import FAMILIES, KNOWN_FAMILIES, Family, mandatory_density
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
 from sparsekv.plans.types import format_length
 
+Family = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
+
+# Searched and timed by default.
+FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
+# "adaptive" only when asked for.
+KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "adaptive")
 Phase = Literal["prefill", "decode"]
 Selector = Literal["last", "uniform", "exponential"]
 FilterRule = Literal["dp", "omnikv", "fixed"]
 Preset = Literal["minference"]
 
+# Densities are rounded; one that is the target but for rounding is the target.
+ROUNDING = 1e-4
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
 TASKS = (*RETRIEVAL_TASKS, "perplexity")
@@ -235,8 +247,8 @@ class PlanOptions:
             )
         if not self.lengths:
             return given
-        order = sorted(range(len(given)), key=lambda place: self.lengths[place])
-        return tuple(given[place] for place in order)
+        order = sorted(range(len(given)), key=lambda position: self.lengths[position])
+        return tuple(given[position] for position in order)
 
     def _least_density(self, length: int) -> float:
         """What the sparsest family computes at least; at a few hundred tokens that is nearly everything."""
@@ -254,6 +266,56 @@ def density_for(length: int) -> float:
             return round(top * math.pow(bottom / top, share), 4)
         low, top = high, bottom
     return top
+
+
+def mandatory_a_row(tile: TileShape) -> int:
+    """Tiles that every pattern computes in a whole row tile: those of the diagonal, the one before, the first."""
+    return (tile.query - 1) // tile.key + 3
+
+
+def mandatory_density(length: int, tile: TileShape, family: Family) -> float:
+    """The least share of the causal tiles of a prompt of `length` tokens that a head of a family computes."""
+    rows = [_row(first, min(first + tile.query, length) - 1, tile, family) for first in range(0, length, tile.query)]
+    return sum(rows) / Chunk.uniform(1, 0, length).causal_tiles(tile)
+
+
+def _row(first: int, last: int, tile: TileShape, family: Family) -> int:
+    base, seen = first // tile.key, last // tile.key + 1
+    if family == "block_sparse":  # the last row tile, which may be cut short, gets as many tiles as a whole one
+        return min(seen, mandatory_a_row(tile))
+    return seen - max(base - 1, 0) + int(base > 1)
+
+
+def check_targets(
+    prompts: Mapping[int, Sequence[int]], targets: Sequence[float], tile: TileShape, families: Collection[Family]
+) -> None:
+    """Refuses a target density that no pattern of these families can reach.
+
+    Args:
+        prompts: for each length to be planned, ascending, how many tokens its prompts have.
+        targets: the target density of each length; empty where there is none.
+        tile: of the plan.
+        families: of the search.
+
+    Raises:
+        UsageError: naming the length, and the least density there.
+    """
+    if not targets:
+        return
+    for (length, tokens), target in zip(prompts.items(), targets, strict=True):
+        means = [sum(mandatory_density(n, tile, family) for n in tokens) / len(tokens) for family in families]
+        if min(means) > target * (1.0 + ROUNDING):
+            raise too_low(target, length, min(means))
+
+
+def too_low(target: float, length: int, least: float) -> UsageError:
+    """The error for a target density below what mandatory tiles alone take, `least`."""
+    share = math.ceil(least * 1e3) / 1e3
+    return UsageError(
+        f"expected a target density that leaves room for the tiles every pattern computes (the first, the diagonal, "
+        f"the one before), found {target:g} at {length} tokens, where they take up to {share:g}; raise it, or plan "
+        "longer contexts or smaller tiles"
+    )
 
 
 def _default_lengths(context_length: int, device_type: str) -> tuple[int, ...]:

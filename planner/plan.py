@@ -20,7 +20,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
-from sparsekv.planner.data_files import check_architecture, check_model, digest_of, versions, write_cost, write_profile
+from sparsekv.planner.data_files import check_model, digest_of, versions, write_cost, write_profile
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
@@ -360,5 +360,5 @@ def _checked(name: str, measured: Profile) -> str:
         if source.path_or_id != measured.model.id:
             raise
         return _NO_CONFIG.format(name=name)
-    check_architecture(measured, describe_config(config, source.path_or_id))
+    check_model(measured, describe_config(config, source.path_or_id), weights=False)
     return _NO_WEIGHTS.format(name=name)

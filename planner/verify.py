@@ -83,11 +83,10 @@ def verify(
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
-    if not planned_phases(plan):
+    phases = planned_phases(plan)
+    if not phases:
         raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
-    modes: dict[str, Mode] = {
-        phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in planned_phases(plan)
-    }
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in phases}
     samples = EvalSamples(
         options.tasks,
         options.verify_lengths,
@@ -97,7 +96,7 @@ def verify(
         options.prefill_chunk,
     )
     parts = evaluate(loaded, modes, samples, kit, progress)
-    pooled = {phase: merged(parts[phase]) for phase in planned_phases(plan)}
+    pooled = {phase: merged(parts[phase]) for phase in phases}
     for phase, result in pooled.items():
         _check_finite(result, phase)
     misses = {phase: misses_of(parts[phase], options.gate) for phase in pooled}
@@ -217,7 +216,8 @@ def after_a_missed_gate(options: PlanOptions, missed: Set[PhaseName]) -> str:
         missed: the phases that missed the gate; where only both together missed it, either may be given more.
     """
     wanted = {phase for phase in options.phases if phase in missed} or set(options.phases)
-    first, *rest = (*_more(options, wanted), *_looser(options))
+    looser = "loosen --max-accuracy-drop" if options.gate.max_kl is None else "loosen --max-accuracy-drop or --max-kl"
+    first, *rest = (*_more(options, wanted), looser)
     return f"{first[0].upper()}{first[1:]}, {', '.join(rest)}, or verify on more samples (--verify-samples)"
 
 
@@ -231,10 +231,6 @@ def _more(options: PlanOptions, phases: Set[str]) -> Iterator[str]:
             yield "raise --target-density"
     if "decode" in phases:
         yield "choose other --filter-layers" if options.filter_rule == "fixed" else "raise --decode-budget"
-
-
-def _looser(options: PlanOptions) -> Iterator[str]:
-    yield "loosen --max-accuracy-drop" if options.gate.max_kl is None else "loosen --max-accuracy-drop or --max-kl"
 
 
 def tightened(
@@ -283,9 +279,9 @@ def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
     longest = profile.lengths[-1]
     budgets: tuple[Budget, ...] = longest.reuse.budgets if longest.reuse else ()
     spent = options.decode_budget.resolve(longest.length)
-    larger = sorted((b.resolve(longest.length), place) for place, b in enumerate(budgets))
+    larger = sorted((b.resolve(longest.length), position) for position, b in enumerate(budgets))
     return next(
-        (replace(options, decode_budget=budgets[place]) for size, place in larger if size > spent),
+        (replace(options, decode_budget=budgets[position]) for size, position in larger if size > spent),
         options,
     )
 

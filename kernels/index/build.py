@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +28,7 @@ from sparsekv.kernels.index.layout import (
     IndexWidths,
     Layout,
     LineScores,
+    PreparedIndex,
     ceil_div,
     empty_tiles,
     spread,
@@ -41,22 +42,12 @@ from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Patter
 BuilderName = Literal["auto", "torch", "triton"]
 
 
-class PreparedIndex(Protocol):
-    """The index of some heads; the host knows its size, the device may not have built it yet."""
-
-    @property
-    def widths(self) -> IndexWidths: ...
-
-    def fill(self, into: TileIndex) -> None:
-        """Writes it to the tensors of the whole layer, which are at least as wide."""
-
-
 @dataclass(frozen=True, slots=True)
 class IndexBuilder:
     """What builds the heads of one pattern.
 
     `triton` names a module that does the same on a GPU, imported when first used: its `obstacle(group, call)` says why
-    it cannot build these heads, or None; its `prepare(group, call)` returns a PreparedIndex.
+    it cannot build these heads, or None; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.
     """
 
     torch: Callable[[HeadGroup, IndexCall], HeadIndex]
@@ -125,7 +116,7 @@ def build_index(
     call = IndexCall.of(q_BHSD, k_BGKD, chunk, tile, scale, window, lines)
     on_gpu = _by_triton(builder, q_BHSD.device)
     dense = next((group.heads for group in groups if group.kind is Dense), ())
-    parts = [_prepare(group, call, on_gpu) for group in groups]
+    parts = [_build_part(group, call, on_gpu) for group in groups]
     if len(parts) == 1 and isinstance(only := parts[0], HeadIndex):
         return TileIndex(
             tile,
@@ -190,12 +181,12 @@ def _mark_dense(device: torch.device, dense: tuple[int, ...], heads: int) -> tor
     return on_device([head in dense for head in range(heads)], device, torch.bool)
 
 
-def _prepare(group: HeadGroup, call: IndexCall, on_gpu: bool) -> PreparedIndex:
+def _build_part(group: HeadGroup, call: IndexCall, on_gpu: bool) -> HeadIndex | PreparedIndex:
     builder = BUILDERS[group.kind]
     if on_gpu and builder.triton:
         module: Any = import_module(builder.triton)
         if module.obstacle(group, call) is None:
-            prepared: PreparedIndex = module.prepare(group, call)
+            prepared: HeadIndex | PreparedIndex = module.prepare(group, call)
             return prepared
     return builder.torch(group, call)
 

@@ -8,7 +8,7 @@ All that decides a shape is known to the host: budgets, lengths, tile sizes. Not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,8 +88,10 @@ class Layout:
         return tuple(past % self.tile.key for past in self.chunk.past)
 
     def resolve(self, budgets: Sequence[Budget]) -> list[list[int]]:
-        """Tokens of each budget in each batch row: [B][h]."""
-        return [[budget.resolve(length) for budget in budgets] for length in self.chunk.lengths]
+        """Tokens of each budget in each batch row: [B][h]. Resolves each once, as heads mostly share a pattern."""
+        unique = {id(budget): budget for budget in budgets}
+        rows = ({key: one.resolve(length) for key, one in unique.items()} for length in self.chunk.lengths)
+        return [[row[id(budget)] for budget in budgets] for row in rows]
 
     def tile_bounds(self, budgets: Sequence[Budget]) -> list[list[int]]:
         """The most key tiles of a row under each budget, never fewer than the mandatory ones: [B][h]."""
@@ -190,6 +192,14 @@ class IndexWidths:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedIndex:
+    """The index of some heads, to be built straight into the tensors of the whole layer, which are at least as wide."""
+
+    widths: IndexWidths
+    fill: Callable[[TileIndex], None]
+
+
+@dataclass(frozen=True, slots=True)
 class HeadIndex:
     """The index of some heads; see TileIndex for what the fields mean."""
 
@@ -237,6 +247,11 @@ def empty_tiles(layout: Layout, heads: int, width: int) -> tuple[torch.Tensor, t
 def largest(numbers: list[list[int]]) -> int:
     """Over heads and batch rows."""
     return max(map(max, numbers))
+
+
+def flat(rows: list[list[int]]) -> tuple[int, ...]:
+    """Row after row."""
+    return tuple(number for row in rows for number in row)
 
 
 def ceil_div(tokens: int, size: int) -> int:

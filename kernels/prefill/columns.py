@@ -120,7 +120,6 @@ def add_columns(
         )  # fmt: skip
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernels again.
 @triton.jit(do_not_specialize=["heads", "columns", "packed"])
 @no_type_check
 def pack_kernel(

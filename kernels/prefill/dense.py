@@ -10,6 +10,8 @@ Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S query 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -107,18 +109,23 @@ def _flash_runs(q_BHSD: torch.Tensor) -> bool:
     return (
         q_BHSD.is_cuda
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(q_BHSD.device) >= (8, 0)
+        and _capability(q_BHSD.device) >= (8, 0)
         and q_BHSD.dtype in (torch.float16, torch.bfloat16)
         and q_BHSD.shape[-1] <= 256
         and torch.backends.cuda.flash_sdp_enabled()
     )
 
 
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _whole_prompt(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor, scale: float) -> torch.Tensor:
     """Queries and keys are the same tokens, so torch's own causal flag means what it should."""
     if not _flash_runs(q_BHSD):
         return _grouped(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
-    hopper = torch.cuda.get_device_capability(q_BHSD.device) >= (9, 0)
+    hopper = _capability(q_BHSD.device) >= (9, 0)
     if not hopper or q_BHSD.shape[2] < CUDNN_ROWS:
         return _plain(q_BHSD, k_BHSD, v_BHSD, scale, is_causal=True)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
@@ -172,11 +179,14 @@ def _grouped(
     is_causal: bool = False,
     mask_SK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """For kernels that do not know grouped heads: KV heads take the batch's place, and each is seen N times."""
-    B, H, _, _ = q_BHSD.shape
+    """For kernels that do not know grouped heads: KV heads become the batch, each of them expanded N times."""
+    B, H, S, _ = q_BHSD.shape
     G = k_BGKD.shape[1]
     if H == G:
         return scaled_dot_product_attention(q_BHSD, k_BGKD, v_BGKD, mask_SK, is_causal=is_causal, scale=scale)
+    if S == 1 and mask_SK is None:  # one row sees every key: the heads of a group are rows of one head
+        q_BGND = q_BHSD.reshape(B, G, H // G, -1)
+        return scaled_dot_product_attention(q_BGND, k_BGKD, v_BGKD, scale=scale).reshape_as(q_BHSD)
     out_BHSD = torch.empty_like(q_BHSD)
     for b in range(B):
         q_GNSD = q_BHSD[b].unflatten(0, (G, H // G))

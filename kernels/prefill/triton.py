@@ -218,7 +218,6 @@ def _visible(row_M, key_N, window, WINDOWED: tl.constexpr):
     return keep_MN
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "kv_heads", "queries", "query_tiles", "listed", "columns", "words"])
 @no_type_check
 def prefill_kernel(

@@ -28,7 +28,7 @@ from sparsekv.planner.cost.predict import (
     heads_by_pattern,
     layer_times,
 )
-from sparsekv.planner.families import Family
+from sparsekv.planner.options import Family
 from sparsekv.plans.patterns import TileShape
 
 # Predictions and timings differ by more than this: a smaller gain is none.
@@ -111,8 +111,8 @@ class Savings:
         candidates = self._tables.entry.candidates
         gain = {name: -self._cost.index_launch_us(name) for name in heads_by_pattern(self._tables, choice_H)}
         for head in np.flatnonzero(choice_H >= 0).tolist():
-            place = int(choice_H[head])
-            gain[candidates[place].family] += float(self._saved_LCH[row, place, head])
+            position = int(choice_H[head])
+            gain[candidates[position].family] += float(self._saved_LCH[row, position, head])
         losing = [(us, name) for name, us in gain.items() if us <= 0.0]
         return min(losing)[1] if losing else None
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from sparsekv.planner.families import Family
+from sparsekv.planner.options import Family
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.families import Family, mandatory_a_row
+from sparsekv.planner.options import Family, mandatory_a_row
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
@@ -151,7 +151,7 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, tile
 def heads_by_pattern(tables: ScoreTables, choice_H: Choice) -> dict[Family, int]:
     """How many heads of a layer follow each family."""
     candidates = tables.entry.candidates
-    return dict(Counter(candidates[place].family for place in choice_H.tolist() if place >= 0))
+    return dict(Counter(candidates[position].family for position in choice_H.tolist() if position >= 0))
 
 
 def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
@@ -164,7 +164,7 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
         for head, pattern in enumerate(bucket.patterns(scores.layer, heads)):
             if isinstance(pattern, Dense):
                 continue
-            measured = [tables.entry.patterns[places[head]] for places in scores.patterns]
+            measured = [tables.entry.patterns[positions[head]] for positions in scores.patterns]
             if pattern not in measured:
                 return None
             choice[row, head] = measured.index(pattern)

@@ -8,8 +8,7 @@ import numpy as np
 
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import DENSE, ScoreTables, choice_of, prefill_estimate, step_us
-from sparsekv.planner.families import ROUNDING
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import ROUNDING, PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillPlan
 from sparsekv.plans.schema import Plan

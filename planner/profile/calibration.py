@@ -97,8 +97,8 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
 
 
 def _from_task(kit: Kit, options: PlanOptions, length: int, index: int) -> CalibrationPrompt:
-    turn, place = divmod(index, len(options.tasks))
-    sample = _sample(options.tasks[place], kit, length, options.seed, turn)
+    turn, position = divmod(index, len(options.tasks))
+    sample = _sample(options.tasks[position], kit, length, options.seed, turn)
     return CalibrationPrompt(np.concatenate([sample.prompt_ids, sample.answer_ids]), len(sample.prompt_ids))
 
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from sparsekv.planner.families import Family
-from sparsekv.planner.options import PlanOptions, asked, flag_of
+from sparsekv.planner.options import Family, PlanOptions, asked, flag_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
@@ -52,7 +51,7 @@ class Candidate(Part):
 class LayerScores(Part):
     """One layer: a row a candidate, an entry a head, means over the calibration prompts.
 
-    `patterns` are places in the pattern list of the length. `tiles` and `columns` are shares of the causal tiles.
+    `patterns` are positions in the pattern list of the length. `tiles` and `columns` are shares of the causal tiles.
     """
 
     layer: Index
@@ -127,8 +126,8 @@ class LengthProfile(Part):
             if len(scores.patterns) != len(self.candidates):
                 message = f"expected {len(self.candidates)} candidates, found {len(scores.patterns)}"
                 raise FieldError(message, "layers", number)
-            if any(place >= len(self.patterns) for row in scores.patterns for place in row):
-                raise FieldError(f"expected places below {len(self.patterns)}", "layers", number)
+            if any(position >= len(self.patterns) for row in scores.patterns for position in row):
+                raise FieldError(f"expected positions below {len(self.patterns)}", "layers", number)
         return self
 
 

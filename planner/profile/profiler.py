@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +23,7 @@ from torch import nn
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.data_files import device_name, dtype_name, versions
-from sparsekv.planner.families import check_targets
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
@@ -34,7 +34,7 @@ from sparsekv.planner.profile.search_space import (
     aims,
     fit_to_target,
 )
-from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
+from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import NoProgress, Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
@@ -170,38 +170,41 @@ class Pass:
         with torch.no_grad(), _residuals(model, self._prompt.decode_rows) as residuals:
 
             def observe(call: AttentionCall) -> None:
-                decode = DecodeLayer(call.q_BHSD, call.k_BGKD, call.v_BGKD, call.scale, projections[call.layer])
+                layer = self._layer(call, projections[call.layer])
                 if self._reuse is not None:
-                    self._reuse.choose(call.layer, decode)
+                    self._reuse.choose(call.layer, layer)
                 if (self._length, self._sample, call.layer) not in records:
-                    prefill = self._prefill(call, decode.projection_WZ, records)
-                    scores = prefill | self._decode(call.layer, decode, residuals[call.layer])
+                    scores = {} if call.window is not None else self._prefill(call.layer, layer, records)
+                    scores |= self._decode(call.layer, layer, residuals[call.layer])
                     records.add(LayerRecord(length=self._length, sample=self._sample, layer=call.layer, **scores))
                 done(call.layer + 1)
 
             with capture_attention(model, observe):
                 decoder_of(model)(input_ids=ids_1S, use_cache=False)
 
-    def _decode(self, layer: int, decode: DecodeLayer, residual: float) -> dict[str, Any]:
+    def _layer(self, call: AttentionCall, projection_WZ: torch.Tensor) -> Layer:
+        tile = self._options.tile_shape
+        prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale)
+        rows = Rows.of(call.chunk.longest, self._prompt.tail_start, tile, self._options.row_stride or 1)
+        return Layer(prefix, call.v_BGKD, projection_WZ, rows, self._backend)
+
+    def _decode(self, number: int, layer: Layer, residual: float) -> dict[str, Any]:
         if self._reuse is None:
             return {}
-        moved = self._reuse.moved(decode)
-        kept = tuple(map(as_table, self._reuse.kept(decode, range(layer + 1))))
+        moved = self._reuse.moved(layer)
+        kept = tuple(map(as_table, self._reuse.kept(layer, range(number + 1))))
         return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}
 
-    def _prefill(self, call: AttentionCall, projection_WZ: torch.Tensor, records: Records) -> dict[str, Any]:
-        if call.window is not None or not self._aims:
+    def _prefill(self, number: int, layer: Layer, records: Records) -> dict[str, Any]:
+        if not self._aims:
             return {}
-        tile = self._options.tile_shape
-        sampled = [aim.patterns.last_q for aim in self._aims if aim.patterns.last_q]
-        prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale).with_lines(sampled)
-        rows = Rows.of(call.chunk.longest, self._prompt.tail_start, tile, self._options.row_stride or 1)
+        prefix = layer.prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
         patterns: Sequence[Patterns]
         if self._sample > 0:
-            patterns = records[self._length, 0, call.layer].patterns
+            patterns = records[self._length, 0, number].patterns
         else:
             patterns = [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in self._aims]
-        scores = score_candidates(Layer(prefix, call.v_BGKD, projection_WZ, rows, self._backend), patterns)
+        scores = score_candidates(replace(layer, prefix=prefix), patterns)
         return {
             "patterns": tuple(patterns),
             "error": as_table(score.error_H for score in scores),
@@ -225,7 +228,7 @@ def _residuals(model: Any, rows: Sequence[int]) -> Iterator[dict[int, float]]:
         return hook
 
     layers: Any = decoder_of(model).layers
-    hooks = [layer.register_forward_pre_hook(note(place), with_kwargs=True) for place, layer in enumerate(layers)]
+    hooks = [layer.register_forward_pre_hook(note(position), with_kwargs=True) for position, layer in enumerate(layers)]
     try:
         yield norms
     finally:

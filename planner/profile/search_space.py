@@ -22,8 +22,7 @@ from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.families import Family
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import Family, PlanOptions
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.plans.patterns import (
     Adaptive,

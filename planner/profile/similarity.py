@@ -20,6 +20,7 @@ import torch
 
 from sparsekv.kernels.scores import token_scores
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.head_errors import Layer
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
 from sparsekv.plans.patterns import fraction
 from sparsekv.runtime.core.select import selector_weights
@@ -41,17 +42,6 @@ def token_choice(options: PlanOptions) -> TokenChoice:
     return TokenChoice(sink=options.decode_sink, recent=options.decode_recent, budgets=budgets, selectors=_SELECTORS)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLayer:
-    """One layer over one prompt, batch of one."""
-
-    q_BHSD: torch.Tensor
-    k_BGSD: torch.Tensor
-    v_BGSD: torch.Tensor
-    scale: float
-    projection_WZ: torch.Tensor  # Z = H * D
-
-
 @dataclass(slots=True)
 class ReuseScores:
     """Takes the layers of one prompt in order.
@@ -65,35 +55,35 @@ class ReuseScores:
     choice: TokenChoice
     _chosen: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def choose(self, index: int, layer: DecodeLayer) -> None:
+    def choose(self, index: int, layer: Layer) -> None:
         """Notes the tokens that this layer would choose, best first, a list a selector and row."""
-        for place, selector in enumerate(self.choice.selectors):
-            self._chosen[index, place] = [self._choice(layer, selector, row) for row in self.rows]
+        for position, selector in enumerate(self.choice.selectors):
+            self._chosen[index, position] = [self._choice(layer, selector, row) for row in self.rows]
 
-    def kept(self, layer: DecodeLayer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
+    def kept(self, layer: Layer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
         """S[i, this layer] of filter layers i that were noted, for each selector and budget: [selector, budget, i].
 
         A filter of the layer's own (after `choose`) gives the mass of its own best tokens.
         """
         shape = (len(self.choice.selectors), len(self.choice.budgets), len(filters))
         worst = np.ones(shape)
-        for place, row in enumerate(self.rows):
-            worst = np.minimum(worst, self._kept_in_row(layer, filters, place, row).reshape(shape))
+        for position, row in enumerate(self.rows):
+            worst = np.minimum(worst, self._kept_in_row(layer, filters, position, row).reshape(shape))
         return worst
 
-    def moved(self, layer: DecodeLayer) -> float:
+    def moved(self, layer: Layer) -> float:
         """|| attention output || of this layer over all rows, after the output projection."""
         outputs = (_head_outputs(layer, _probabilities(layer, row), row).sum(0) for row in self.rows)
         return float(torch.stack(list(outputs)).norm())
 
-    def _choice(self, layer: DecodeLayer, selector: SelectorChoice, row: int) -> torch.Tensor:
+    def _choice(self, layer: Layer, selector: SelectorChoice, row: int) -> torch.Tensor:
         positions = range(max(0, row + 1 - selector.window), row + 1)
         scores_B1S = token_scores(
-            layer.q_BHSD[:, :, positions.start : positions.stop],
-            layer.k_BGSD[:, :, : row + 1],
+            layer.prefix.q_BHSD[:, :, positions.start : positions.stop],
+            layer.prefix.k_BGSD[:, :, : row + 1],
             positions,
             torch.tensor(selector_weights(selector.selector, len(positions))),
-            scale=layer.scale,
+            scale=layer.prefix.scale,
         )
         among = self._candidates(row)
         return scores_B1S[0, 0, among.start : among.stop].topk(max(self._counts(row))).indices + among.start
@@ -105,11 +95,13 @@ class ReuseScores:
     def _counts(self, row: int) -> list[int]:
         return [min(budget.resolve(row + 1), len(self._candidates(row))) for budget in self.choice.budgets]
 
-    def _kept_in_row(self, layer: DecodeLayer, filters: Sequence[int], place: int, row: int) -> npt.NDArray[np.float64]:
+    def _kept_in_row(self, layer: Layer, filters: Sequence[int], position: int, row: int) -> npt.NDArray[np.float64]:
         weights_HS = _probabilities(layer, row)
         share_H = _head_shares(layer, weights_HS, row)
         mass_S = (weights_HS * share_H[:, None]).sum(0)
-        tokens_CK = torch.stack([self._chosen[i, s][place] for s in range(len(self.choice.selectors)) for i in filters])
+        tokens_CK = torch.stack(
+            [self._chosen[i, s][position] for s in range(len(self.choice.selectors)) for i in filters]
+        )
         running_CK = torch.nn.functional.pad(mass_S[tokens_CK].double().cumsum(-1), (1, 0))
         among = self._candidates(row)
         always = mass_S[: among.start].sum() + mass_S[among.stop :].sum()
@@ -118,17 +110,17 @@ class ReuseScores:
         return np.asarray(held_SIB).swapaxes(1, 2)
 
 
-def _probabilities(layer: DecodeLayer, row: int) -> torch.Tensor:
-    q_BH1D, k_BGSD = layer.q_BHSD[:, :, row : row + 1], layer.k_BGSD[:, :, : row + 1]
-    return token_scores(q_BH1D, k_BGSD, (row,), torch.ones(1), scale=layer.scale, heads=None)[0]
+def _probabilities(layer: Layer, row: int) -> torch.Tensor:
+    q_BH1D, k_BGSD = layer.prefix.q_BHSD[:, :, row : row + 1], layer.prefix.k_BGSD[:, :, : row + 1]
+    return token_scores(q_BH1D, k_BGSD, (row,), torch.ones(1), scale=layer.prefix.scale, heads=None)[0]
 
 
-def _head_shares(layer: DecodeLayer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
+def _head_shares(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
     norm_H: torch.Tensor = _head_outputs(layer, weights_HS, row).norm(dim=-1)
     return norm_H / norm_H.sum().clamp(min=1e-20)
 
 
-def _head_outputs(layer: DecodeLayer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
+def _head_outputs(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
     """What each head adds to the residual: [H, W]."""
     weights_GNS = weights_HS.reshape(layer.v_BGSD.shape[1], -1, row + 1)
     out_HD = (weights_GNS @ layer.v_BGSD[0, :, : row + 1].float()).flatten(0, 1)

@@ -101,10 +101,11 @@ def _attend_selected(
 
 
 def _count(layer: LayerProgram, lengths: tuple[int, ...], meter: Meter) -> None:
+    segment = layer.follows
     for length in lengths:
         visible = length if layer.window is None else min(length, layer.window)
-        chosen = ALL if layer.follows is None else layer.follows.count(length)
-        attended = visible if layer.follows is None or chosen == ALL else (
-            layer.follows.sink + chosen + layer.follows.recent
-        )  # fmt: skip
-        meter.add_decode(min(visible, attended), visible)
+        chosen = ALL if segment is None else segment.count(length)
+        if segment is None or chosen == ALL:
+            meter.add_decode(visible, visible)
+        else:
+            meter.add_decode(min(visible, segment.sink + chosen + segment.recent), visible)

@@ -45,6 +45,7 @@ class DecodeState:
     def reset(self) -> None:
         """Forgets the sequences."""
         self.lengths: tuple[int, ...] | None = None  # of the step under way, where the host knows them
+        self.uniform: int | None = None  # the length of every row, where the host knows it and all are equal
         self._lengths_B: torch.Tensor | None = None
         self._lists: dict[int, Selection] = {}
         self._selected: dict[int, Selection | None] = {}
@@ -60,13 +61,14 @@ class DecodeState:
             device: of the tensors to come.
         """
         self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
+        self.uniform = self.lengths[0] if self.lengths and len(set(self.lengths)) == 1 else None
         self._selected.clear()
         if self._lengths_B is None or self._lengths_B.shape[0] != len(lengths):
             self._lengths_B = torch.empty(len(lengths), dtype=torch.int32, device=device)
         if isinstance(lengths, torch.Tensor):
             self._lengths_B.copy_(lengths)
-        elif len(set(lengths)) == 1:
-            self._lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
+        elif self.uniform is not None:
+            self._lengths_B.fill_(self.uniform)  # a launch; a copy from the host would wait
         else:
             self._lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
 
@@ -76,17 +78,14 @@ class DecodeState:
         assert self._lengths_B is not None, "begin() comes first"
         return self._lengths_B
 
-    @property
-    def uniform(self) -> int | None:
-        """The length of every row, where the host knows it and all are equal."""
-        return self.lengths[0] if self.lengths and len(set(self.lengths)) == 1 else None
-
-    @torch.inference_mode(False)
     def remember(self, layer: LayerProgram, q_BHSD: torch.Tensor) -> None:
         """Keeps the newest queries of a filter layer whose selector looks at several; called for every token."""
         count = self._windows.get(layer.layer)
-        if count is None:
-            return
+        if count is not None:
+            self._remember(layer, q_BHSD, count)
+
+    @torch.inference_mode(False)
+    def _remember(self, layer: LayerProgram, q_BHSD: torch.Tensor, count: int) -> None:
         batch, heads, new, size = q_BHSD.shape
         window_BHWD = self._queries.get(layer.layer)
         if window_BHWD is None:

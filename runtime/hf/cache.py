@@ -48,7 +48,6 @@ class SparseLayer(CacheLayerMixin):
         self.owner = owner
         self.layer = layer
         self.state = state
-        self.bytes = Bytes()
         self.reserved = 0  # tokens to make room for
         self._start()
 
@@ -62,7 +61,6 @@ class SparseLayer(CacheLayerMixin):
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.state, memo))
         copied.is_initialized = self.is_initialized
         copied.store = deepcopy(self.store, memo)
-        copied.bytes = Bytes(self.bytes.device, self.bytes.host)
         copied.reserved = self.reserved
         return copied
 
@@ -76,7 +74,7 @@ class SparseLayer(CacheLayerMixin):
         """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
         check_owner_open(self.owner)
         self.store.append(key_states, value_states)
-        self._count()
+        self.is_initialized = True
         return key_states, value_states
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,22 +83,14 @@ class SparseLayer(CacheLayerMixin):
         return self.store.room(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Holds what was written to `room`."""
+        """Counts what was written to `room`."""
         self.store.commit(k_BGSD, v_BGSD)
-        self._count()
+        self.is_initialized = True
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Makes room for so many tokens in all, now where their layout is known; see KVStore."""
         self.reserved = max(self.reserved, tokens)
         self.store.reserve(tokens, layout)
-        self._measure()
-
-    def _count(self) -> None:
-        self.is_initialized = True
-        self._measure()
-
-    def _measure(self) -> None:
-        self.bytes.device, self.bytes.host = self.store.bytes_device, self.store.bytes_host
 
     def get_seq_length(self) -> int:
         """Tokens cached."""
@@ -116,9 +106,9 @@ class SparseLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens; the memory is given back."""
+        self.store.bytes.device = self.store.bytes.host = 0  # of whoever still reads them
         self._start()
         self.state.reset()
-        self.bytes.device = self.bytes.host = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: the choices of filter layers cannot be taken back. Removing nothing is fine."""
@@ -155,7 +145,7 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
         cache.layers = [SparseLayer(owner, layer, state) for layer in range(layers)]
         cache.layer_class_to_replicate = None
         reserve(cache, getattr(cache, _EXPECTED, 0))
-    owner.bytes = [layer.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
+    owner.bytes = [layer.store.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
     return cache
 
 

@@ -26,7 +26,7 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
-from sparsekv.runtime.stores.store import Layout, check_layout, check_rows, grown
+from sparsekv.runtime.stores.store import Bytes, Layout, check_fit, grown
 
 
 def empty_packed(tokens: int, layout: Layout) -> torch.Tensor:
@@ -67,11 +67,12 @@ class HostStore:
     """
 
     def __init__(self, hot: Budget, memory: HostMemory | None = None) -> None:
+        self.length = 0
+        self.bytes = Bytes()
         self._hot = hot
         self._memory = HostMemory() if memory is None else memory
         self._capacity = 0  # tokens allocated, on the device and the host together
         self._reserved = 0
-        self._length = 0
         self._hot_start = 0  # tokens before it lie on the host, the others in the ring
         self._block: Block | None = None
         self._give_back: Callable[[], object] | None = None
@@ -90,24 +91,9 @@ class HostStore:
             self._stream().settle()
             ring_PBGRD.copy_(self._buffers()[0])
             host_CBPGD[: self._hot_start] = self._buffers()[1][: self._hot_start]
-        copied._length, copied._hot_start = self._length, self._hot_start
+        copied.length, copied._hot_start = self.length, self._hot_start
         copied.fetched_tokens = self.fetched_tokens
         return copied
-
-    @property
-    def length(self) -> int:
-        """Tokens cached for each batch row."""
-        return self._length
-
-    @property
-    def bytes_device(self) -> int:
-        """Bytes of the ring."""
-        return 0 if self._ring_PBGRD is None else self._ring_PBGRD.untyped_storage().nbytes()
-
-    @property
-    def bytes_host(self) -> int:
-        """Bytes of the host part."""
-        return 0 if self._host_CBPGD is None else self._host_CBPGD.untyped_storage().nbytes()
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Puts the new tokens into the ring and moves those it has no room for to the host.
@@ -115,19 +101,19 @@ class HostStore:
         The copies to the host run behind the compute and read the two tensors until then: they may be let go of, but
         not overwritten. Every read of the store is ordered after them.
         """
-        check_rows(None if self._ring_PBGRD is None else self._ring_PBGRD[0], k_BGSD, v_BGSD)
+        check_fit(None if self._ring_PBGRD is None else self._ring_PBGRD[0], k_BGSD, v_BGSD)
         k_BGSD, v_BGSD = k_BGSD.detach(), v_BGSD.detach()
-        old, new = self._length, self._length + k_BGSD.shape[2]
+        old, new = self.length, self.length + k_BGSD.shape[2]
         self._make_room(new, Layout.of(k_BGSD))
         hot_start = max(self._hot_start, new - self._buffers()[0].shape[3])
         self._evict(self._hot_start, min(old, hot_start))
         self._send(old, k_BGSD[:, :, : max(hot_start - old, 0)], v_BGSD[:, :, : max(hot_start - old, 0)])
         self._to_ring(max(old, hot_start), new, k_BGSD, v_BGSD)
-        self._length, self._hot_start = new, hot_start
+        self.length, self._hot_start = new, hot_start
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory of its own on the device: attention reads it there while it is copied to the host."""
-        check_layout(None if self._ring_PBGRD is None else self._ring_PBGRD[0], layout)
+        layout.check(None if self._ring_PBGRD is None else self._ring_PBGRD[0])
         return unpacked(empty_packed(tokens, layout))
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
@@ -136,7 +122,7 @@ class HostStore:
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Room for `tokens` in all; allocated now where the layout is known. Raises UsageError without the memory."""
-        if self._length == 0:
+        if self.length == 0:
             self._reserved = max(self._reserved, tokens)
         known = layout if self._ring_PBGRD is None else self._layout()
         if known is not None:
@@ -146,9 +132,9 @@ class HostStore:
         """All tokens, copied to the compute device for as long as the caller keeps them."""
         ring_PBGRD, host_CBPGD = self._buffers()
         self._stream().order(self._written)
-        whole_SBPGD = empty_packed(self._length, self._layout())
+        whole_SBPGD = empty_packed(self.length, self._layout())
         whole_SBPGD[: self._hot_start].copy_(host_CBPGD[: self._hot_start], non_blocking=True)
-        hot_PBGSD = ring_PBGRD[:, :, :, self._slots_of(self._hot_start, self._length)]
+        hot_PBGSD = ring_PBGRD[:, :, :, self._slots_of(self._hot_start, self.length)]
         whole_SBPGD[self._hot_start :] = hot_PBGSD.permute(3, 1, 0, 2, 4)
         return KeyView(*unpacked(whole_SBPGD), lengths_B)
 
@@ -192,13 +178,15 @@ class HostStore:
         block = self._memory.take(torch.Size(shape).numel() * layout.dtype.itemsize, layout.device)
         ring_PBGRD = torch.stack((layout.empty(slots), layout.empty(slots)))
         host_CBPGD = block.view(shape, layout.dtype)
-        if self._length:
+        if self.length:
             old_ring, old_host = self._buffers()
-            moved = torch.arange(self._hot_start, self._length, device=layout.device) % max(slots, 1)
-            ring_PBGRD[:, :, :, moved] = old_ring[:, :, :, self._slots_of(self._hot_start, self._length)]
+            moved = torch.arange(self._hot_start, self.length, device=layout.device) % max(slots, 1)
+            ring_PBGRD[:, :, :, moved] = old_ring[:, :, :, self._slots_of(self._hot_start, self.length)]
             self._stream().settle()  # copies into the old block, or out of the new one's last life, may be under way
             host_CBPGD[: self._hot_start] = old_host[: self._hot_start]
         self._ring_PBGRD, self._host_CBPGD, self._capacity = ring_PBGRD, host_CBPGD, capacity
+        self.bytes.device = ring_PBGRD.untyped_storage().nbytes()
+        self.bytes.host = host_CBPGD.untyped_storage().nbytes()
         self._own(block, layout.device)
 
     def _own(self, block: Block, device: torch.device) -> None:

@@ -9,65 +9,52 @@ import torch
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.keys import KeyView
-from sparsekv.runtime.stores.store import Layout, check_layout, check_rows, grown
+from sparsekv.runtime.stores.store import Bytes, Layout, check_fit, grown
 
 
 class DeviceStore:
-    """Keys and values side by side with their queries; views cost nothing."""
+    """Keys and values beside their queries; views cost nothing."""
 
     def __init__(self) -> None:
+        self.length = 0
+        self.bytes = Bytes()
         self._k_BGCD: torch.Tensor | None = None
         self._v_BGCD: torch.Tensor | None = None
-        self._length = 0
         self._reserved = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens cached for each batch row."""
-        return self._length
-
-    @property
-    def bytes_device(self) -> int:
-        """Bytes allocated on the compute device."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in (self._k_BGCD, self._v_BGCD) if buffer is not None)
-
-    @property
-    def bytes_host(self) -> int:
-        """None of it is elsewhere."""
-        return 0
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
-        check_rows(self._k_BGCD, k_BGSD, v_BGSD)
-        k_room, v_room = self.room(k_BGSD.shape[2], Layout.of(k_BGSD))
+        check_fit(self._k_BGCD, k_BGSD, v_BGSD)
+        if self._k_BGCD is None or self.length + k_BGSD.shape[2] > self._k_BGCD.shape[2]:
+            self._grow(self.length + k_BGSD.shape[2], Layout.of(k_BGSD))
+        k_room, v_room = self._slices(k_BGSD.shape[2])
         k_room.copy_(k_BGSD.detach())
         v_room.copy_(v_BGSD.detach())
-        self.commit(k_room, v_room)
+        self.length += k_BGSD.shape[2]
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory behind the cached tokens. Raises ShapeError when the layout does not fit."""
-        check_layout(self._k_BGCD, layout)
-        stop = self._length + tokens
-        if self._k_BGCD is None or stop > self._k_BGCD.shape[2]:
-            self._make_room(stop, layout)
-        k_BGCD, v_BGCD = self._buffers()
-        return k_BGCD[:, :, self._length : stop], v_BGCD[:, :, self._length : stop]
+        layout.check(self._k_BGCD)
+        self._grow(self.length + tokens, layout)
+        return self._slices(tokens)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Counts the tokens written."""
-        self._length += k_BGSD.shape[2]
+        self.length += k_BGSD.shape[2]
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Room for `tokens` in all; allocated now where the layout is known."""
-        if self._length == 0:
+        if self.length == 0:
             self._reserved = max(self._reserved, tokens)
         known = layout if self._k_BGCD is None else Layout.of(self._k_BGCD)
         if known is not None:
-            self._make_room(max(tokens, self._reserved), known)
+            self._grow(max(tokens, self._reserved), known)
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens, and the memory behind them, without a copy."""
-        return KeyView(*self._buffers(), lengths_B)
+        assert self._k_BGCD is not None, "nothing was appended to this store yet"
+        assert self._v_BGCD is not None
+        return KeyView(self._k_BGCD, self._v_BGCD, lengths_B)
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
@@ -75,20 +62,21 @@ class DeviceStore:
         """All tokens, without a copy: kernels read the selected ones where they lie."""
         return self.view(lengths_B), selection
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._k_BGCD is not None, "nothing was appended to this store yet"
+    def _slices(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._k_BGCD is not None
         assert self._v_BGCD is not None
-        return self._k_BGCD, self._v_BGCD
+        return self._k_BGCD.narrow(2, self.length, tokens), self._v_BGCD.narrow(2, self.length, tokens)
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
-    def _make_room(self, needed: int, layout: Layout) -> None:
-        capacity = 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
+    def _grow(self, needed: int, layout: Layout) -> None:
+        capacity = -1 if self._k_BGCD is None else self._k_BGCD.shape[2]
         larger = grown(capacity, needed, self._reserved)
-        if larger > capacity or self._k_BGCD is None:
-            self._k_BGCD = self._moved(self._k_BGCD, layout.empty(larger))
-            self._v_BGCD = self._moved(self._v_BGCD, layout.empty(larger))
+        if larger == capacity:
+            return
+        self._k_BGCD, self._v_BGCD = (self._moved(old, layout.empty(larger)) for old in (self._k_BGCD, self._v_BGCD))
+        self.bytes.device = 2 * self._k_BGCD.untyped_storage().nbytes()
 
     def _moved(self, old_BGCD: torch.Tensor | None, larger_BGCD: torch.Tensor) -> torch.Tensor:
         if old_BGCD is not None:
-            larger_BGCD[:, :, : self._length].copy_(old_BGCD[:, :, : self._length])
+            larger_BGCD[:, :, : self.length].copy_(old_BGCD[:, :, : self.length])
         return larger_BGCD

@@ -34,6 +34,15 @@ class Layout:
         batch, heads, _, size = k_BGSD.shape
         return cls(batch, heads, size, k_BGSD.dtype, k_BGSD.device)
 
+    def check(self, cached: torch.Tensor | None) -> None:
+        """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `cached`."""
+        found = (self.batch, self.heads, self.size)
+        if cached is not None and found != (expected := (cached.shape[0], cached.shape[1], cached.shape[3])):
+            raise ShapeError(
+                f"the cache holds (batch, KV heads, head size) = {expected}, the new tokens have {found}; "
+                f"start a new cache for another batch"
+            )
+
     def empty(self, tokens: int) -> torch.Tensor:
         """Room for the keys, or the values, of so many tokens: [B, G, S, D] on the device."""
         return torch.empty((self.batch, self.heads, tokens, self.size), dtype=self.dtype, device=self.device)
@@ -41,26 +50,17 @@ class Layout:
 
 @dataclass(slots=True)
 class Bytes:
-    """Bytes of one layer's store; outlives the store, so that they can be read when the cache is gone."""
+    """Bytes that one store has allocated; outlives the store, so that they can be read when the cache is gone."""
 
     device: int = 0
-    host: int = 0
+    host: int = 0  # for what would otherwise be on the compute device
 
 
 class KVStore(Protocol):
     """Keys and values of one layer, of equally long batch rows."""
 
-    @property
-    def length(self) -> int:
-        """Tokens cached for each batch row."""
-
-    @property
-    def bytes_device(self) -> int:
-        """Bytes allocated on the compute device."""
-
-    @property
-    def bytes_host(self) -> int:
-        """Bytes allocated in host memory for what would otherwise be on the compute device."""
+    length: int  # tokens cached for each batch row
+    bytes: Bytes  # allocated now
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Adds the tokens that follow those already cached.
@@ -120,24 +120,11 @@ def grown(capacity: int, needed: int, reserved: int = 0) -> int:
     return needed + min(max(needed // 8, _LEAST_MARGIN), _MOST_MARGIN)
 
 
-def check_rows(cached: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+def check_fit(cached: torch.Tensor | None, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
     """Raises ShapeError unless the rows fit together, and to the [B, G, *, D] of `cached`."""
     if k_BGSD.dim() != 4 or k_BGSD.shape != v_BGSD.shape:
         raise ShapeError(
             f"keys and values must both be [batch, KV heads, tokens, head size]; "
             f"found {tuple(k_BGSD.shape)} and {tuple(v_BGSD.shape)}"
         )
-    check_layout(cached, Layout.of(k_BGSD))
-
-
-def check_layout(cached: torch.Tensor | None, layout: Layout) -> None:
-    """Raises ShapeError unless tokens of this layout fit to the [B, G, *, D] of `cached`."""
-    if cached is None:
-        return
-    expected = (cached.shape[0], cached.shape[1], cached.shape[3])
-    found = (layout.batch, layout.heads, layout.size)
-    if found != expected:
-        raise ShapeError(
-            f"the cache holds (batch, KV heads, head size) = {expected}, the new tokens have {found}; "
-            f"start a new cache for another batch"
-        )
+    Layout.of(k_BGSD).check(cached)

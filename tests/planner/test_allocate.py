@@ -204,9 +204,3 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     with pytest.raises(UsageError, match=r"density of 0\.3 over all calibration prompts at 8192 tokens, found 0\.30"):
         allocate(drifted, made_up_cost(), ALWAYS)
     assert density_of(drifted, PlanOptions(target_density=(0.31,), crossover=False)) <= 0.31
-
-
-def test_a_profile_of_decode_alone_is_refused() -> None:
-    entry = profile_with().lengths[0].model_copy(update={"layers": (), "candidates": (), "patterns": ()})
-    with pytest.raises(UsageError, match="no"):
-        allocate(made_up_profile(entry), made_up_cost(), ALWAYS)

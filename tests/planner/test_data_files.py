@@ -10,7 +10,7 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import Line
-from sparsekv.planner.data_files import digest_of, read_cost, read_profile, write_cost, write_profile
+from sparsekv.planner.data_files import check_model, digest_of, read_cost, read_profile, write_cost, write_profile
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 
@@ -53,7 +53,7 @@ def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: 
     for part in ("weights", "architecture"):
         prints = profile.model.fingerprint.model_copy(update={part: "sha256:" + "1" * 64})
         with pytest.raises(PlanMismatchError, match=part):
-            read_profile(tmp_path / "p", profile.model.model_copy(update={"fingerprint": prints}))
+            check_model(read_profile(tmp_path / "p"), profile.model.model_copy(update={"fingerprint": prints}))
 
 
 @pytest.mark.parametrize(

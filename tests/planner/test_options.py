@@ -2,8 +2,7 @@
 
 import pytest
 
-from sparsekv.planner.families import check_targets
-from sparsekv.planner.options import Gate, PlanOptions, density_for
+from sparsekv.planner.options import Gate, PlanOptions, check_targets, density_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.data_files import read_cost, read_profile
-from sparsekv.planner.families import FAMILIES
+from sparsekv.planner.options import FAMILIES
 from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile

@@ -115,7 +115,6 @@ def _visible(first_X, end_X, number_N, window, S: tl.constexpr, WINDOWED: tl.con
     return keep_XN
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "first_tile", "row_tiles", "key_tiles", "asked"])
 @no_type_check
 def antidiagonal_kernel(

@@ -15,7 +15,7 @@ a step, W listed tiles, D numbers of a head that are multiplied at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, no_type_check
 
 import torch
@@ -23,7 +23,16 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.device_cache import fields_on_device
-from sparsekv.kernels.index.layout import HeadGroup, IndexCall, IndexWidths, Layout, ceil_div, largest
+from sparsekv.kernels.index.layout import (
+    HeadGroup,
+    IndexCall,
+    IndexWidths,
+    Layout,
+    PreparedIndex,
+    ceil_div,
+    flat,
+    largest,
+)
 from sparsekv.kernels.index.triton.sizes import Sizes, sizes_for, tensor_obstacle
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.kernels.topk import blocks
@@ -38,9 +47,10 @@ def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
     return tensor_obstacle(call)
 
 
-def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> BlockSparseBuild:
+def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
     """All that the host knows about the index of these heads; arguments as in vertical_slash.py."""
-    return BlockSparseBuild(_plan(group, call.layout), call, sizes or sizes_for(call.layout.device))
+    plan = _plan(group, call.layout)
+    return PreparedIndex(plan.widths, partial(_fill, plan, call, sizes or sizes_for(call.layout.device)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,88 +66,63 @@ class _Plan:
 def _plan(group: HeadGroup, layout: Layout) -> _Plan:
     keep = layout.tile_bounds([pattern.keep for pattern in group.patterns])
     rows = (layout.chunk.past, layout.chunk.lengths, (0,) * layout.batch)
-    fields = (*rows, group.heads, tuple(range(layout.kv_heads)), tuple(tiles for row in keep for tiles in row))
+    fields = (*rows, group.heads, tuple(range(layout.kv_heads)), flat(keep))
     return _Plan(len(group.heads), IndexWidths(layout.most_tiles(largest(keep)), 0), fields)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSparseBuild:
-    """An index that is to be built."""
-
-    plan: _Plan
-    call: IndexCall
-    sizes: Sizes
-
-    @property
-    def widths(self) -> IndexWidths:
-        """How wide the index is."""
-        return self.plan.widths
-
-    def fill(self, into: TileIndex) -> None:
-        """Launches everything that builds it, straight into the tensors of the whole layer.
-
-        Args:
-            into: contiguous, of all heads, at least as wide as `widths`; tiles and counts of these heads are written.
-        """
-        call, layout, h = self.call, self.call.layout, self.plan.heads
-        with torch.cuda.device_of(call.q_BHSD):
-            past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = fields_on_device(layout.device, self.plan.fields)
-            q_BhTD = self._pool(call.q_BHSD, past_B, length_B, head_h, layout.row_tiles, layout.tile.query)
-            k_BGMD = self._pool(call.k_BGKD, zero_B, length_B, kv_head_G, layout.key_tiles, layout.tile.key)
-            for part in blocks(layout.row_tiles, layout.batch * h * layout.key_tiles, MOST_SCORES):
-                self._list_rows(part, q_BhTD, k_BGMD, (past_B, length_B, head_h), keep_Bh, into)
-
-    def _pool(
-        self,
-        x_BHSD: torch.Tensor,
-        first_B: torch.Tensor,
-        length_B: torch.Tensor,
-        head_h: torch.Tensor,
-        tiles: int,
-        size: int,
-    ) -> torch.Tensor:
-        """Mean rows of each tile of these heads, float32 [B, h, tiles, D]."""
-        batch, _, _, head_dim = x_BHSD.shape
-        mean_BhTD = torch.empty((batch, len(head_h), tiles, head_dim), dtype=torch.float32, device=x_BHSD.device)
-        pool_kernel[(tiles, len(head_h), batch)](
-            x_BHSD, mean_BhTD, first_B, length_B, head_h, *x_BHSD.stride()[:3], tiles,
-            TILE=size, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=self.sizes.pool_warps,
-        )  # fmt: skip
-        return mean_BhTD
-
-    def _list_rows(
-        self,
-        part: slice,
-        q_BhTD: torch.Tensor,
-        k_BGMD: torch.Tensor,
-        where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        keep_Bh: torch.Tensor,
-        into: TileIndex,
-    ) -> None:
-        """Scores and lists a block of row tiles."""
-        call, layout, sizes, h = self.call, self.call.layout, self.sizes, self.plan.heads
-        rows = part.stop - part.start
-        shape: dict[str, Any] = {
-            "QUERY": layout.tile.query,
-            "KEY": layout.tile.key,
-            "WINDOWED": layout.window is not None,
-        }
-        order_BhRM = torch.empty((layout.batch, h, rows, layout.key_tiles), dtype=torch.int32, device=layout.device)
-        reach = (layout.row_tiles, layout.key_tiles, part.start, part.stop)
-        products_kernel[(ceil_div(rows, sizes.products_block), h, layout.batch)](
-            q_BhTD, k_BGMD, order_BhRM, *where, call.scale, layout.window or 0, h, k_BGMD.shape[1], *reach,
-            GROUP=layout.group_size, D=q_BhTD.shape[3], BLOCK_D=sizes.products_numbers, BLOCK_T=sizes.products_block,
-            BLOCK_M=sizes.products_block,
-            PRECISION="ieee" if interpreting() else "tf32x3", num_warps=sizes.products_warps, **shape,
-        )  # fmt: skip
-        choose_kernel[(ceil_div(rows, sizes.choose_block), h, layout.batch)](
-            order_BhRM, into.tiles_BHTW, into.counts_BHT, *where, keep_Bh, layout.window or 0, h,
-            into.tiles_BHTW.shape[1], *reach, into.tiles_BHTW.shape[3],
-            BLOCK_T=sizes.choose_block, BLOCK_M=sizes.choose_tiles, num_warps=sizes.choose_warps, **shape,
-        )  # fmt: skip
+def _fill(plan: _Plan, call: IndexCall, sizes: Sizes, into: TileIndex) -> None:
+    """Writes tiles and counts of these heads; `into` is contiguous and of all heads."""
+    layout, h = call.layout, plan.heads
+    with torch.cuda.device_of(call.q_BHSD):
+        past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = fields_on_device(layout.device, plan.fields)
+        q_BhTD = _pool(call.q_BHSD, (past_B, length_B, head_h), layout.row_tiles, layout.tile.query, sizes)
+        k_BGMD = _pool(call.k_BGKD, (zero_B, length_B, kv_head_G), layout.key_tiles, layout.tile.key, sizes)
+        for part in blocks(layout.row_tiles, layout.batch * h * layout.key_tiles, MOST_SCORES):
+            _list_rows(part, q_BhTD, k_BGMD, (past_B, length_B, head_h), keep_Bh, call, sizes, into)
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
+def _pool(
+    x_BHSD: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tiles: int, size: int, sizes: Sizes
+) -> torch.Tensor:
+    """Mean rows of each tile of the heads in `where`, float32 [B, h, tiles, D]."""
+    batch, _, _, head_dim = x_BHSD.shape
+    h = len(where[2])
+    mean_BhTD = torch.empty((batch, h, tiles, head_dim), dtype=torch.float32, device=x_BHSD.device)
+    pool_kernel[(tiles, h, batch)](
+        x_BHSD, mean_BhTD, *where, *x_BHSD.stride()[:3], tiles,
+        TILE=size, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=sizes.pool_warps,
+    )  # fmt: skip
+    return mean_BhTD
+
+
+def _list_rows(
+    part: slice,
+    q_BhTD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    keep_Bh: torch.Tensor,
+    call: IndexCall,
+    sizes: Sizes,
+    into: TileIndex,
+) -> None:
+    """Scores and lists a block of row tiles."""
+    layout, h, rows = call.layout, q_BhTD.shape[1], part.stop - part.start
+    shape: dict[str, Any] = {"QUERY": layout.tile.query, "KEY": layout.tile.key, "WINDOWED": layout.window is not None}
+    order_BhRM = torch.empty((layout.batch, h, rows, layout.key_tiles), dtype=torch.int32, device=layout.device)
+    reach = (layout.row_tiles, layout.key_tiles, part.start, part.stop)
+    products_kernel[(ceil_div(rows, sizes.products_block), h, layout.batch)](
+        q_BhTD, k_BGMD, order_BhRM, *where, call.scale, layout.window or 0, h, k_BGMD.shape[1], *reach,
+        GROUP=layout.group_size, D=q_BhTD.shape[3], BLOCK_D=sizes.products_numbers, BLOCK_T=sizes.products_block,
+        BLOCK_M=sizes.products_block,
+        PRECISION="ieee" if interpreting() else "tf32x3", num_warps=sizes.products_warps, **shape,
+    )  # fmt: skip
+    choose_kernel[(ceil_div(rows, sizes.choose_block), h, layout.batch)](
+        order_BhRM, into.tiles_BHTW, into.counts_BHT, *where, keep_Bh, layout.window or 0, h,
+        into.tiles_BHTW.shape[1], *reach, into.tiles_BHTW.shape[3],
+        BLOCK_T=sizes.choose_block, BLOCK_M=sizes.choose_tiles, num_warps=sizes.choose_warps, **shape,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tiles"])
 @no_type_check
 def pool_kernel(
@@ -176,7 +161,6 @@ def row_ends(tile_T, past, length, window, QUERY: tl.constexpr, KEY: tl.constexp
     return first_T // KEY, end_T, seen_T
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "kv_heads", "row_tiles", "key_tiles", "first_tile", "last_tile"])
 @no_type_check
 def products_kernel(
@@ -272,7 +256,6 @@ def _threshold(order_T, end_T, count_T, BLOCK_T: tl.constexpr, BLOCK_M: tl.const
     return bound_T, found_T
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "key_tiles", "first_tile", "last_tile", "width"]
 )

@@ -130,7 +130,6 @@ def _stats_step(
     return next_highest, next_total
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "span"])
 @no_type_check
 def stats_kernel(
@@ -218,7 +217,7 @@ def _add_diagonals(p_NM, before_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLO
 @triton.jit
 @no_type_check
 def _pad(plane_P, real_P, length, PADDING: tl.constexpr):
-    """Scores whose bits are -1 up to the next multiple of PADDING; see selection.py."""
+    """Scores whose bits are -1 up to the next multiple of PADDING; see best_scores.py."""
     at_X1 = (length + tl.arange(0, PADDING))[:, None]
     keep_XP = (at_X1 < tl.cdiv(length, PADDING) * PADDING) & real_P[None, :]
     tl.store(plane_P[None, :] + at_X1, tl.full([PADDING, 1], -1, tl.int32).to(tl.float32, bitcast=True), mask=keep_XP)
@@ -272,7 +271,6 @@ def _lines_step(
     return still_waiting, whole_NM
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "span", "ranges", "keys"])
 @no_type_check
 def lines_kernel(

@@ -17,7 +17,7 @@ from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstac
 
 LARGEST_SAMPLE = 256  # queries of a head: four strips of 64 rows
 LARGEST_HEAD = 128  # with 256, four strips would fill the shared memory of most GPUs
-LONGEST = 2_000_000  # tokens: selection.py counts in 21 bits
+LONGEST = 2_000_000  # tokens: best_scores.py counts in 21 bits
 PADDING = 16  # rows of scores are padded to a multiple of this
 MOST_RANGES = 64  # partial results of a row that the second pass joins
 

@@ -20,10 +20,9 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.index.triton.selection import chosen, count_equal, index_of_equal, kth_largest
+from sparsekv.kernels.index.triton.best_scores import chosen, count_equal, index_of_equal, kth_largest
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["heads", "keys", "entries"])
 @no_type_check
 def crossings_kernel(
@@ -60,7 +59,6 @@ def crossings_kernel(
     tl.store(offset_ptr + at_E, lowest_E, mask=entry_E < entries)
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["heads", "entries", "most"])
 @no_type_check
 def diagonals_kernel(
@@ -112,7 +110,6 @@ def _code_at(code_row, distance, entries, RIGHT: tl.constexpr, keep):
     return tl.load(code_row + entry, mask=keep, other=0)
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(
     do_not_specialize=["window", "heads", "all_heads", "row_tiles", "entries", "most", "width", "columns", "words"]
 )

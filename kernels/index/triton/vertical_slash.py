@@ -21,16 +21,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from sparsekv.kernels.device_cache import fields_on_device
-from sparsekv.kernels.index.layout import HeadGroup, IndexCall, IndexWidths, Layout, LineScores, ceil_div, largest
+from sparsekv.kernels.index.layout import (
+    HeadGroup,
+    IndexCall,
+    IndexWidths,
+    Layout,
+    LineScores,
+    PreparedIndex,
+    ceil_div,
+    flat,
+    largest,
+)
+from sparsekv.kernels.index.triton.best_scores import select_kernel
 from sparsekv.kernels.index.triton.key_passes import lines_kernel, stats_kernel
-from sparsekv.kernels.index.triton.selection import select_kernel
 from sparsekv.kernels.index.triton.sizes import (
     LARGEST_SAMPLE,
     LONGEST,
@@ -66,7 +76,7 @@ def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
     return tensor_obstacle(call)
 
 
-def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> VerticalSlashBuild:
+def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
     """All that the host knows about the index of these heads.
 
     Args:
@@ -75,62 +85,19 @@ def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> Ve
         sizes: block sizes to use instead of the table's, for tuning and for tests.
     """
     sizes = sizes or sizes_for(call.layout.device)
-    return VerticalSlashBuild(_plan(group, call.layout, sizes, MOST_SCORES), call, sizes, call.known_lines(group))
+    widths, parts = plan_build(group, call.layout, sizes, MOST_SCORES)
+    return PreparedIndex(widths, partial(_fill, parts, call, sizes, call.known_lines(group)))
 
 
-@dataclass(frozen=True, slots=True)
-class VerticalSlashBuild:
-    """An index that is to be built."""
-
-    plan: BuildPlan
-    call: IndexCall
-    sizes: Sizes
-    known: LineScores | None  # scores of columns and diagonals, where the caller has them
-
-    @property
-    def widths(self) -> IndexWidths:
-        """How wide the index is."""
-        return self.plan.widths
-
-    def fill(self, into: TileIndex) -> None:
-        """Launches everything that builds it, straight into the tensors of the whole layer.
-
-        Args:
-            into: contiguous, of all heads, at least as wide as `widths`; all that belongs to these heads is written.
-        """
-        with torch.cuda.device_of(self.call.q_BHSD):
-            for part in self.plan.parts:
-                launches = Launches(part, self.call, self.sizes, part.send(self.call.layout.device))
-                lines = launches.score() if self.known is None else _padded(self.known, part.heads)
-                launches.choose(lines, into)
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """What each head may spend in each batch row: [B][h]."""
-
-    sampled: list[list[int]]  # queries
-    columns: list[list[int]]
-    slashes: list[list[int]]
-    tiles: list[list[int]]  # in any row, mandatory ones included; at least those
-
-    @classmethod
-    def of(cls, group: HeadGroup, layout: Layout) -> Budgets:
-        """The budgets of the patterns, resolved for this call: once for heads that share a pattern."""
-        rows = zip(layout.chunk.rows, layout.chunk.lengths, layout.phases, strict=True)
-        spent = [[_resolve(pattern, *row, layout) for pattern in group.unique] for row in rows]
-        return cls(*([[row[own][field] for own in group.own] for row in spent] for field in range(4)))
-
-    def part(self, heads: slice) -> Budgets:
-        """Only these heads."""
-        cut = ([row[heads] for row in rows] for rows in (self.sampled, self.columns, self.slashes, self.tiles))
-        return Budgets(*cut)
-
-
-def _resolve(pattern: VerticalSlash, rows: int, length: int, phase: int, layout: Layout) -> tuple[int, int, int, int]:
-    """What a head may spend in one batch row, in the order of Budgets."""
-    most = max(ceil_div(pattern.max_tiles.resolve(length), layout.tile.key), layout.mandatory_tiles(phase))
-    return min(pattern.last_q, rows), pattern.vertical.resolve(length), pattern.slash.resolve(length), most
+def _fill(
+    parts: tuple[HeadsPlan, ...], call: IndexCall, sizes: Sizes, known: LineScores | None, into: TileIndex
+) -> None:
+    """Writes all that belongs to these heads; `into` is contiguous and of all heads."""
+    with torch.cuda.device_of(call.q_BHSD):
+        for part in parts:
+            launches = Launches(part, call, sizes, part.send(call.layout.device))
+            lines = launches.score() if known is None else _padded(known, part.heads)
+            launches.choose(lines, into)
 
 
 class Numbers(NamedTuple):
@@ -182,25 +149,45 @@ class HeadsPlan:
         return Numbers(*fields_on_device(device, self.fields))
 
 
-@dataclass(frozen=True, slots=True)
-class BuildPlan:
-    """A whole build, in groups of heads whose scores fit. Follows from patterns and layout, never from tensors."""
-
-    widths: IndexWidths
-    parts: tuple[HeadsPlan, ...]
-
-
 @lru_cache(maxsize=256)
-def _plan(group: HeadGroup, layout: Layout, sizes: Sizes, most_scores: int) -> BuildPlan:
-    budgets = Budgets.of(group, layout)
-    most = layout.slash_tiles(largest(budgets.slashes), largest(budgets.tiles))
-    widths = IndexWidths(layout.most_tiles(most), largest(budgets.columns))
+def plan_build(
+    group: HeadGroup, layout: Layout, sizes: Sizes, most_scores: int
+) -> tuple[IndexWidths, tuple[HeadsPlan, ...]]:
+    """A whole build, in groups of heads whose scores fit. Follows from patterns and layout, never from tensors."""
+    budgets = _Budgets.of(group.patterns, layout)
+    widths = IndexWidths(layout.most_tiles(budgets.most_tiles(layout)), largest(budgets.columns))
     parts = blocks(len(group.heads), 2 * layout.batch * layout.chunk.longest, most_scores)
     plans = (_plan_heads(part, group.heads[part], budgets.part(part), layout, sizes) for part in parts)
-    return BuildPlan(widths, tuple(plans))
+    return widths, tuple(plans)
 
 
-def _plan_heads(part: slice, heads: tuple[int, ...], budgets: Budgets, layout: Layout, sizes: Sizes) -> HeadsPlan:
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """What each head may spend in each batch row: [B][h]."""
+
+    sampled: list[list[int]]  # queries
+    columns: list[list[int]]
+    slashes: list[list[int]]
+    tiles: list[list[int]]  # in any row, mandatory ones included; at least those
+
+    @classmethod
+    def of(cls, patterns: Sequence[VerticalSlash], layout: Layout) -> _Budgets:
+        return cls(
+            [[min(pattern.last_q, rows) for pattern in patterns] for rows in layout.chunk.rows],
+            layout.resolve([pattern.vertical for pattern in patterns]),
+            layout.resolve([pattern.slash for pattern in patterns]),
+            layout.tile_bounds([pattern.max_tiles for pattern in patterns]),
+        )
+
+    def part(self, heads: slice) -> _Budgets:
+        cut = ([row[heads] for row in rows] for rows in (self.sampled, self.columns, self.slashes, self.tiles))
+        return _Budgets(*cut)
+
+    def most_tiles(self, layout: Layout) -> int:
+        return layout.slash_tiles(largest(self.slashes), largest(self.tiles))
+
+
+def _plan_heads(part: slice, heads: tuple[int, ...], budgets: _Budgets, layout: Layout, sizes: Sizes) -> HeadsPlan:
     """Deals the heads out to programs."""
     h, tile, strips = len(heads), layout.tile, strips_for(max(1, largest(budgets.sampled)))
     at_once = Strips(strips.rows, min(strips.count, sizes.lines_at_once))
@@ -210,14 +197,14 @@ def _plan_heads(part: slice, heads: tuple[int, ...], budgets: Budgets, layout: L
     spent = (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles)
     right = tile.query // tile.key + 1  # entry of distance 0, one more than any row needs: entry 0 is never chosen
     entries = layout.key_tiles + right + 2
-    nearest = min(layout.slash_tiles(largest(budgets.slashes), largest(budgets.tiles)), entries)
+    nearest = min(budgets.most_tiles(layout), entries)
     stride = ceil_div(layout.chunk.longest, PADDING) * PADDING
     sampled_rows = strips.rows * strips.count
     ranges = sampled_rows * stats.grid[1]
     return HeadsPlan(
         heads=part,
         count=h,
-        fields=(layout.chunk.past, layout.chunk.lengths, heads, *map(_flat, (*spent, *units))),
+        fields=(layout.chunk.past, layout.chunk.lengths, heads, *map(flat, (*spent, *units))),
         stats=stats,
         lines=lines,
         sampled_rows=sampled_rows,
@@ -236,10 +223,6 @@ def _plan_heads(part: slice, heads: tuple[int, ...], budgets: Budgets, layout: L
 
 def _pieces(rows: int, widths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(ceil_div(rows * width, _ALIGNED) * _ALIGNED for width in widths)
-
-
-def _flat(rows: list[list[int]]) -> tuple[int, ...]:
-    return tuple(number for row in rows for number in row)
 
 
 def _pass(one: Pass, units: int, strips: Strips, layout: Layout) -> PassPlan:
@@ -347,7 +330,7 @@ class Launches:
 
 
 def _padded(lines: LineScores, part: slice) -> LineScores:
-    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see selection.py)."""
+    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see best_scores.py)."""
     missing = -lines.slash_BhS.shape[2] % PADDING
     vertical, slash = (
         torch.nn.functional.pad(x_BhS[:, part].view(torch.int32).clamp(min=-1), (0, missing), value=-1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.prefill.columns import add_columns
 from sparsekv.kernels.prefill.flash import call
 from sparsekv.kernels.prefill.flash.call import Part, Span, dense_ranges, spans
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
@@ -33,10 +34,14 @@ DENSE_ROWS, DENSE_CHUNK_ROWS = 16384, 2048
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What computes tiles: flash-attn-4, or its emulator."""
+    """What computes tiles: flash-attn-4, or in tests its emulator."""
 
+    lower: Callable[..., BlockLists]
     over_lists: Callable[[Part, BlockLists], None]
     dense: Callable[[Part], None]
+
+
+_BY_FLASH = Passes(lower, call.attend_lists, call.attend_dense)
 
 
 def prefill(
@@ -58,8 +63,7 @@ def prefill(
     obstacle = device_obstacle(q_BHSD.device) or shape_obstacle(q_BHSD.dtype, q_BHSD.shape[-1], index.tile)
     if obstacle:
         raise BackendError(f"the flash backend cannot run this layer: {obstacle}; use backend='triton'")
-    passes = Passes(call.attend_lists, call.attend_dense)
-    return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=passes)
+    return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse, passes=_BY_FLASH)
 
 
 def takes_dense(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, chunk: Chunk) -> bool:
@@ -79,7 +83,7 @@ def dense(
     *,
     scale: float,
     window: int | None = None,
-    passes: Passes = Passes(call.attend_lists, call.attend_dense),
+    passes: Passes = _BY_FLASH,
 ) -> AttentionOutput:
     """Causal attention of all heads over every key (of the window); arguments as in `dense_attention`.
 
@@ -119,8 +123,6 @@ def run(
     if out_BHSD.numel():
         _tiles(Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
         if index.columns_BHC.shape[2]:
-            from sparsekv.kernels.prefill.columns import add_columns
-
             found = AttentionOutput(out_BHSD, lse_BHS)
             add_columns(found, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
@@ -131,7 +133,7 @@ def _tiles(whole: Part, index: TileIndex, chunk: Chunk, passes: Passes) -> None:
     heads, kv_heads = whole.q_BHSD.shape[1], whole.k_BGKD.shape[1]
     some_sparse = len(dense) < heads
     listed = some_sparse and bool(dense) and widest(chunk, index.tile, whole.window) <= LISTED_TILES
-    lists = lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
+    lists = passes.lower(index, chunk, window=whole.window, list_dense=listed) if some_sparse else None
     alone = [] if listed else list(dense_ranges(dense, heads // kv_heads))
     for span in spans(chunk):
         _pad(whole, span)
@@ -152,7 +154,7 @@ def _pad(whole: Part, span: Span) -> None:
 
 
 def _dense_heads(index: TileIndex) -> tuple[int, ...]:
-    """Asks the device only where the maker of the index did not say."""
+    """Asks the device only where the host does not know."""
     if index.dense_heads is not None:
         return index.dense_heads
     return tuple(head for head, dense in enumerate(index.dense_H.tolist()) if dense)

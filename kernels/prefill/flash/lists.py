@@ -21,7 +21,6 @@ import triton.language as tl
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.triton import _count_entries_below
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.kernels.topk import blocks
 from sparsekv.plans.patterns import TileShape
 
 
@@ -52,8 +51,9 @@ class BlockLists:
 def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_dense: bool = False) -> BlockLists:
     """Sorts the listed tiles of every row by whether they need a mask.
 
-    Nothing asks the device, and temporaries are bounded whatever the length. A tile that no row sees is in no list.
-    On a GPU it is one launch.
+    One launch, in which a program serves one query tile of one head: it counts how many entries of its list lie below
+    each of four bounds, which says where the masked entries before the whole ones end, where the whole ones end, and so
+    on. A tile that no row sees is in no list; entries past the counts are not written.
 
     Args:
         index: tiles of each head; single columns are not looked at.
@@ -63,10 +63,22 @@ def lower(index: TileIndex, chunk: Chunk, *, window: int | None = None, list_den
             their lists are empty, for launches of their own.
     """
     lists = empty_lists(index, chunk, window=window, list_dense=list_dense)
-    if not index.counts_BHT.is_cuda:
-        _fill(lists, index, _bounds(chunk, index, window), list_dense)
+    B, H, T = index.counts_BHT.shape
+    if not B * H * T:
         return lists
-    fill_in_one_launch(lists, index, chunk, window=window, list_dense=list_dense)
+    device, masked = index.counts_BHT.device, lists.mask_block_idx_BHTE.shape[3]
+    past_B = on_device(chunk.past, device, torch.int32)
+    lengths_B = on_device(chunk.lengths, device, torch.int32)
+    with torch.cuda.device_of(index.counts_BHT):
+        lists_kernel[(T, H, B)](
+            index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.dense_H.contiguous(), past_B,
+            lengths_B, lists.full_block_cnt_BHT, lists.full_block_idx_BHTW, lists.mask_block_cnt_BHT,
+            lists.mask_block_idx_BHTE,
+            window or 0, H, T, index.tiles_BHTW.shape[3], lists.full_block_idx_BHTW.shape[3], masked,
+            TILE_M=index.tile.query, TILE_N=index.tile.key, MASKED=triton.next_power_of_2(masked),
+            WINDOWED=window is not None, LIST_DENSE=list_dense,
+            WRITE_FULL=lists.full_block_idx_BHTW is not index.tiles_BHTW, SCAN=128, num_warps=1,
+        )  # fmt: skip
     return lists
 
 
@@ -86,17 +98,6 @@ def empty_lists(index: TileIndex, chunk: Chunk, *, window: int | None, list_dens
     )
 
 
-def _fill(lists: BlockLists, index: TileIndex, bounds: _Bounds, list_dense: bool) -> None:
-    batch, heads, rows, width = lists.full_block_idx_BHTW.shape
-    for part in blocks(rows, batch * heads * width):
-        row_lists = _RowLists.of(index, bounds, part, list_dense)
-        lists.full_block_cnt_BHT[:, :, part] = row_lists.full_counts()
-        lists.mask_block_cnt_BHT[:, :, part] = row_lists.mask_counts()
-        lists.mask_block_idx_BHTE[:, :, part] = row_lists.masked_tiles(lists.mask_block_idx_BHTE.shape[3])
-        if lists.full_block_idx_BHTW is not index.tiles_BHTW:
-            lists.full_block_idx_BHTW[:, :, part] = row_lists.whole_tiles(width)
-
-
 def widest(chunk: Chunk, tile: TileShape, window: int | None) -> int:
     """The most key tiles that a dense row sees."""
     tiles = chunk.key_tiles(tile)
@@ -110,93 +111,6 @@ def most_masked(chunk: Chunk, tile: TileShape, window: int | None) -> int:
     return crossed if window is None else crossed + -(-tile.query // tile.key) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    """Key tiles that the rows of a query tile see, int32 [B, T]: [start, stop), and those whole in it."""
-
-    start_BT: torch.Tensor
-    whole_start_BT: torch.Tensor
-    whole_stop_BT: torch.Tensor
-    stop_BT: torch.Tensor
-    windowed: bool
-
-
-def _bounds(chunk: Chunk, index: TileIndex, window: int | None) -> _Bounds:
-    device, query, key = index.counts_BHT.device, index.tile.query, index.tile.key
-    past_B1, length_B1 = on_device([chunk.past, chunk.lengths], device, torch.int32).unsqueeze(-1)
-    rows_T = torch.arange(index.counts_BHT.shape[2], device=device, dtype=torch.int32)
-    first_BT = past_B1 + rows_T * query
-    last_BT = torch.minimum(first_BT + query, length_B1) - 1
-    stop_BT = (last_BT // key + 1).masked_fill_(first_BT >= length_B1, 0)
-    start_BT = whole_start_BT = torch.zeros_like(stop_BT)
-    if window is not None:
-        start_BT = torch.minimum((first_BT - window + 1).clamp_(min=0) // key, stop_BT)
-        whole_start_BT = ((last_BT - window + 1).clamp_(min=0) + key - 1) // key
-    whole_stop_BT = torch.minimum(torch.maximum((first_BT + 1) // key, whole_start_BT), stop_BT)
-    whole_start_BT = torch.minimum(whole_start_BT, whole_stop_BT)
-    return _Bounds(start_BT, whole_start_BT, whole_stop_BT, stop_BT, window is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class _RowLists:
-    """Some rows, each one ascending list of tiles cut in three: masked [start, whole_start), whole, masked up to stop.
-
-    The cuts are positions in the list. The list of a dense head is `first`, `first` + 1, and so on.
-    """
-
-    tiles_BHTW: torch.Tensor
-    first_BHT: torch.Tensor | None
-    dense_1H11: torch.Tensor
-    start_BHT: torch.Tensor
-    whole_start_BHT: torch.Tensor
-    whole_stop_BHT: torch.Tensor
-    stop_BHT: torch.Tensor
-
-    @classmethod
-    def of(cls, index: TileIndex, bounds: _Bounds, part: slice, list_dense: bool) -> _RowLists:
-        tiles_BHTW, counts_BHT = index.tiles_BHTW[:, :, part], index.counts_BHT[:, :, part]
-        dense_1H1 = index.dense_H[:, None]
-        first_B1T = bounds.start_BT[:, None, part]
-
-        def position(bound_BT: torch.Tensor) -> torch.Tensor:
-            bound_B1T = bound_BT[:, None, part]
-            # Padding of a list is below every bound, so what is not below is counted.
-            sparse_BHT = counts_BHT - (tiles_BHTW >= bound_B1T.unsqueeze(-1)).sum(-1, dtype=torch.int32)
-            return torch.where(dense_1H1, bound_B1T - first_B1T if list_dense else 0, sparse_BHT)
-
-        whole_stop_BHT, stop_BHT = position(bounds.whole_stop_BT), position(bounds.stop_BT)
-        start_BHT = whole_start_BHT = torch.zeros_like(stop_BHT)
-        if bounds.windowed:
-            start_BHT, whole_start_BHT = position(bounds.start_BT), position(bounds.whole_start_BT)
-        first_BHT = first_B1T.expand_as(stop_BHT) if list_dense else None
-        return cls(tiles_BHTW, first_BHT, dense_1H1.unsqueeze(-1), start_BHT, whole_start_BHT, whole_stop_BHT, stop_BHT)
-
-    def full_counts(self) -> torch.Tensor:
-        return self.whole_stop_BHT - self.whole_start_BHT
-
-    def mask_counts(self) -> torch.Tensor:
-        return self.whole_start_BHT - self.start_BHT + self.stop_BHT - self.whole_stop_BHT
-
-    def whole_tiles(self, width: int) -> torch.Tensor:
-        slot_W = torch.arange(width, device=self.stop_BHT.device)
-        return self._tiles_at(self.whole_start_BHT.unsqueeze(-1) + slot_W)
-
-    def masked_tiles(self, width: int) -> torch.Tensor:
-        slot_E = torch.arange(width, device=self.stop_BHT.device)
-        edge_BHT1 = (self.whole_start_BHT - self.start_BHT).unsqueeze(-1)
-        skipped_BHTE = torch.where(slot_E < edge_BHT1, 0, self.full_counts().unsqueeze(-1))
-        return self._tiles_at(self.start_BHT.unsqueeze(-1) + skipped_BHTE + slot_E)
-
-    def _tiles_at(self, at_BHTX: torch.Tensor) -> torch.Tensor:
-        listed = self.tiles_BHTW.shape[3]
-        sparse_BHTX = torch.zeros_like(at_BHTX, dtype=torch.int32)
-        if listed:
-            sparse_BHTX = self.tiles_BHTW.gather(-1, at_BHTX.clamp(max=listed - 1).long())
-        if self.first_BHT is None:
-            return sparse_BHTX
-        return torch.where(self.dense_1H11, (self.first_BHT.unsqueeze(-1) + at_BHTX).int(), sparse_BHTX)
-
-
 @triton.jit
 @no_type_check
 def _entries(list_ptr, at, listed, first, is_dense, keep):
@@ -206,7 +120,6 @@ def _entries(list_ptr, at, listed, first, is_dense, keep):
     )
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again.
 @triton.jit(do_not_specialize=["window", "heads", "rows", "listed", "width", "masked"])
 @no_type_check
 def lists_kernel(
@@ -265,25 +178,3 @@ def lists_kernel(
             slot_W = begin + lanes
             full_W = _entries(list_ptr, whole_start + slot_W, listed, first, is_dense, slot_W < whole)
             tl.store(full_idx_ptr + at_row * width + slot_W, full_W, mask=slot_W < whole)
-
-
-def fill_in_one_launch(
-    lists: BlockLists, index: TileIndex, chunk: Chunk, *, window: int | None, list_dense: bool
-) -> None:
-    """Fills `lists.empty_lists` of the same arguments; entries past the counts are left as they are."""
-    B, H, T = index.counts_BHT.shape
-    if not B * H * T:
-        return
-    device, masked = index.counts_BHT.device, lists.mask_block_idx_BHTE.shape[3]
-    past_B = on_device(chunk.past, device, torch.int32)
-    lengths_B = on_device(chunk.lengths, device, torch.int32)
-    with torch.cuda.device_of(index.counts_BHT):
-        lists_kernel[(T, H, B)](
-            index.tiles_BHTW.contiguous(), index.counts_BHT.contiguous(), index.dense_H.contiguous(), past_B,
-            lengths_B, lists.full_block_cnt_BHT, lists.full_block_idx_BHTW, lists.mask_block_cnt_BHT,
-            lists.mask_block_idx_BHTE,
-            window or 0, H, T, index.tiles_BHTW.shape[3], lists.full_block_idx_BHTW.shape[3], masked,
-            TILE_M=index.tile.query, TILE_N=index.tile.key, MASKED=triton.next_power_of_2(masked),
-            WINDOWED=window is not None, LIST_DENSE=list_dense,
-            WRITE_FULL=lists.full_block_idx_BHTW is not index.tiles_BHTW, SCAN=128, num_warps=1,
-        )  # fmt: skip

@@ -13,8 +13,7 @@ from triton_index import SMALL, call_of, differences, group_of, torch_index, tri
 
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.line_scores import UNSEEN, score_lines
-from sparsekv.kernels.index.triton import vertical_slash
-from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Launches, units_of
+from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Launches, plan_build, units_of
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 
@@ -92,7 +91,7 @@ def test_scores_of_columns_and_diagonals_are_those_of_torch(last_q, chunk, windo
     layer = make_layer(chosen, chunk, TILES[0], window=window, spare=30, seed=4)
     call, heads = call_of(layer), tuple(range(len(last_q)))
     expected = score_lines(heads, last_q, call)
-    (plan,) = vertical_slash.prepare(group_of(layer), call, SMALL).plan.parts
+    _, (plan,) = plan_build(group_of(layer), call.layout, SMALL, 1 << 27)
     found = Launches(plan, call, SMALL, plan.send(call.layout.device)).score()
     for b, length in enumerate(chunk.lengths):
         for name in ("vertical_BhS", "slash_BhS"):

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
+import flash_emulator
 import pytest
 import torch
 from attention_cases import Case, assert_close, compare, draw, pack
@@ -14,7 +15,7 @@ from poison import poisoned_memory
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.flash import backend, call, emulator
+from sparsekv.kernels.prefill.flash import backend, call
 from sparsekv.kernels.prefill.flash.call import mask_mod
 from sparsekv.kernels.prefill.flash.limits import check_layout, shape_obstacle
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
@@ -41,7 +42,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch):
     mask_mod.cache_clear()
 
 
-def run(case: Case, passes: backend.Passes = emulator.PASSES, want_lse: bool = True) -> AttentionOutput:
+def run(case: Case, passes: backend.Passes = flash_emulator.PASSES, want_lse: bool = True) -> AttentionOutput:
     problem = draw(case)
     found = backend.run(
         problem.q_BHSD,
@@ -83,7 +84,7 @@ def test_columns_join_the_softmax_of_the_tiles(case: Case) -> None:
 @pytest.mark.usefixtures("flash_attn")
 def test_calls_into_flash_attn_4_mean_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "LISTED_TILES", 0)
-    run(case, backend.Passes(call.attend_lists, call.attend_dense))
+    run(case, backend.Passes(flash_emulator.lower, call.attend_lists, call.attend_dense))
 
 
 def test_what_the_compiler_says_of_its_own_argument_is_silenced_and_nothing_else() -> None:
@@ -120,7 +121,7 @@ def test_indices_as_the_builders_make_them_are_understood(tile: TileShape) -> No
     chunk = Chunk((0,), (600,))
     index = build_index(patterns, q_BHSD, k_BGKD, chunk, tile, scale=0.125)
     assert index.dense_heads == (3,)
-    found = emulator.prefill(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True)
+    found = flash_emulator.prefill(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True)
     answer = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=0.125, want_lse=True, backend="reference")
     torch.testing.assert_close(found.out_BHSD, answer.out_BHSD, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.lse_BHS, answer.lse_BHS, atol=1e-4, rtol=1e-4)
@@ -128,7 +129,7 @@ def test_indices_as_the_builders_make_them_are_understood(tile: TileShape) -> No
 
 def test_the_emulator_would_show_a_mask_list_taken_without_its_mask() -> None:
     def unmasked(part, lists):
-        emulator.attend_lists(part, _swapped(lists))
+        flash_emulator.attend_lists(part, _swapped(lists))
 
     problem = draw(Case("x", lengths=(300,), tile=SQUARE, share=1.0))
     found = backend.run(
@@ -138,7 +139,7 @@ def test_the_emulator_would_show_a_mask_list_taken_without_its_mask() -> None:
         problem.index,
         problem.chunk,
         scale=problem.scale,
-        passes=backend.Passes(unmasked, emulator.attend_dense),
+        passes=backend.Passes(flash_emulator.lower, unmasked, flash_emulator.attend_dense),
     )
     assert compare(found, problem).faults
 
@@ -205,7 +206,7 @@ WHOLE = [
 def test_dense_layers_see_every_key_and_nothing_of_the_padding(case: Case) -> None:
     problem = draw(replace(case, dense_heads=tuple(range(case.heads))))
     tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
-    found = backend.dense(*tensors, scale=problem.scale, window=problem.window, passes=emulator.PASSES)
+    found = backend.dense(*tensors, scale=problem.scale, window=problem.window, passes=flash_emulator.PASSES)
     assert_close(found, problem)
 
 
@@ -214,7 +215,7 @@ def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: py
 
     def dense(*tensors: object, **how: object) -> AttentionOutput:
         took.append(tensors[0].shape[2])
-        return by_emulator(*tensors, **how, passes=emulator.PASSES)
+        return by_emulator(*tensors, **how, passes=flash_emulator.PASSES)
 
     by_emulator = backend.dense
     monkeypatch.setattr(backend, "dense", dense)
@@ -243,4 +244,4 @@ def test_columns_on_the_diagonal_stay_masked_before_a_step_without_live_ones() -
     seen = replace(problem.seen, live_BHTC=live_BHTC)
     problem = replace(problem, seen=seen, index=pack(SQUARE, seen, problem.index.dense_H))
     tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.index, problem.chunk)
-    assert_close(backend.run(*tensors, scale=problem.scale, want_lse=True, passes=emulator.PASSES), problem)
+    assert_close(backend.run(*tensors, scale=problem.scale, want_lse=True, passes=flash_emulator.PASSES), problem)

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import flash_emulator
 import pytest
 import torch
 from attention_cases import Case, assert_close, draw
 from flash_cases import GPU_CASES, SQUARE
 
 from sparsekv.kernels.backends import dense_prefill, prefill_attention
-from sparsekv.kernels.prefill.flash import backend, emulator
+from sparsekv.kernels.prefill.flash import backend
 from sparsekv.kernels.prefill.flash.limits import device_obstacle
 from sparsekv.kernels.tiles import AttentionOutput
 
@@ -58,7 +59,7 @@ CASE = Case("x", lengths=(3000,), heads=8, kv_heads=2, dim=128, tile=SQUARE, col
 def test_the_emulator_says_what_the_gpu_says() -> None:
     case = replace(CASE, lengths=(700,), columns=0)
     problem, found = draw(case), run(case)
-    emulated = emulator.prefill(
+    emulated = flash_emulator.prefill(
         problem.q_BHSD,
         problem.k_BGKD,
         problem.v_BGKD,

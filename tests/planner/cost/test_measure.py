@@ -10,8 +10,7 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.measure import fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost.predict import causal_tiles, predict
-from sparsekv.planner.families import FAMILIES
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import FAMILIES, PlanOptions
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 

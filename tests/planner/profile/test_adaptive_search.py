@@ -10,8 +10,7 @@ from torch_threads import torch_threads
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.families import FAMILIES, KNOWN_FAMILIES
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import PatternRange, Prefix, adaptive_range, fit_to_target, search_space

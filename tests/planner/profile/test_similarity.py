@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from planner_models import TILE
 
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.profile.head_errors import Layer, Rows
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
-from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
+from sparsekv.planner.profile.search_space import Prefix
+from sparsekv.planner.profile.similarity import ReuseScores
 from sparsekv.plans.patterns import Budget, fraction, tokens
 
 LENGTH, HEADS, GROUPS, SIZE, WIDTH = 40, 4, 2, 8, 16
@@ -19,20 +23,21 @@ SELECTORS = (
 CHOICE = TokenChoice(sink=2, recent=5, budgets=BUDGETS, selectors=SELECTORS)
 
 
-def random_layer(seed: int) -> DecodeLayer:
+def random_layer(seed: int) -> Layer:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     q, k, v = draw(1, HEADS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE)
-    return DecodeLayer(q, k, v, 0.6, draw(WIDTH, HEADS * SIZE))
+    prefix = Prefix(q, k, Chunk.uniform(1, 0, LENGTH), TILE, 0.6)
+    return Layer(prefix, v, draw(WIDTH, HEADS * SIZE), Rows.of(LENGTH, LENGTH - 8, TILE, 1), "cpu")
 
 
-def attention(layer: DecodeLayer) -> torch.Tensor:
+def attention(layer: Layer) -> torch.Tensor:
     """[H, S, S]"""
-    k_HSD = layer.k_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
-    scores = layer.q_BHSD[0] @ k_HSD.transpose(1, 2) * layer.scale
+    k_HSD = layer.prefix.k_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
+    scores = layer.prefix.q_BHSD[0] @ k_HSD.transpose(1, 2) * layer.prefix.scale
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
@@ -45,7 +50,7 @@ def weights_of(selector: SelectorChoice) -> list[float]:
 
 
 def expected(
-    chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
+    chooser: Layer, user: Layer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
 ) -> float:
     worst = 1.0
     v_HSD = user.v_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
@@ -65,7 +70,7 @@ def expected(
 
 
 @pytest.fixture(scope="module")
-def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
+def scores() -> tuple[ReuseScores, list[Layer]]:
     layers = [random_layer(seed) for seed in range(3)]
     reuse = ReuseScores(ROWS, CHOICE)
     for place, layer in enumerate(layers):

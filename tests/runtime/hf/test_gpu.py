@@ -91,4 +91,4 @@ def test_pinned_memory_holds_what_was_moved(hot):
         assert torch.equal(keys.k[b], there.k[b][:, wanted])
         assert torch.equal(keys.v[b], there.v[b][:, wanted])
     assert moved._host_CBPGD.is_pinned()
-    assert whole.bytes_device - moved.bytes_device == moved.bytes_host
+    assert whole.bytes.device - moved.bytes.device == moved.bytes.host

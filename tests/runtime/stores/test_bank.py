@@ -161,7 +161,7 @@ def test_memory_goes_from_one_store_to_the_next():
     gc.collect()
     small = HostStore(tokens(7), shared)
     small.reserve(40, LAYOUT)
-    assert small.bytes_host == (40 - 7) * 2 * BATCH * GROUPS * SIZE * 4  # not in the large block
+    assert small.bytes.host == (40 - 7) * 2 * BATCH * GROUPS * SIZE * 4  # not in the large block
     shared.close()
     del third, small
     gc.collect()
@@ -183,7 +183,7 @@ def test_a_store_that_grows_gives_its_old_block_back():
 def test_what_is_reserved_is_allocated_once_and_exactly(make, layout):
     store = make()
     store.reserve(1000, layout)
-    assert (store.bytes_device > 0) == (layout is not None)
+    assert (store.bytes.device > 0) == (layout is not None)
     pointers, k, v = set(), [], []
     for seed, count in enumerate([600, 1, 1, 398]):
         new = rows(count, seed)
@@ -192,12 +192,12 @@ def test_what_is_reserved_is_allocated_once_and_exactly(make, layout):
         v.append(new[1])
         pointers |= {t.data_ptr() for t in vars(store).values() if isinstance(t, torch.Tensor)}
     assert len(pointers) == 2
-    assert store.bytes_device + store.bytes_host == 1000 * 2 * BATCH * GROUPS * SIZE * 4
+    assert store.bytes.device + store.bytes.host == 1000 * 2 * BATCH * GROUPS * SIZE * 4
     store.append(*(last := rows(1, 7)))  # and beyond
     assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
     store.reserve(5000)
     assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
-    assert store.bytes_device + store.bytes_host >= 5000 * 2 * BATCH * GROUPS * SIZE * 4
+    assert store.bytes.device + store.bytes.host >= 5000 * 2 * BATCH * GROUPS * SIZE * 4
 
 
 @pytest.fixture(scope="module")

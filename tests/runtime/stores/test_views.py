@@ -91,17 +91,17 @@ def test_what_leaves_the_device_is_what_lies_on_the_host(hot: Budget, chunks: li
     whole, moved = DeviceStore(), HostStore(hot)
     filled(whole, chunks)
     filled(moved, chunks)
-    assert whole.bytes_host == 0
-    assert whole.bytes_device - moved.bytes_device == moved.bytes_host
+    assert whole.bytes.host == 0
+    assert whole.bytes.device - moved.bytes.device == moved.bytes.host
     if hot.tokens is not None and hot.tokens < sum(chunks):
-        assert moved.bytes_device == 2 * BATCH * GROUPS * SIZE * 4 * hot.tokens
+        assert moved.bytes.device == 2 * BATCH * GROUPS * SIZE * 4 * hot.tokens
 
 
 def test_bytes_are_those_of_the_storages():
     store = HostStore(tokens(8))
     filled(store, [100])
     held = [tensor for tensor in vars(store).values() if isinstance(tensor, torch.Tensor)]
-    assert store.bytes_device + store.bytes_host == sum(tensor.untyped_storage().nbytes() for tensor in held)
+    assert store.bytes.device + store.bytes.host == sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 
 def test_decoding_a_thousand_tokens_copies_the_cache_a_handful_of_times():

@@ -146,8 +146,7 @@ def _list_chosen(row_ptr, count, threshold, last_equal, list_ptr, width, BLOCK: 
         tl.store(list_ptr + start + lane, tl.full([BLOCK], -1, tl.int32), mask=start + lane < width)
 
 
-# Numbers that follow the prompt are not specialised on: a new length must not compile the kernel again. But `keys`, the
-# padded length, always is a multiple of PADDING, which the compiler should know.
+# `keys` is specialised on: the padded length always is a multiple of PADDING, which the compiler should know.
 @triton.jit(do_not_specialize=["heads", "all_heads", "width"])
 @no_type_check
 def select_kernel(

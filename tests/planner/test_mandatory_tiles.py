@@ -9,8 +9,7 @@ from progress import Counting, CtrlC
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.planner.families import check_targets, mandatory_a_row, mandatory_density
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PlanOptions, check_targets, mandatory_a_row, mandatory_density
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import search_space
 from sparsekv.plans.errors import UsageError
