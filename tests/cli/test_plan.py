@@ -91,10 +91,11 @@ def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, meas
 
 
 def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured, out):
-    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, "--max-kl", 0, "--json")
+    never = ("--only", "decode", "--filter-layers", "0", "--decode-budget", 32, "--max-kl", 0)
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *never, "--json")
     assert done.code == 1
     assert "nats" in done.err
-    assert "--target-density" in done.err
+    assert "--filter-layers" in done.err
     assert done.data["error"]["kind"] == "GateError"
     assert not out.exists()
 
@@ -146,7 +147,10 @@ def test_ctrl_c_without_profile_out_leaves_a_profile_that_the_same_command_goes_
 
 
 def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
-    call = [sys.executable, "-m", "sparsekv", *("plan", model, "-o", out, *FAST, "--no-verify", "--json")]
+    prompts = out.with_name("prompts.jsonl")
+    prompts.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c"}) + "\n")
+    options = ("--lengths", "1k", "--no-crossover", "--prompts", prompts, "--no-verify", "--json")
+    call = [sys.executable, "-m", "sparsekv", "plan", model, "-o", out, *options]
     saved = out.with_name("plan.yaml.profile.partial")
     with subprocess.Popen(list(map(str, call)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while running.poll() is None and not (saved.exists() and saved.read_text().count("\n") > 1):
