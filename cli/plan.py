@@ -154,7 +154,7 @@ def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     from sparsekv.plans.schema import to_data
 
-    quality, density, speedup = result.quality, result.prefill_density, result.predicted_speedup
+    quality, density, speedup = result.plan.quality, result.prefill_density, result.predicted_speedup
     if as_json:
         emit_json(
             {

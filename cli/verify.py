@@ -73,9 +73,9 @@ def verify(
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if write and subject.path is not None:
-        status = "verified" if verdict.conclusive else "unverified"
-        write_plan(found.model_copy(update={"status": status, "quality": verdict.quality}), subject.path)
-        tell(f"{subject.path}: written as {status}")
+        recorded = verdict.recorded(found)
+        write_plan(recorded, subject.path)
+        tell(f"{subject.path}: written as {recorded.status}")
     if as_json:
         emit_json(facts)
 

@@ -46,7 +46,8 @@ def token_scores(
 
     Args:
         q_BHWD: the window's queries.
-        k_BGSD: all keys up to the last position of the window, or more; what no query sees must be finite.
+        k_BGSD: all keys up to the last position of the window, or more; the first one is finite, what no query sees may
+            hold anything.
         positions: token position of each of the W queries, or [B, W] on the device where rows differ; a query sees the
             keys up to its own position, and one of a negative position does not count.
         weights_W: weight of each query of the window.
@@ -67,7 +68,8 @@ def token_scores(
     q_BGND = torch.unflatten(q_BHWD, 1, (groups, per_group)).flatten(2, 3)
     positions_BW = positions if isinstance(positions, torch.Tensor) else on_device([list(positions)], q_BHWD.device)
     counts_BW = positions_BW >= 0
-    hidden_BWS = (torch.arange(keys, device=q_BHWD.device) > positions_BW[..., None]) & counts_BW[..., None]
+    # A query that does not count sees the first key: its softmax stays finite whatever memory holds beyond a row.
+    hidden_BWS = torch.arange(keys, device=q_BHWD.device) > positions_BW.clamp(min=0)[..., None]
     hidden_B11WS = hidden_BWS[:, None, None]
     weights_BW1 = (weights_W.to(q_BHWD.device, torch.float32, non_blocking=True) * counts_BW)[..., None]
     best_BWS: torch.Tensor | None = None

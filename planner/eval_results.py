@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -51,9 +52,8 @@ def _hybrid(a: float, b: float, phi: float) -> float:
 
 
 def _correlation(before: np.ndarray, after: np.ndarray) -> float:
-    both = float((before & after).sum())
-    neither = float((~before & ~after).sum())
-    lost, won = float((before & ~after).sum()), float((~before & after).sum())
+    sides = ((before, after), (~before, ~after), (before, ~after), (~before, after))
+    both, neither, lost, won = (float((one & other).sum()) for one, other in sides)
     margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
     if margins == 0.0:
         return 0.0
@@ -151,15 +151,10 @@ class EvalResult:
 def merged(results: Iterable[EvalResult]) -> EvalResult:
     """Results of one mode at several lengths, pooled."""
     parts = list(results)
-    names = list(dict.fromkeys(name for part in parts for name in part.tasks))
-    own = {name: [part.tasks[name] for part in parts if name in part.tasks] for name in names}
-    tasks = {
-        name: TaskResult(
-            tuple(outcome for part in some for outcome in part.dense),
-            tuple(outcome for part in some for outcome in part.sparse),
-        )
-        for name, some in own.items()
-    }
+    tasks: dict[str, TaskResult] = {}
+    for name, one in chain.from_iterable(part.tasks.items() for part in parts):
+        so_far = tasks.get(name, TaskResult((), ()))
+        tasks[name] = TaskResult(so_far.dense + one.dense, so_far.sparse + one.sparse)
     lengths = tuple(sorted({length for part in parts for length in part.lengths}))
     return EvalResult(lengths, tasks, sum((part.spent for part in parts), Spent()))
 

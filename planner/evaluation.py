@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.progress import NoProgress, Progress, Step
+from sparsekv.planner.progress import Progress, Step
 from sparsekv.planner.tasks import Kit, Sample, Split, matches, prepare
 from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.plans.schema import Plan
@@ -141,9 +141,13 @@ def evaluate(
     found = {name: _Findings() for name in (DENSE, *modes)}
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     total = asked.samples * len(asked.tasks) * len(asked.lengths) * len(found)
-    with (progress or NoProgress()).stage("evaluate", total=total) as step, torch.no_grad():
+    with (progress or Progress()).stage("evaluate", total=total) as step, torch.no_grad():
         for some in _rounds(asked.batches(source, loaded.model), loaded.model):
-            dense = [_dense(loaded, batch, asked, found[DENSE], step) for batch in some]
+            dense = []
+            for samples in some:
+                logits_BAV = _measure(loaded, samples, asked, found[DENSE])
+                dense.append((samples, logits_BAV.to("cpu", loaded.model.dtype)))
+                step.advance(len(samples), f"{samples[0].length} tokens, dense")
             for name, mode in modes.items():
                 _compare(loaded, name, mode, dense, asked, found[name], step)
     return {
@@ -205,59 +209,49 @@ class _Findings:
     outcomes: dict[tuple[int, str], list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     spent: dict[int, Spent] = field(default_factory=lambda: defaultdict(Spent))
 
-    def note(self, samples: Sequence[Sample], outcomes: Iterable[Outcome]) -> None:
-        for sample, outcome in zip(samples, outcomes, strict=True):
-            self.outcomes[sample.length, sample.task].append(outcome)
-
     def result(self, dense: _Findings, length: int, tasks: Sequence[str]) -> EvalResult:
         both = ((task, dense.outcomes[length, task], self.outcomes[length, task]) for task in tasks)
         return EvalResult((length,), {task: TaskResult(tuple(a), tuple(b)) for task, a, b in both}, self.spent[length])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DenseLogits:
-    """What dense gave for a batch, in host memory and in the model's own precision."""
-
-    samples: tuple[Sample, ...]
-    logits_BAV: torch.Tensor
-
-
-def _dense(
-    loaded: LoadedModel, samples: tuple[Sample, ...], asked: EvalSamples, found: _Findings, step: Step
-) -> _DenseLogits:
+def _measure(
+    loaded: LoadedModel,
+    samples: tuple[Sample, ...],
+    asked: EvalSamples,
+    found: _Findings,
+    stepwise: bool = False,
+    dense_BAV: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs a batch and notes its outcomes, with the divergence from dense logits where they are given; the logits."""
     batch = Batch.of(samples, loaded.model.device)
-    logits_BAV = forced_logits(loaded, batch, stepwise=False, chunk=asked.prefill_chunk)
-    found.note(samples, _outcomes(loaded, batch, logits_BAV, [0.0] * len(samples)))
-    step.advance(len(samples), f"{samples[0].length} tokens, dense")
-    return _DenseLogits(samples, logits_BAV.to("cpu", loaded.model.dtype))
+    logits_BAV = forced_logits(loaded, batch, stepwise=stepwise, chunk=asked.prefill_chunk)
+    kl = [0.0] * len(samples)
+    if dense_BAV is not None:
+        kl = divergence(dense_BAV.to(loaded.model.device).float(), logits_BAV)
+    rows = zip(answered(loaded, batch, logits_BAV), log_likelihood(batch, logits_BAV), kl, strict=True)
+    for sample, row in zip(samples, rows, strict=True):
+        found.outcomes[sample.length, sample.task].append(Outcome(*row))
+    return logits_BAV
 
 
 def _compare(
     loaded: LoadedModel,
     name: str,
     mode: Mode,
-    dense: Sequence[_DenseLogits],
+    dense: Sequence[tuple[tuple[Sample, ...], torch.Tensor]],
     asked: EvalSamples,
     found: _Findings,
     step: Step,
 ) -> None:
-    device, before = loaded.model.device, Spent()
+    before = Spent()
     with mode.running(loaded.model) as spent:
-        for length, group in groupby(dense, key=lambda one: one.samples[0].length):
-            for one in group:
-                batch = Batch.of(one.samples, device)
-                logits_BAV = forced_logits(loaded, batch, stepwise=mode.stepwise, chunk=asked.prefill_chunk)
-                kl = divergence(one.logits_BAV.to(device).float(), logits_BAV)
-                found.note(one.samples, _outcomes(loaded, batch, logits_BAV, kl))
-                step.advance(len(one.samples), f"{length} tokens, {name}")
+        for length, group in groupby(dense, key=lambda one: one[0][0].length):
+            for samples, dense_BAV in group:
+                _measure(loaded, samples, asked, found, mode.stepwise, dense_BAV)
+                step.advance(len(samples), f"{length} tokens, {name}")
             after = spent()
             found.spent[length] += after - before
             before = after
-
-
-def _outcomes(loaded: LoadedModel, batch: Batch, logits_BAV: torch.Tensor, kl: Sequence[float]) -> Iterator[Outcome]:
-    rows = zip(answered(loaded, batch, logits_BAV), log_likelihood(batch, logits_BAV), kl, strict=True)
-    return (Outcome(*row) for row in rows)
 
 
 def _spent(stats: RunStats) -> Spent:

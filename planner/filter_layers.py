@@ -16,9 +16,10 @@ assignments that no other one beats in both cost and loss. Costs are whole nanos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +136,7 @@ class _Chooser:
 
     def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
         step = step_us(segments, self._cost, length, self._layers)
-        return step is not None and pays(step, self._layers * self._cost.decode_dense_us(length))
+        return step is not None and pays(step, self._layers * self._cost.decode_dense.us(length))
 
     def _crossing(self, segments: tuple[Segment, ...], length: int, above: int) -> int | None:
         if not self._options.crossover:
@@ -153,16 +154,16 @@ class _Chooser:
         step = step_us(segments, self._cost, length, self._layers)
         if step is None or not self._options.crossover:
             return decode_share(segments, length, self._layers)
-        return step / max(self._layers * self._cost.decode_dense_us(length), 1e-9)
+        return step / max(self._layers * self._cost.decode_dense.us(length), 1e-9)
 
     def _problem(self, first: int) -> SegmentProblem:
         """Over the lengths from the `first` on."""
         options, cost, length = self._options, self._cost, self._longest
         attended = min(length, options.decode_sink + options.decode_budget.resolve(length) + options.decode_recent)
         # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
-        dense_us = cost.decode_dense_us(length) if options.crossover else float(length)
-        sparse_us = cost.decode_sparse_us(attended) if options.crossover else float(attended)
-        choose_us = cost.decode_choose_us(length) if options.crossover else 1.0
+        dense_us = cost.decode_dense.us(length) if options.crossover else float(length)
+        sparse_us = cost.decode_sparse.us(attended) if options.crossover else float(attended)
+        choose_us = cost.decode_choose.us(length) if options.crossover else 1.0
         return SegmentProblem(
             dense_ns=np.full(self._layers, round(dense_us * 1e3)),
             sparse_ns=np.full(self._layers, round(sparse_us * 1e3)),
@@ -266,11 +267,6 @@ class SegmentProblem:
     loss: Floats
     most_loss: float
 
-    @property
-    def layers(self) -> int:
-        """How many layers."""
-        return len(self.dense_ns)
-
 
 @dataclass(frozen=True, slots=True)
 class FilterSegment:
@@ -296,88 +292,51 @@ def solve(problem: SegmentProblem) -> Assignment:
     Proven: partial assignments are dropped only where another one with the same filter in force costs no more and
     loses no more, or where the allowed loss is exceeded already.
     """
-    trail = _Trail()
-    fronts = {_NO_FILTER: _Front(np.zeros(1, np.int64), np.zeros(1), np.full(1, -1, np.int64))}
-    for layer in range(problem.layers):
-        fronts = _step(problem, trail, fronts, layer)
-    best = _pruned(list(fronts.values()), problem.most_loss)
-    return Assignment(trail.segments(int(best.node[0])), int(best.cost[0]), float(best.loss[0]))
+    trail: list[tuple[int, int, int]] = []  # every step ever taken: the one before it, its layer, its action
+
+    def extended(front: _Front, layer: int, action: int, cost: int, loss: float = 0.0) -> _Front:
+        first = len(trail)
+        trail.extend((step, layer, action) for _, _, step in front)
+        return [(spent + cost, lost + loss, first + n) for n, (spent, lost, _) in enumerate(front)]
+
+    selectors = np.flatnonzero(np.isfinite(problem.loss).any((1, 2))).tolist()
+    fronts: dict[tuple[int, int], _Front] = {_NO_FILTER: [(0, 0.0, -1)]}
+    prices = zip(problem.dense_ns.tolist(), problem.sparse_ns.tolist(), problem.choose_ns.tolist(), strict=True)
+    for layer, (dense, sparse, choose) in enumerate(prices):
+        everything = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)
+        for (filter_, selector), front in fronts.items():
+            options = extended(front, layer, _DENSE, dense)
+            lost = float(problem.loss[selector, layer, filter_])
+            if filter_ >= 0 and math.isfinite(lost):
+                options += extended(front, layer, _SPARSE, sparse, lost)
+            fronts[filter_, selector] = _pruned(options, problem.most_loss)
+        for selector in selectors:
+            fronts[layer, selector] = extended(everything, layer, _FILTER + selector, dense + choose)
+    cost, loss, step = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)[0]
+    actions = []
+    while step >= 0:
+        step, *action = trail[step]
+        actions.append(action)
+    return Assignment(_segments_of(reversed(actions)), cost, loss)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Front:
-    """Partial assignments, ascending in cost and descending in loss; `node` is their last step in the trail."""
-
-    cost: Ints
-    loss: Floats
-    node: Ints
+# Partial assignments (cost, loss, last step in the trail), ascending in cost and descending in loss.
+_Front = list[tuple[int, float, int]]
 
 
-class _Trail:
-    """Every step ever taken: what was done in its layer, and the step before it."""
-
-    def __init__(self) -> None:
-        self._before: list[Ints] = []
-        self._steps: list[tuple[int, int, int]] = []  # first node, layer, action
-        self._size = 0
-
-    def add(self, before: Ints, layer: int, action: int) -> Ints:
-        self._steps.append((self._size, layer, action))
-        self._before.append(before)
-        self._size += len(before)
-        return np.arange(self._size - len(before), self._size)
-
-    def segments(self, node: int) -> tuple[FilterSegment, ...]:
-        actions: list[tuple[int, int]] = []
-        firsts = np.array([first for first, _, _ in self._steps])
-        while node >= 0:
-            position = int(np.searchsorted(firsts, node, side="right")) - 1
-            first, layer, action = self._steps[position]
-            actions.append((layer, action))
-            node = int(self._before[position][node - first])
-        return _segments_of(actions[::-1])
+def _pruned(partial: Iterable[tuple[int, float, int]], most_loss: float) -> _Front:
+    front: _Front = []
+    for one in sorted(partial):
+        if one[1] <= most_loss and (not front or one[1] < front[-1][1]):
+            front.append(one)
+    return front
 
 
-def _segments_of(actions: list[tuple[int, int]]) -> tuple[FilterSegment, ...]:
+def _segments_of(actions: Iterable[Sequence[int]]) -> tuple[FilterSegment, ...]:
     found: list[FilterSegment] = []
     for layer, action in actions:
         if action >= _FILTER:
             found.append(FilterSegment(layer, action - _FILTER, ()))
         elif action == _SPARSE:
-            last = found.pop()
-            found.append(FilterSegment(last.filter, last.selector, (*last.layers, layer)))
+            found[-1] = replace(found[-1], layers=(*found[-1].layers, layer))
     return tuple(segment for segment in found if segment.layers)
-
-
-_Fronts = dict[tuple[int, int], _Front]
-
-
-def _step(problem: SegmentProblem, trail: _Trail, fronts: _Fronts, layer: int) -> _Fronts:
-    after: _Fronts = {}
-    dense, sparse = problem.dense_ns[layer], problem.sparse_ns[layer]
-    for (filter_, selector), front in fronts.items():
-        options = [_extended(front, trail, layer, _DENSE, dense, 0.0)]
-        if filter_ >= 0 and np.isfinite(problem.loss[selector, layer, filter_]):
-            lost = float(problem.loss[selector, layer, filter_])
-            options.append(_extended(front, trail, layer, _SPARSE, sparse, lost))
-        after[filter_, selector] = _pruned(options, problem.most_loss)
-    everything = _pruned(list(fronts.values()), problem.most_loss)
-    for selector in range(len(problem.loss)):
-        price = dense + problem.choose_ns[layer]
-        after[layer, selector] = _extended(everything, trail, layer, _FILTER + selector, price, 0.0)
-    return after
-
-
-def _extended(front: _Front, trail: _Trail, layer: int, action: int, cost: int, loss: float) -> _Front:
-    return _Front(front.cost + cost, front.loss + loss, trail.add(front.node, layer, action))
-
-
-def _pruned(fronts: list[_Front], most_loss: float) -> _Front:
-    cost = np.concatenate([front.cost for front in fronts])
-    loss = np.concatenate([front.loss for front in fronts])
-    node = np.concatenate([front.node for front in fronts])
-    order = np.lexsort((node, loss, cost))
-    order = order[loss[order] <= most_loss]
-    least_before = np.minimum.accumulate(np.concatenate([[np.inf], loss[order]]))[:-1]
-    kept = order[loss[order] < least_before]
-    return _Front(cost[kept], loss[kept], node[kept])

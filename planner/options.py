@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+import numpy as np
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
@@ -44,36 +46,23 @@ _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 
 
-# What reads an option: as long as one of them takes place, the option counts. Options that always count are not here.
-READ_BY: Mapping[str, tuple[str, ...]] = {
-    "target_density": ("density target",),
-    "target_speedup": ("speedup target",),
-    "levels": ("density target",),
-    "preset": ("search",),
-    "tile": ("search",),
-    "row_stride": ("search",),
-    "families": ("prefill",),
-    "prompts": ("calibration",),
-    "samples": ("calibration",),
-    "tasks": ("task calibration", "verification"),
-    "seed": ("task calibration", "verification"),
-    "filter_rule": ("decode",),
-    "filter_layers": ("given layers",),
-    "decode_budget": ("decode",),
-    "decode_sink": ("decode",),
-    "decode_recent": ("decode",),
-    "decode_selectors": ("loss bound",),
-    "decode_loss": ("loss bound",),
-    "offload": ("decode",),
-    "max_accuracy_drop": ("verification",),
-    "max_kl": ("verification",),
-    "verify_samples": ("verification",),
-    "verify_lengths": ("verification",),
-    "batch": ("verification",),
-    "prefill_chunk": ("verification",),
-    "backend": ("calibration", "device cost", "verification"),
-    "device": ("calibration", "device cost", "verification"),
-    "dtype": ("calibration", "device cost", "verification"),
+_MACHINE = ("backend", "device", "dtype")
+# The parts of a run and the options that only they read: such an option counts as long as one of them takes place.
+READERS: Mapping[str, tuple[str, ...]] = {
+    "density target": ("target_density", "levels"),
+    "speedup target": ("target_speedup",),
+    "search": ("preset", "tile", "row_stride"),
+    "prefill": ("families",),
+    "calibration": ("prompts", "samples", *_MACHINE),
+    "task calibration": ("tasks", "seed"),
+    "decode": ("filter_rule", "decode_budget", "decode_sink", "decode_recent", "offload"),
+    "given layers": ("filter_layers",),
+    "loss bound": ("decode_selectors", "decode_loss"),
+    "device cost": _MACHINE,
+    "verification": (
+        *("tasks", "seed", "max_accuracy_drop", "max_kl", "verify_samples", "verify_lengths"),
+        *("batch", "prefill_chunk", *_MACHINE),
+    ),
 }
 
 
@@ -257,15 +246,8 @@ class PlanOptions:
 
 def density_for(length: int) -> float:
     """The default target density at a length: interpolated in log length, flat outside the known range."""
-    (low, top), *rest = _DENSITIES
-    if length <= low:
-        return top
-    for high, bottom in rest:
-        if length <= high:
-            share = math.log(length / low) / math.log(high / low)
-            return round(top * math.pow(bottom / top, share), 4)
-        low, top = high, bottom
-    return top
+    lengths, densities = np.log(_DENSITIES).T
+    return round(math.exp(np.interp(math.log(length), lengths, densities)), 4)
 
 
 def mandatory_a_row(tile: TileShape) -> int:
@@ -379,7 +361,7 @@ def check_used(given: Mapping[str, object]) -> None:
     """
     on = [switch for switch in SWITCHES if switch.is_on(given)]
     for name in given:
-        against = [_against(name, part, on) for part in READ_BY.get(name, ())]
+        against = [_against(name, part, on) for part, read in READERS.items() if name in read]
         if against and None not in against:
             raise UsageError(_refusal(name, list(dict.fromkeys(switch for switch in against if switch)), given))
 
@@ -388,13 +370,12 @@ def asked(options: PlanOptions) -> dict[str, object]:
     """The fields that differ from their defaults, as far as that tells what was asked for."""
     if options.is_settled:
         return {}
-    values = {field.name: (getattr(options, field.name), _default(field)) for field in fields(options)}
     unread = ("phases", "gate", *(["verify_samples"] if options.verify_samples == 0 else []))
-    return {name: value for name, (value, default) in values.items() if value != default and name not in unread}
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in unread}
+    return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
 
-def _default(field: Field[Any]) -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+_DEFAULTS = PlanOptions(is_settled=True)
 
 
 def _against(name: str, part: str, on: list[Switch]) -> Switch | None:

@@ -31,7 +31,7 @@ from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
+from sparsekv.plans.schema import Plan, Prediction, Provenance, Target
 from sparsekv.runtime.hf.describe import describe_config, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
 
@@ -93,15 +93,15 @@ def compile_plan(
     asked, measured = _profiled(loaded, options, profile_in, profile_out, resume, stages)
     cost = _priced(loaded, asked, measured, cost_in, cost_out, stages)
     used, attempts, verdict = asked, 0, None
-    plan = _chosen(loaded.info, used, measured, cost, stages)
+    plan = compile_once(loaded.info, used, measured, cost, stages)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
     while kit is not None:
         verdict, attempts = verify(loaded, plan, used, stages, kit), attempts + 1
         if verdict.passed:
-            plan = _with_quality(plan, verdict)
+            plan = verdict.recorded(plan)
             break
         used = _tightened(used, measured, verdict, attempts)
-        plan = _chosen(loaded.info, used, measured, cost, stages)
+        plan = compile_once(loaded.info, used, measured, cost, stages)
     remarks = (
         *(verdict.reasons if verdict else ()),
         *tightened_remarks(asked, used, measured),
@@ -147,19 +147,35 @@ def compile_files(
     return PlanResult(plan, time.monotonic() - started, 0, (*plan_remarks(plan, settled, own, cost), told))
 
 
-def compile_once(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost) -> Plan:
-    """One plan from what was measured, unverified.
+def compile_once(
+    model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None = None
+) -> Plan:
+    """One plan from what was measured, unverified: the third and fourth stage, and what it is predicted to cost.
 
     Args:
         model: what the plan is for, as the profile has it.
         options: settled for the profile.
-        measured: the profile.
         cost: of the device that the plan is for.
 
     Raises:
         UsageError, GateError: the profile does not reach the targets.
     """
-    return _chosen(model, options, measured, cost, Stages(None, STAGES))
+    stages = progress or Progress()
+    with stages.stage("allocate", total=1) as step:
+        prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
+        step.advance()
+    with stages.stage("filter layers", total=1) as step:
+        decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
+        step.advance()
+    return Plan(
+        status="unverified",
+        model=model,
+        targets=(Target(device=cost.device, backend=cost.backend, dtype=cost.dtype),),
+        prefill=prefill,
+        decode=decode,
+        cost=predict(measured, cost, prefill, decode),
+        provenance=_provenance(options, measured, cost),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +215,6 @@ class PlanResult:
         """The filter layers of the longest bucket."""
         decode = self.plan.decode
         return tuple(segment.filter for segment in decode.lengths[-1].segments) if decode else ()
-
-    @property
-    def quality(self) -> Quality | None:
-        """What was measured."""
-        return self.plan.quality
 
     @property
     def _lengths(self) -> tuple[Prediction, ...]:
@@ -278,30 +289,6 @@ def _priced(
     if cost_out is not None:
         write_cost(cost, cost_out)
     return cost
-
-
-def _chosen(model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress) -> Plan:
-    """The third and fourth stage, and what the plan is predicted to cost."""
-    with progress.stage("allocate", total=1) as step:
-        prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
-        step.advance()
-    with progress.stage("filter layers", total=1) as step:
-        decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
-        step.advance()
-    return Plan(
-        status="unverified",
-        model=model,
-        targets=(Target(device=cost.device, backend=cost.backend, dtype=cost.dtype),),
-        prefill=prefill,
-        decode=decode,
-        cost=predict(measured, cost, prefill, decode),
-        provenance=_provenance(options, measured, cost),
-    )
-
-
-def _with_quality(plan: Plan, verdict: Verification) -> Plan:
-    status = "verified" if verdict.conclusive else "unverified"
-    return plan.model_copy(update={"status": status, "quality": verdict.quality})
 
 
 def _tightened(options: PlanOptions, measured: Profile, verdict: Verification, attempts: int) -> PlanOptions:

@@ -52,6 +52,11 @@ class Verification:
     reasons: tuple[str, ...]
     missed: Mapping[PhaseName, tuple[int, ...]]
 
+    def recorded(self, plan: Plan) -> Plan:
+        """The plan with its quality; verified where that was conclusive."""
+        status = "verified" if self.conclusive else "unverified"
+        return plan.model_copy(update={"status": status, "quality": self.quality})
+
 
 def verify(
     loaded: LoadedModel,

@@ -39,11 +39,12 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 
 
 class Target(Part):
-    """A device that cost and crossover were measured on."""
+    """A device that cost and crossover were measured on, and the program that ran the model there."""
 
     device: Text
     count: Count = 1
     tensor_parallel: Count = 1
+    host: Literal["transformers", "vllm"] = "transformers"
     backend: BackendName
     dtype: DtypeName
 

@@ -161,7 +161,7 @@ def _facts(plan: Plan) -> Table:
         ("Status", plan.status),
         ("Architecture", f"{model.model_type}, {model.layers} layers, context {format_length(model.context_length)}"),
         *(("", line) for line in _shapes(model)),
-        *(("Target", f"{t.count} x {t.device}, {t.backend}, {t.dtype}") for t in plan.targets),
+        *(("Target", f"{t.count} x {t.device}, {t.host}, {t.backend}, {t.dtype}") for t in plan.targets),
     ]
     made = [f"{name} {version}" for name, version in plan.provenance.versions.items()]
     made += _named(plan.provenance, "preset", "seed", "source")

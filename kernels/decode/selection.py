@@ -34,6 +34,12 @@ class Selection:
         """Tokens that a row attends to at most, unless it attends to everything."""
         return self.sink + self.chosen_BgN.shape[2] + self.recent
 
+    def to(self, device: torch.device) -> Selection:
+        """The same selection for keys on that device; itself where it is there."""
+        if self.counts_B.device == device:
+            return self
+        return Selection(self.chosen_BgN.to(device), self.counts_B.to(device), self.sink, self.recent)
+
     def listed(self, lengths_B: torch.Tensor) -> torch.Tensor:
         """Sinks, chosen and recent tokens as one list: int32 [B, g, sink + N + recent], -1 where a row has fewer.
 

@@ -37,7 +37,7 @@ from sparsekv.planner.bench.timing import (
     measure,
     time_dense,
 )
-from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 from sparsekv.plans.types import format_length
@@ -169,7 +169,7 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
         except BackendError as error:
             yield replace(cases[0], backend=name, note=str(error))
     peers: DensePeers | None = None
-    with (progress or NoProgress()).stage("kernels", total=len(cases) if backends else 0) as step:
+    with (progress or Progress()).stage("kernels", total=len(cases) if backends else 0) as step:
         for blank in cases if backends else ():
             step.advance(0, note=f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}")
             for row in _case(bench, blank, backends, peers):

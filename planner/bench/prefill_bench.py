@@ -35,7 +35,7 @@ from sparsekv.planner.bench.timing import (
     try_each,
     wait_for,
 )
-from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
@@ -273,7 +273,7 @@ def bench_prefill(
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
     ways = runs(model, plan, bench.backend, bench.kv_host_layers, bench.chunk)
-    with (progress or NoProgress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
+    with (progress or Progress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the plan warns of was said above
         warnings.simplefilter("default", BackendWarning)
         for length in bench.lengths:

@@ -109,7 +109,7 @@ class Savings:
             row: which profiled layer.
         """
         candidates = self._tables.entry.candidates
-        gain = {name: -self._cost.index_launch_us(name) for name in heads_by_pattern(self._tables, choice_H)}
+        gain = {name: -self._cost.index[name].prices[0] for name in heads_by_pattern(self._tables, choice_H)}
         for head in np.flatnonzero(choice_H >= 0).tolist():
             position = int(choice_H[head])
             gain[candidates[position].family] += float(self._saved_LCH[row, position, head])
@@ -127,11 +127,9 @@ class Savings:
         causal = causal_tiles(entry.length, self._tile)
         _, _, tile_us, column_us = self._cost.prefill_sparse.prices
         # Families that were profiled but not priced are not among those asked for (`check_cost`).
-        index_C = np.array(
-            [
-                self._cost.index_head_us(one.family, entry.length) if one.family in self._cost.index else np.inf
-                for one in entry.candidates
-            ]
-        )
+        head_us = {
+            name: self._cost.index_us(name, 1, entry.length) - line.prices[0] for name, line in self._cost.index.items()
+        }
+        index_C = np.array([head_us.get(one.family, np.inf) for one in entry.candidates])
         spent_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal + index_C[None, :, None]
         return np.asarray(causal * tile_us - spent_LCH)

@@ -45,6 +45,10 @@ class Line(Part):
         """The value for these features."""
         return sum(price * feature for price, feature in zip(self.prices, features, strict=True))
 
+    def us(self, *work: float) -> float:
+        """The microseconds of one launch and the work in it, as the first feature of every price list is the launch."""
+        return self.at(1.0, *work)
+
 
 class Timing(Part):
     """One launch that was timed, for people who want to see what a line was fitted to."""
@@ -96,10 +100,6 @@ class DeviceCost(Part):
                     raise FieldError(f"expected {count} prices of {name}, found {len(one.prices)}", name)
         return self
 
-    def prefill_dense_us(self, causal_tiles: float) -> float:
-        """A dense layer; `causal_tiles` over all heads."""
-        return self.prefill_dense.at(1.0, causal_tiles)
-
     def prefill_sparse_us(self, tiles: float, columns: float, heads: Mapping[Family, int], length: int) -> float:
         """A sparse layer, index building included.
 
@@ -111,32 +111,8 @@ class DeviceCost(Part):
         """
         index = sum(self.index_us(name, count, length) for name, count in heads.items() if count)
         rows = self.shape.heads * -(-length // self.tile.query)
-        return index + self.prefill_sparse.at(1.0, float(rows), tiles, columns)
+        return index + self.prefill_sparse.us(rows, tiles, columns)
 
     def index_us(self, name: Family, heads: int, length: int) -> float:
         """Building the index of `heads` heads of a pattern that was measured."""
-        return self.index[name].at(1.0, float(heads * length), float(heads) * length * length)
-
-    def index_launch_us(self, name: Family) -> float:
-        """What the first head of a pattern costs a layer before it adds any work."""
-        return self.index[name].prices[0]
-
-    def index_head_us(self, name: Family, length: int) -> float:
-        """What one head more adds to building the index of a pattern that other heads follow too."""
-        return self.index_us(name, 1, length) - self.index_launch_us(name)
-
-    def decode_dense_us(self, tokens: int) -> float:
-        """One step of a layer that attends to everything."""
-        return self.decode_dense.at(1.0, float(tokens))
-
-    def decode_sparse_us(self, tokens: int) -> float:
-        """One step of a layer that attends to chosen tokens."""
-        return self.decode_sparse.at(1.0, float(tokens))
-
-    def decode_choose_us(self, tokens: int) -> float:
-        """Choosing tokens out of `tokens`, on top of a dense step."""
-        return self.decode_choose.at(1.0, float(tokens))
-
-    def decode_host_us(self, tokens: int, cold: float) -> float | None:
-        """One step of an offloaded layer over `tokens` chosen ones, `cold` of which lie on the host; None: unknown."""
-        return None if self.decode_host is None else self.decode_host.at(1.0, float(tokens), cold)
+        return self.index[name].us(heads * length, float(heads) * length * length)

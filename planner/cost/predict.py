@@ -109,7 +109,7 @@ def layer_times(
     causal = causal_tiles(tokens, tile)
     tiles_LH, columns_LH = (share_LH * causal for share_LH in shares_at(tables, choice, tile, tokens))
     heads_L = (choice != ABSENT).sum(1)
-    dense_L = np.array([cost.prefill_dense_us(float(heads) * causal) for heads in heads_L])
+    dense_L = np.array([cost.prefill_dense.us(float(heads) * causal) for heads in heads_L])
     sparse_L = dense_L.copy()
     for row, choice_H in enumerate(choice):
         if kinds := heads_by_pattern(tables, choice_H):
@@ -182,7 +182,7 @@ def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost
     step = step_us(segments, cost, length, layers, plan.offload)
     if step is None:
         return None
-    dense_us = layers * cost.decode_dense_us(length)
+    dense_us = layers * cost.decode_dense.us(length)
     return Estimate(dense_us=dense_us, sparse_us=step, density=decode_share(segments, length, layers))
 
 
@@ -198,22 +198,21 @@ def step_us(
     hosted = frozenset(offload.layers if offload else ())
     if hosted - sparse:
         return None  # it reads back everything it has, in every step
-    dense_us = cost.decode_dense_us(length)
+    dense_us = cost.decode_dense.us(length)
     total = (layers - len(sparse)) * dense_us
     for segment in segments:
         chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
         if chosen is None:  # all of the context is attended to, and nothing is chosen
             total += (len(segment.layers) - moved) * dense_us
         else:
-            total += cost.decode_choose_us(length)
-            total += (len(segment.layers) - moved) * cost.decode_sparse_us(attended_tokens(segment, length))
+            total += cost.decode_choose.us(length)
+            total += (len(segment.layers) - moved) * cost.decode_sparse.us(attended_tokens(segment, length))
         if offload and moved:
             away = max(0, length - offload.hot.resolve(length)) / length
             cold = (length if chosen is None else chosen) * away
-            fetched_us = cost.decode_host_us(attended_tokens(segment, length), cold)
-            if fetched_us is None:
+            if cost.decode_host is None:
                 return None
-            total += moved * fetched_us
+            total += moved * cost.decode_host.us(attended_tokens(segment, length), cold)
     return total
 
 

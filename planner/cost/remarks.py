@@ -106,7 +106,7 @@ def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: 
     for entry in profile.lengths:
         bucket, at = decode.bucket(entry.length), format_length(entry.length)
         step = step_us(bucket.segments, cost, entry.length, profile.model.layers, offload)
-        dense_us = profile.model.layers * cost.decode_dense_us(entry.length)
+        dense_us = profile.model.layers * cost.decode_dense.us(entry.length)
         if step is None:
             yield (
                 f"decode at {at} is not predicted: layers whose rows are in host memory run dense there and read all "

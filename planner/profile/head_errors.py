@@ -131,8 +131,8 @@ class CandidateScore:
     error_H: Values  # over all rows
     tail_error_H: Values  # over the question and the answer
     mass_H: Values  # mean share of the attention mass that the computed positions hold
-    tiles_H: Values  # whole tiles computed
-    columns_H: Values  # single columns computed, in tiles
+    tiles_H: Values  # whole tiles computed, as a share of the causal ones
+    columns_H: Values  # single columns computed, in tiles, as such a share
 
 
 def score_candidates(layer: Layer, candidates: Sequence[Patterns]) -> list[CandidateScore]:
@@ -158,14 +158,14 @@ class _Scorer:
     def score(self, patterns: Patterns) -> CandidateScore:
         index = self._layer.prefix.index(patterns)
         sparse = self._attend(index)
-        tiles_H = _host(index.counts_BHT[0].sum(-1))
+        tiles_H, causal = _host(index.counts_BHT[0].sum(-1)), self._layer.prefix.causal_tiles
         off_XHMD = (sparse.out_BHSD - self._dense.out_BHSD).float()
         return CandidateScore(
             error_H=self._error(off_XHMD, self._spread_XM) / self._spread_norm,
             tail_error_H=self._error(off_XHMD, self._tail_XM) / self._tail_norm,
             mass_H=self._mass(sparse),
-            tiles_H=tiles_H,
-            columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0),
+            tiles_H=tiles_H / causal,
+            columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0) / causal,
         )
 
     def _attend(self, index: TileIndex) -> AttentionOutput:

@@ -48,24 +48,29 @@ class Candidate(Part):
     density: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class LayerScores(Part):
-    """One layer: a row a candidate, an entry a head, means over the calibration prompts.
-
-    `patterns` are positions in the pattern list of the length. `tiles` and `columns` are shares of the causal tiles.
-    """
+class ScoreParts(Part):
+    """One layer: a row a candidate, an entry a head. `tiles` and `columns` are shares of the causal tiles."""
 
     layer: Index
+    error: Table = ()
+    tail_error: Table = ()
+    mass: Table = ()
+    tiles: Table = ()
+    columns: Table = ()
+
+
+SCORES = tuple(name for name in ScoreParts.model_fields if name != "layer")
+
+
+class LayerScores(ScoreParts):
+    """Means over the calibration prompts. `patterns` are positions in the pattern list of the length."""
+
     patterns: tuple[tuple[Natural, ...], ...]
-    error: Table
-    tail_error: Table
-    mass: Table
-    tiles: Table
-    columns: Table
 
     @model_validator(mode="after")
     def _rectangular(self) -> LayerScores:
         shape = [len(row) for row in self.patterns]
-        for name in ("error", "tail_error", "mass", "tiles", "columns"):
+        for name in SCORES:
             found = [len(row) for row in getattr(self, name)]
             if found != shape:
                 raise FieldError(f"expected {len(shape)} rows of {shape[:1]} heads, found {found}", name)

@@ -26,7 +26,7 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import SCORES, LengthProfile, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
 from sparsekv.planner.profile.search_space import (
     Patterns,
@@ -35,7 +35,7 @@ from sparsekv.planner.profile.search_space import (
     fit_to_target,
 )
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
-from sparsekv.planner.progress import NoProgress, Progress
+from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
@@ -70,7 +70,7 @@ def profile(
     _check_targets(prompts, options)
     records = Records(resume, _identity(loaded, options, prompts, backend))
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
-    with (progress or NoProgress()).stage("profile", total=total) as step:
+    with (progress or Progress()).stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):
                 one = Pass(loaded, options, backend, length, sample, prompt)
@@ -205,14 +205,8 @@ class Pass:
         else:
             patterns = [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in self._aims]
         scores = score_candidates(replace(layer, prefix=prefix), patterns)
-        return {
-            "patterns": tuple(patterns),
-            "error": as_table(score.error_H for score in scores),
-            "tail_error": as_table(score.tail_error_H for score in scores),
-            "mass": as_table(score.mass_H for score in scores),
-            "tiles": as_table(score.tiles_H / prefix.causal_tiles for score in scores),
-            "columns": as_table(score.columns_H / prefix.causal_tiles for score in scores),
-        }
+        tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
+        return {"patterns": tuple(patterns), **tables}
 
 
 @contextmanager

@@ -16,26 +16,30 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Reuse, Row, Table, TokenChoice
+from sparsekv.planner.profile.profile_data import (
+    SCORES,
+    Candidate,
+    LayerScores,
+    LengthProfile,
+    Reuse,
+    Row,
+    ScoreParts,
+    Table,
+    TokenChoice,
+)
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Pattern
-from sparsekv.plans.types import Index, Length, Natural, NonNegative, Part, canonical_json
+from sparsekv.plans.types import Length, Natural, NonNegative, canonical_json
 
 Key = tuple[int, int, int]
 
 
-class LayerRecord(Part):
-    """One layer over one calibration prompt. Tables have a row a candidate and an entry a head."""
+class LayerRecord(ScoreParts):
+    """One layer over one calibration prompt."""
 
     length: Length
     sample: Natural
-    layer: Index
     patterns: tuple[tuple[Pattern, ...], ...] = ()
-    error: Table = ()
-    tail_error: Table = ()
-    mass: Table = ()
-    tiles: Table = ()
-    columns: Table = ()
     importance: NonNegative = 0.0
     kept: tuple[tuple[Row, ...], ...] = ()  # [selector][budget][filter layer]
 
@@ -114,9 +118,6 @@ def _append(path: Path, line: str) -> None:
         ) from error
 
 
-_TABLES = ("error", "tail_error", "mass", "tiles", "columns")
-
-
 def length_means(
     length: int,
     prompt_tokens: Sequence[int],
@@ -147,7 +148,7 @@ def length_means(
 
 def _layer_means(samples: Sequence[LayerRecord], numbers: dict[Pattern, int]) -> LayerScores:
     patterns = tuple(tuple(numbers.setdefault(one, len(numbers)) for one in row) for row in samples[0].patterns)
-    means = {name: as_table(np.mean([getattr(sample, name) for sample in samples], 0)) for name in _TABLES}
+    means = {name: as_table(np.mean([getattr(sample, name) for sample in samples], 0)) for name in SCORES}
     return LayerScores(layer=samples[0].layer, patterns=patterns, **means)
 
 

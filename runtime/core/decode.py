@@ -78,26 +78,21 @@ def decode(
     """
     state.remember(layer, q_BH1D)
     selection = selected_for(layer, state) if layer.follows else None
+    lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
     if meter is not None and state.lengths is not None:
         _count(layer, state.lengths, meter)
     if selection is not None:
-        return _attend_selected(layer, q_BH1D, source, selection, state, scale, backend)
-    keys = source.view(state.lengths_B)
+        chosen = selection.to(q_BH1D.device)
+        keys, found = source.gather(chosen, lengths_B, layer.window)
+        window = layer.window if found is chosen else None
+        return decode_attention(q_BH1D, keys, found, scale=scale, window=window, backend=backend).out_BHSD
+    keys = source.view(lengths_B)
     if layer.filters:
         choose_tokens(layer, q_BH1D, keys, state, scale=scale)
     if state.uniform is not None and keys.table_BP is None:
         k_BGSD, v_BGSD = keys.contiguous(state.uniform)
         return attend_newest(q_BH1D, k_BGSD, v_BGSD, scale=scale, window=layer.window)
     return decode_attention(q_BH1D, keys, scale=scale, window=layer.window, backend=backend).out_BHSD
-
-
-def _attend_selected(
-    layer: LayerProgram, q_BH1D: torch.Tensor, source: KeySource, selection: Selection, state: DecodeState,
-    scale: float, backend: str,
-) -> torch.Tensor:  # fmt: skip
-    keys, found = source.gather(selection, state.lengths_B, layer.window)
-    window = layer.window if found is selection else None
-    return decode_attention(q_BH1D, keys, found, scale=scale, window=window, backend=backend).out_BHSD
 
 
 def _count(layer: LayerProgram, lengths: tuple[int, ...], meter: Meter) -> None:

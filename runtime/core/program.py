@@ -166,7 +166,7 @@ def _layer(
         group.window,
         filters=chosen_for[1] if chosen_for else None,
         follows=found[1] if found else None,
-        kv_map=_kv_map(found[0], layer, kv) if found else None,
+        kv_map=_kv_map(found[0], layer, kv, rank.heads(model.group_of(found[0].filter))[1]) if found else None,
     )
     if prefill:
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
@@ -221,16 +221,16 @@ def _segment(
     )
 
 
-def _kv_map(segment: Segment, layer: int, kv: slice) -> tuple[int, ...] | None:
-    """The layer's head map, counted in the rank's KV heads."""
+def _kv_map(segment: Segment, layer: int, kv: slice, filter_kv: slice) -> tuple[int, ...] | None:
+    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer."""
     if isinstance(segment.heads, str):
         return None
     own = segment.heads[layer][kv]
-    crossing = [source for source in own if not kv.start <= source < kv.stop]
+    crossing = [source for source in own if not filter_kv.start <= source < filter_kv.stop]
     if crossing:
         raise UnsupportedError(
             f"expected head maps that stay within a rank, found that KV heads {kv.start} to {kv.stop - 1} of layer "
             f"{layer} take the choice of KV head {crossing[0]} of filter layer {segment.filter}, which is on another "
             f"rank; use fewer ranks, or `heads: max`"
         )
-    return tuple(source - kv.start for source in own)
+    return tuple(source - filter_kv.start for source in own)

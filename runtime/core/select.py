@@ -54,19 +54,21 @@ def choose_tokens(
     longest = max(state.lengths) if state.lengths else keys.capacity
     k_BGSD, _ = keys.contiguous(longest)
     room = state.lists(segment, 1 if segment.heads == "max" else layer.kv_heads)
-    room.counts_B.copy_(segment.counts(state.lengths_B))
-    scores_BgS = _scores(segment, state.queries(layer, q_BH1D), k_BGSD, state, scale)
+    counts_B = segment.counts(keys.lengths_B)
+    scores_BgS = _scores(segment, state.queries(layer, q_BH1D), k_BGSD, keys.lengths_B[:, None], state, scale)
     most = min(segment.most, longest)
-    counts_Bg = room.counts_B.clamp(min=0)[:, None].expand(-1, scores_BgS.shape[1])
+    counts_Bg = counts_B.clamp(min=0)[:, None].expand(-1, scores_BgS.shape[1])
+    room.counts_B.copy_(counts_B)
     room.chosen_BgN[:, :, :most] = top_ascending(scores_BgS, counts_Bg, most, NO_TOKEN)
     state.choose(segment, room)
 
 
 def _scores(
-    segment: SegmentProgram, q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, state: DecodeState, scale: float
-) -> torch.Tensor:
+    segment: SegmentProgram, q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, lengths_B1: torch.Tensor, state: DecodeState,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
     """[B, g, S], float32; -inf for sinks, recent tokens and whatever is no token."""
-    queries, lengths_B1, device = q_BHWD.shape[2], state.lengths_B[:, None], q_BHWD.device
+    queries, device = q_BHWD.shape[2], q_BHWD.device
     positions_BW = lengths_B1 + on_device(tuple(range(-queries, 0)), device, torch.int32)
     weights_W = on_device(selector_weights(segment.selector, queries), device, torch.float32)
     scores_BgS = token_scores(

@@ -92,7 +92,7 @@ class DecodeState:
             window_BHWD = self._queries[layer.layer] = q_BHSD.new_zeros((batch, heads, count, size))
         if new < count:
             window_BHWD[:, :, :-new] = window_BHWD[:, :, new:].clone()
-        window_BHWD[:, :, -new:] = q_BHSD[:, :, -count:]
+        window_BHWD[:, :, -new:] = q_BHSD[:, :, -count:].detach()  # leaving inference mode turns autograd on
 
     def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
         """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""

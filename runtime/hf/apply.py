@@ -119,9 +119,10 @@ def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
         dtype: of the model.
     """
     measured = [
-        f"{target.device} ({target.backend}, {target.dtype}{_devices(target.count)})" for target in plan.targets
+        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_devices(target.count)})"
+        for target in plan.targets
     ]
-    here = f"{device} ({backend}, {dtype})"
+    here = f"{device} (transformers, {backend}, {dtype})"
     if measured and here not in measured:
         warnings.warn(
             f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "

@@ -31,7 +31,7 @@ def check_inputs(inputs: dict[str, Any], tokens: torch.Tensor | None, training: 
     Raises:
         UsageError: the model is in training mode.
         PromptError: there are no tokens.
-        UnsupportedError: attention weights are asked for.
+        UnsupportedError: attention weights are asked for, or attention that is not causal, or packed sequences.
     """
     if training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
@@ -39,6 +39,14 @@ def check_inputs(inputs: dict[str, Any], tokens: torch.Tensor | None, training: 
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
     if inputs.get("output_attentions"):
         raise UnsupportedError("attention weights are never materialised here; leave output_attentions off")
+    if inputs.get("is_causal") is False:
+        raise UnsupportedError("expected causal attention, found is_causal=False; close the handle to run an encoder")
+    packed = [name for name in _PACKED if inputs.get(name) is not None]
+    if packed:
+        raise UnsupportedError(f"expected one sequence a row, found {packed[0]}; run packed sequences one by one")
+
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # rows of several sequences
 
 
 class MaskCheck:
@@ -227,7 +235,8 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Call
         inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-        check_inputs({"output_attentions": config.output_attentions} | inputs, tokens, module.training)
+        defaults = {"output_attentions": config.output_attentions, "is_causal": getattr(config, "is_causal", True)}
+        check_inputs(defaults | inputs, tokens, module.training)
         mask.check(inputs.get("attention_mask"), waits=tokens is None or tokens.shape[1] > 1)
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):

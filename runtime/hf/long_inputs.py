@@ -113,8 +113,8 @@ class LongInputs:
 
     def _takes(self, decoder: Any, inputs: dict[str, Any]) -> bool:
         """Whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
-        tokens = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-        if tokens is None or not self._is_long(tokens) or decoder.config.output_hidden_states:
+        given = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+        if len(given) != 1 or not self._is_long(given[0]) or decoder.config.output_hidden_states:
             return False
         asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
         plain = asked.pop("return_dict", None) is not False

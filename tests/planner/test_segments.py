@@ -14,7 +14,7 @@ def brute_force(problem: SegmentProblem) -> tuple[int, float]:
     """Cost and loss of the best of all assignments: each layer dense, sparse, or a filter with some selector."""
     best = (np.iinfo(np.int64).max, np.inf)
     actions = ["dense", "sparse", *range(len(problem.loss))]
-    for plan in product(actions, repeat=problem.layers):
+    for plan in product(actions, repeat=len(problem.dense_ns)):
         cost, loss, filter_ = 0, 0.0, None
         for layer, action in enumerate(plan):
             if action == "sparse":

@@ -34,7 +34,7 @@ def test_tables_fit_100_columns_and_few_screens(plan: Plan) -> None:
         "example/mixed-8l @ 0123abc",
         "verified",
         "layers 5: sliding, window 1024",
-        "2 x NVIDIA H200, flash, bfloat16",
+        "2 x NVIDIA H200, transformers, flash, bfloat16",
         "up to 12,288: dense",
         "12,289 to 131,072",
         "above 131,072, extrapolated: as up to 131,072",

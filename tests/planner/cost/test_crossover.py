@@ -293,9 +293,9 @@ def test_decode_goes_dense_below_its_crossing() -> None:
     assert plan.lengths[0].dense
     assert [bucket.dense for bucket in plan.lengths] == [True, False]
     segments = plan.lengths[1].segments
-    assert not pays(step_us(segments, cost, crossing, 3), 3 * cost.decode_dense_us(crossing))
+    assert not pays(step_us(segments, cost, crossing, 3), 3 * cost.decode_dense.us(crossing))
     longer = crossing + 256
-    assert pays(step_us(segments, cost, longer, 3), 3 * cost.decode_dense_us(longer))
+    assert pays(step_us(segments, cost, longer, 3), 3 * cost.decode_dense.us(longer))
 
 
 def test_decode_goes_dense_between_two_profiled_lengths() -> None:

@@ -23,14 +23,14 @@ def measured() -> DeviceCost:
 
 
 def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost) -> None:
-    assert measured.prefill_dense_us(1000) > 0
-    assert measured.prefill_dense_us(2000) >= measured.prefill_dense_us(1000)
+    assert measured.prefill_dense.us(1000) > 0
+    assert measured.prefill_dense.us(2000) >= measured.prefill_dense.us(1000)
     assert measured.prefill_sparse_us(1000, 10, {"a_shape": 4}, 2048) > 0
     assert measured.prefill_sparse_us(2000, 10, {"a_shape": 4}, 2048) >= measured.prefill_sparse_us(
         1000, 10, {"a_shape": 4}, 2048
     )
-    assert measured.decode_dense_us(4096) >= measured.decode_dense_us(2048) > 0
-    assert measured.decode_choose_us(4096) > 0
+    assert measured.decode_dense.us(4096) >= measured.decode_dense.us(2048) > 0
+    assert measured.decode_choose.us(4096) > 0
 
 
 def test_the_lines_pass_near_what_was_timed(measured: DeviceCost) -> None:
@@ -84,8 +84,8 @@ def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(meas
     assert len(timed) == 12
     assert all(0 <= cold < chosen for _, chosen, cold in timed)
     assert all(many > few for (_, _, many), (_, _, few) in zip(timed[::2], timed[1::2], strict=True))
-    assert measured.decode_host_us(200, 100.0) > 0
-    assert measured.decode_host_us(200, 200.0) >= measured.decode_host_us(200, 100.0)
+    assert measured.decode_host.us(200, 100.0) > 0
+    assert measured.decode_host.us(200, 200.0) >= measured.decode_host.us(200, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,12 @@ def test_short_lengths_are_timed_for_launches_and_long_ones_for_work(heads, leng
 
 
 def test_a_cost_without_offload_has_no_price_of_it() -> None:
-    assert made_up_cost().decode_host_us(200, 100.0) is None
+    assert made_up_cost().decode_host is None
 
 
 def test_the_first_head_of_a_family_pays_its_launch_and_every_head_its_work() -> None:
     cost = made_up_cost(index={"a_shape": Line(prices=(100.0, 0.5, 0.001))})
-    assert cost.index_launch_us("a_shape") == 100.0
-    assert cost.index_head_us("a_shape", 10) == pytest.approx(5.1)
+    assert cost.index_us("a_shape", 0, 10) == 100.0
     assert cost.index_us("a_shape", 3, 10) == pytest.approx(100.0 + 3 * 5.1)
 
 

@@ -52,8 +52,8 @@ def profile_of(prefix: Prefix, found: tuple[Aim, ...], scores: list[CandidateSco
         error=table([score.error_H for score in scores]),
         tail_error=table([score.tail_error_H for score in scores]),
         mass=table([score.mass_H for score in scores]),
-        tiles=table([score.tiles_H / prefix.causal_tiles for score in scores]),
-        columns=table([score.columns_H / prefix.causal_tiles for score in scores]),
+        tiles=table([score.tiles_H for score in scores]),
+        columns=table([score.columns_H for score in scores]),
     )
     entry = length_means(LENGTH, [LENGTH], [aim.candidate for aim in found], None, [[record]])
     model = loaded_tiny(layers=1).info

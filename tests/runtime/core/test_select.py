@@ -74,6 +74,18 @@ def test_queries_before_the_first_token_do_not_count():
     assert torch.equal(selection.chosen_BgN[0].long(), expected)
 
 
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+def test_memory_beyond_a_row_that_is_shorter_than_the_window_is_not_looked_at(heads: str):
+    source = torch.Generator().manual_seed(4)
+    q, k = torch.randn(2, HEADS, 20, SIZE, generator=source), torch.randn(2, GROUPS, 64, SIZE, generator=source)
+    lengths_B = torch.tensor([60, 20], dtype=torch.int32)
+    part = segment(0, (1,), 4, selector="uniform", window=30, heads=heads)
+    clean, *_ = choose(part, q, KeyView(k, k, lengths_B), lengths_B)
+    k[0, :, 60:], k[1, :, 20:] = float("nan"), float("nan")
+    found, *_ = choose(part, q, KeyView(k, k, lengths_B), lengths_B)
+    assert torch.equal(found.chosen_BgN, clean.chosen_BgN)
+
+
 def test_pages_give_the_choice_of_contiguous_keys():
     source = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, HEADS, 1, SIZE, generator=source), torch.randn(2, GROUPS, 64, SIZE, generator=source)

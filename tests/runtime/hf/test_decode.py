@@ -1,5 +1,6 @@
 """Decode over chosen tokens, against the same thing written out by brute force inside a dense model."""
 
+import copy
 import math
 
 import pytest
@@ -116,6 +117,18 @@ def test_decode_is_what_the_plan_says(model, name: str, offload: bool):
     sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers)
     with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse if offload else (), hot=10))):
         torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_of_queries_holds_no_graph_of_the_passes_it_came_from(model):
+    """With gradients on, as torch has them unless told otherwise."""
+    prompt, plan = random_tokens(2, 60), decode_plan(segment(0, (1, 2, 3), 12, selector="uniform", window=5))
+    logits = []
+    with apply(model, plan_for(model, None, plan)):
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode():
+                cache = model(prompt[:, :-1]).past_key_values
+                logits.append(model(prompt[:, -1:], past_key_values=copy.deepcopy(cache)).logits.detach())
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("window", [5, 30, 90])

@@ -56,6 +56,36 @@ def test_offloaded_layers_give_the_logits_of_those_on_the_device(model):
     assert (found[0] - found[1]).norm() / found[0].norm() < 0.03
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("offload", [(), (1, 2)], ids=["device", "host"])
+def test_a_model_spread_over_two_devices_decodes_as_on_one(offload):
+    prompt, new = random_tokens(2, 300).cuda(), random_tokens(2, 5, 1).cuda()
+    found = []
+    for second in ("cuda:0", "cuda:1"):
+        model = tiny_model(head_dim=64, dtype=torch.bfloat16).cuda()
+        spread(model, (1,), second)
+        plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60), offload=offload))
+        with apply(model, plan):
+            found.append(logits(model, prompt, new))
+    assert torch.equal(*found)
+
+
+def spread(model, layers, device):
+    """Moves these layers, and what they are called with; as loading with a device map does."""
+
+    def moved(value, to):
+        return tuple(moved(part, to) for part in value) if isinstance(value, tuple) else (
+            value.to(to) if isinstance(value, torch.Tensor) else value
+        )  # fmt: skip
+
+    for layer in (model.base_model.layers[number].to(device) for number in layers):
+        layer.register_forward_pre_hook(
+            lambda _, args, options: (moved(args, device), {name: moved(x, device) for name, x in options.items()}),
+            with_kwargs=True,
+        )
+        layer.register_forward_hook(lambda _, args, output: moved(output, "cuda:0"))
+
+
 def test_a_decode_step_on_the_device_does_not_wait_for_it(model):
     plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60, selector="uniform", window=4)))
     new = random_tokens(1, 4, 1).cuda()

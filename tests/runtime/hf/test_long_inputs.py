@@ -43,6 +43,12 @@ def test_pieces_give_the_logits_of_the_unmodified_model(architecture, batch, dty
     assert cuts == [2] + [-(-90 // (17 // batch))] * 3
 
 
+def test_tokens_and_embeddings_together_are_refused_by_the_model_itself():
+    model, prompt = tiny_model(), random_tokens(1, 60)
+    with torch.no_grad(), apply(model, plan_for(model), chunking=CUT), pytest.raises(ValueError, match="exactly one"):
+        model.base_model(input_ids=prompt, inputs_embeds=model.get_input_embeddings()(prompt))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_one_piece_gives_the_very_bits_of_the_layers_own_forward(architecture, dtype, cuts):

@@ -47,6 +47,22 @@ def test_packed_sequences(planned):
         planned(random_tokens(1, 6), position_ids=positions)
 
 
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"])
+def test_packed_sequences_that_only_their_bounds_tell(planned, name: str):
+    with pytest.raises(UnsupportedError, match=f"one sequence a row, found {name}"):
+        planned(random_tokens(1, 6), **{name: torch.tensor([0, 3, 6])})
+
+
+def test_attention_that_is_not_causal(planned, monkeypatch):
+    prompt = random_tokens(1, 6)
+    with pytest.raises(UnsupportedError, match="causal"):
+        planned(prompt, is_causal=False)
+    planned(prompt, is_causal=True)
+    monkeypatch.setattr(planned.config, "is_causal", False, raising=False)
+    with pytest.raises(UnsupportedError, match="causal"):
+        planned(prompt)
+
+
 def test_positions_that_do_not_go_on_from_the_cache(planned):
     cache = planned(random_tokens(1, 20)).past_key_values
     with pytest.raises(UnsupportedError, match="from the 20 cached tokens"):

@@ -52,14 +52,14 @@ def test_a_plan_that_was_measured_here_or_nowhere_runs_without_a_word(plan: Plan
 )
 def test_another_device_backend_or_dtype_is_told_once_with_the_way_out(plan: Plan, model, change: dict) -> None:
     (said,) = warned(plan.model_copy(update={"targets": (HERE.model_copy(update=change),)}), model)
-    assert f"not on {CPU} (cpu, float32)" in said
+    assert f"not on {CPU} (transformers, cpu, float32)" in said
     assert "--profile FILE" in said
     assert str(next(iter(change.values()))) in said
 
 
 def test_a_plan_measured_elsewhere_still_runs_as_it_says(plan: Plan, model) -> None:
     elsewhere = plan.model_copy(update={"targets": (H200,)})
-    with pytest.warns(PlanWarning, match=r"measured on NVIDIA H200 \(flash, bfloat16\)"):
+    with pytest.warns(PlanWarning, match=r"measured on NVIDIA H200 \(transformers, flash, bfloat16\)"):
         handle = apply(model, elsewhere)
     with torch.no_grad(), handle:
         model(random_tokens(1, 700))
@@ -83,5 +83,8 @@ def test_a_program_that_applies_a_plan_again_and_again_is_told_once(plan: Plan, 
 
 def test_the_warning_names_every_place_that_was_measured(plan: Plan) -> None:
     both = plan.model_copy(update={"targets": (H200, HERE)})
-    with pytest.warns(PlanWarning, match=r"NVIDIA H200 \(flash, bfloat16\), cpu \S+ \(cpu, float32\), not on other"):
+    with pytest.warns(
+        PlanWarning,
+        match=r"NVIDIA H200 \(transformers, flash, bfloat16\), cpu \S+ \(transformers, cpu, float32\), not on other",
+    ):
         check_target(both, "other", "triton", dtype_name(torch.float16))
