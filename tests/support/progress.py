@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sparsekv.planner.progress import Progress, Step
 
-class Counting:
+
+class Counting(Progress, Step):
     """Adds up what stages announce and what is done of it."""
 
     def __init__(self) -> None:
