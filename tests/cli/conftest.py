@@ -1,13 +1,19 @@
 """The command line, called in this process."""
 
+import errno
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
+from progress import CtrlC
+from short_filler import short_filler as short_filler
 
 from sparsekv.cli.main import main
 
@@ -37,22 +43,64 @@ def sparsekv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     return call
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _short_filler() -> Iterator[None]:
-    """A tenth of the filler text: encoding it by single characters takes seconds."""
-    from sparsekv.planner.tasks import samples
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts bytes on standard input, which is no terminal unless that is said."""
 
-    whole = samples.load_filler_text
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples, "load_filler_text", lambda split: whole(split)[:100_000])
-        yield
+    def put(data: bytes, terminal: bool = False) -> None:
+        stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+        stream.isatty = lambda: terminal
+        monkeypatch.setattr(sys, "stdin", stream)
+
+    return put
+
+
+class _Stdout:
+    """Standard output on which something happens as the command first writes to it."""
+
+    def __init__(self, stream: TextIO, happens: Callable[[], object]) -> None:
+        self._stream, self._happens = stream, [happens]
+
+    def write(self, text: str) -> int:
+        while self._happens:
+            self._happens.pop()()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @pytest.fixture
-def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
-    """Puts bytes on standard input, which is no terminal."""
+def on_output(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """What is to happen when a command first writes to standard output."""
+    return lambda happens: monkeypatch.setattr(sys, "stdout", _Stdout(sys.stdout, happens))
 
-    def put(data: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
-    return put
+@pytest.fixture
+def ctrl_c_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[None]]:
+    """Ctrl-C after the first step of a stage, while the context lasts."""
+
+    @contextmanager
+    def pressed(stage: str) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr("sparsekv.planner.progress.BarProgress", lambda: CtrlC(stage))
+            yield
+
+    return pressed
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """From the call on a disk without room: for everything, or only for the file of that name."""
+
+    def fill(name: str | None = None) -> None:
+        replace = os.replace
+
+        def refuse(*arguments: object) -> None:
+            if name is None or Path(str(arguments[-1])).name == name:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            replace(*arguments)
+
+        monkeypatch.setattr(os, "fsync" if name is None else "replace", refuse)
+
+    return fill

@@ -12,7 +12,7 @@ from sparsekv.plans.files import load_plan
 
 # As typed in the README, on a short length and few samples so that it takes seconds.
 SHORT = ("--lengths", "2k", "--no-crossover", "--tasks", "niah_single", "--samples", 1, "--verify-samples", 1)
-SHORT = (*SHORT, "--max-kl", 0.1, "--device", "cpu")
+SHORT = (*SHORT, "--families", "vertical_slash", "--max-kl", 0.1, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")

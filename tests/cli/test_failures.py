@@ -11,7 +11,6 @@ import pytest
 from plans_samples import small_plan
 from typer.main import get_command
 
-from sparsekv.cli import schema
 from sparsekv.cli.main import app
 from sparsekv.cli.output import emit_json, report, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
@@ -114,27 +113,24 @@ def test_without_json_a_failure_prints_nothing_on_standard_output(sparsekv, tmp_
 
 
 @pytest.mark.parametrize(("flags", "shown"), [((), False), (("--debug",), True)])
-def test_a_bug_shows_its_traceback_only_with_debug(sparsekv, monkeypatch, flags, shown):
-    monkeypatch.setattr(schema, "emit_json", lambda data: 1 / 0)
+def test_a_bug_shows_its_traceback_only_with_debug(sparsekv, on_output, flags, shown):
+    on_output(lambda: 1 / 0)
     done = sparsekv(*flags, "schema")
     assert done.code == 1
     assert ("Traceback" in done.err) is shown
     assert "error: unexpected ZeroDivisionError" in done.err
 
 
-def test_ctrl_c_inside_a_command_ends_with_130(sparsekv, monkeypatch):
-    def interrupted(data: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(schema, "emit_json", interrupted)
+def test_ctrl_c_inside_a_command_ends_with_130(sparsekv, on_output):
+    on_output(lambda: signal.raise_signal(signal.SIGINT))
     done = sparsekv("schema")
     assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_inside_a_command_ends_it_like_ctrl_c(sparsekv, monkeypatch, number):
-    monkeypatch.setattr(schema, "emit_json", lambda data: os.kill(os.getpid(), number))
-    before = signal.getsignal(number)
+def test_a_signal_inside_a_command_ends_it_like_ctrl_c(sparsekv, on_output, number):
+    on_output(lambda: signal.raise_signal(number))
+    before = signal.signal(number, signal.SIG_DFL)
     try:
         done = sparsekv("schema", "--json")
     finally:
@@ -143,8 +139,8 @@ def test_a_signal_inside_a_command_ends_it_like_ctrl_c(sparsekv, monkeypatch, nu
     assert done.data["error"]["exit_code"] == 128 + number
 
 
-def test_an_ignored_hangup_stays_ignored(sparsekv, monkeypatch):
-    monkeypatch.setattr(schema, "emit_json", lambda data: os.kill(os.getpid(), signal.SIGHUP))
+def test_an_ignored_hangup_stays_ignored(sparsekv, on_output):
+    on_output(lambda: signal.raise_signal(signal.SIGHUP))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert sparsekv("schema").code == 0

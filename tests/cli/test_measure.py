@@ -1,7 +1,5 @@
 """eval and verify: a model on held-out samples, dense and with its plan."""
 
-import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -75,7 +73,7 @@ def test_eval_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word):
 
 def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsekv, copy):
     before = (copy / "sparsekv.yaml").read_bytes()
-    call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1, "--max-kl", 0, "--write", "--json")
+    call = (*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 0, "--write", "--json")
     done = sparsekv(*call)
     assert done.code == 1
     assert done.data["passed"] is False
@@ -120,15 +118,13 @@ def call_on(command: str, model: Path, plan: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("command", ["eval", "verify"])
-def test_a_plan_of_another_model_exits_with_3_before_anything_is_measured(
-    sparsekv, folder, other, monkeypatch, command
-):
-    monkeypatch.setattr("sparsekv.planner.evaluation.forced_logits", lambda *a, **k: pytest.fail("measured"))
+def test_a_plan_of_another_model_exits_with_3_before_anything_is_measured(sparsekv, folder, other, command):
     done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), "--json")
     assert done.code == done.data["error"]["exit_code"] == 3
     assert done.data["error"]["kind"] == "PlanMismatchError"
     assert "layers: plan 3, model 4" in done.err
     assert "--allow-mismatch" in done.err
+    assert "evaluate" not in done.err
 
 
 @pytest.mark.parametrize("command", ["eval", "verify"])
@@ -188,25 +184,18 @@ def test_verify_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word
 
 
 @pytest.mark.parametrize(("command", "written"), [("eval", False), ("verify", True)])
-def test_ctrl_c_while_measuring_ends_with_130_and_leaves_the_plan(sparsekv, copy, monkeypatch, command, written):
-    def interrupted(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
+def test_ctrl_c_while_measuring_ends_with_130_and_leaves_the_plan(sparsekv, copy, ctrl_c_in, command, written):
     before = (copy / "sparsekv.yaml").read_bytes()
-    monkeypatch.setattr("sparsekv.planner.evaluation.forced_logits", interrupted)
-    done = sparsekv(*call_on(command, copy, copy / "sparsekv.yaml"), *(["--write"] if written else []))
+    with ctrl_c_in("evaluate"):
+        done = sparsekv(*call_on(command, copy, copy / "sparsekv.yaml"), *(["--write"] if written else []))
     assert (done.code, done.out) == (130, "")
     assert done.err.splitlines()[-1] == "interrupted; nothing was written"
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
-def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, monkeypatch):
+def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, full_disk):
     before = (copy / "sparsekv.yaml").read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("sparsekv.plans.files.os.fsync", full)
+    full_disk()
     done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write", "--json")
     assert done.code == 2
     assert "No space left" in done.data["error"]["message"]

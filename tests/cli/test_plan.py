@@ -1,20 +1,16 @@
 """plan: what goes in, what comes out, and what an interrupted or failed call leaves behind."""
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
-from sparsekv.planner.progress import Progress
 from sparsekv.plans.files import load_plan
 
 TASK = ("--tasks", "kv_retrieval")
@@ -94,38 +90,22 @@ def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, meas
     assert segment.budget.fraction == 0.25
 
 
-def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured, out, monkeypatch):
-    monkeypatch.setattr("sparsekv.planner.verify.misses_of", lambda results, gate: ["moved by 3 nats, more than 0"])
-    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, "--max-kl", 0, "--json")
+def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured, out):
+    never = ("--only", "decode", "--filter-layers", "0", "--decode-budget", 32, "--max-kl", 0)
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *never, "--json")
     assert done.code == 1
     assert "nats" in done.err
-    assert "--target-density" in done.err
+    assert "--filter-layers" in done.err
     assert done.data["error"]["kind"] == "GateError"
     assert not out.exists()
 
 
-class Interrupted(Progress):
-    """Ctrl-C once a stage has come some way."""
-
-    stage_name = ""
-
-    @contextmanager
-    def stage(self, name, total=None):
-        with super().stage(name, total) as step:
-            yield self if name.split(" (")[0] == self.stage_name else step
-
-    def advance(self, units=1.0, note=""):
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("stage", ["profile", "cost", "evaluate"])
-def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, monkeypatch, stage):
-    monkeypatch.setattr(Interrupted, "stage_name", stage)
+def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ctrl_c_in, stage):
     profile = out.with_name("a.profile")
     known = () if stage == "cost" else priced
     call = ("plan", model, "-o", out, *FAST, *known, "--verify-samples", 1, "--profile-out", profile)
-    with monkeypatch.context() as patch:
-        patch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
+    with ctrl_c_in(stage):
         done = sparsekv(*call)
     assert (done.code, done.out) == (130, "")
     assert done.err.splitlines()[-2:-1] == ["interrupted"]
@@ -138,23 +118,11 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, mo
         assert not kept.exists()
 
 
-@pytest.mark.parametrize(
-    ("step", "flags"),
-    [
-        ("sparsekv.runtime.hf.load.load_model", TASK),
-        ("sparsekv.planner.plan.allocate", ("--no-verify",)),
-        ("sparsekv.planner.plan.choose_filter_layers", ("--no-verify",)),
-        ("sparsekv.plans.files.os.replace", ("--no-verify",)),
-    ],
-)
-def test_ctrl_c_between_the_stages_leaves_the_older_plan(sparsekv, model, measured, out, monkeypatch, step, flags):
+@pytest.mark.parametrize("stage", ["allocate", "filter layers"])
+def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, out, ctrl_c_in, stage):
     out.write_text("older")
-
-    def interrupted(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(step, interrupted)
-    done = sparsekv("plan", model, "-o", out, *measured, *flags, "--json")
+    with ctrl_c_in(stage):
+        done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--json")
     assert done.code == 130
     assert done.data["error"] == {**done.data["error"], "kind": "Interrupted", "exit_code": 130}
     assert "interrupted" in done.err
@@ -164,25 +132,25 @@ def test_ctrl_c_between_the_stages_leaves_the_older_plan(sparsekv, model, measur
 
 @pytest.mark.parametrize("stage", ["profile", "evaluate"])
 def test_ctrl_c_without_profile_out_leaves_a_profile_that_the_same_command_goes_on_from(
-    sparsekv, model, priced, out, monkeypatch, stage
+    sparsekv, model, priced, out, ctrl_c_in, stage
 ):
-    monkeypatch.setattr(Interrupted, "stage_name", stage)
     call = ("plan", model, "-o", out, *FAST, *priced, "--verify-samples", 1)
     saved = out.with_name("plan.yaml.profile.partial")
-    with monkeypatch.context() as patch:
-        patch.setattr("sparsekv.planner.progress.BarProgress", Interrupted)
+    with ctrl_c_in(stage):
         done = sparsekv(*call)
     assert done.code == 130
     assert str(saved) in done.err
     assert list(out.parent.iterdir()) == [saved]
-    if stage == "evaluate":
-        monkeypatch.setattr("sparsekv.planner.profile.profiler.score_candidates", lambda *a: pytest.fail("profiled"))
+    assert saved.read_text().count("\n") == 1 + (3 if stage == "evaluate" else 1)
     assert sparsekv(*call).code == 0
     assert list(out.parent.iterdir()) == [out]
 
 
 def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
-    call = [sys.executable, "-m", "sparsekv", *("plan", model, "-o", out, *FAST, "--no-verify", "--json")]
+    prompts = out.with_name("prompts.jsonl")
+    prompts.write_text(json.dumps({"prompt": "ab " * 330, "answer": "c"}) + "\n")
+    options = ("--lengths", "1k", "--no-crossover", "--prompts", prompts, "--no-verify", "--json")
+    call = [sys.executable, "-m", "sparsekv", "plan", model, "-o", out, *options]
     saved = out.with_name("plan.yaml.profile.partial")
     with subprocess.Popen(list(map(str, call)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while running.poll() is None and not (saved.exists() and saved.read_text().count("\n") > 1):
@@ -202,26 +170,14 @@ def test_progress_says_which_of_how_many_stages_is_under_way(sparsekv, model, pr
     assert "profile (1 of 5)" in done.err
 
 
-class Full:
-    """A disk on which the file of that name cannot be finished."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._replace = name, os.replace
-
-    def __call__(self, source: str, target: str) -> None:
-        if Path(target).name == self._name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._replace(source, target)
-
-
 @pytest.mark.parametrize("name", ["plan.yaml", "b.profile", "b.cost"])
 def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
-    sparsekv, model, measured, out, monkeypatch, name
+    sparsekv, model, measured, out, full_disk, name
 ):
     files = [out, out.with_name("b.profile"), out.with_name("b.cost")]
     for file in files:
         file.write_text("older")
-    monkeypatch.setattr("sparsekv.plans.files.os.replace", Full(name))
+    full_disk(name)
     kept = ("--profile-out", files[1], "--cost-out", files[2])
     done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", *kept)
     assert (done.code, done.out) == (2, "")
@@ -231,11 +187,8 @@ def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
     assert sorted(out.parent.iterdir()) == sorted(files)  # no temporary file stays
 
 
-def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model, out, monkeypatch):
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("sparsekv.planner.profile.resume.os.fsync", full)
+def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model, out, full_disk):
+    full_disk()
     done = sparsekv("plan", model, "-o", out, *FAST, "--no-verify", "--profile-out", out.with_name("a.profile"))
     assert (done.code, done.out) == (2, "")
     assert "goes on where it stopped" in done.err

@@ -1,6 +1,5 @@
 """validate, show, seal and schema: commands that need a plan file and nothing else."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -165,14 +164,10 @@ def test_yaml_that_is_no_plan_is_refused_in_a_few_lines(sparsekv, tmp_path, faul
     assert path.read_text() == WEIRD[fault]
 
 
-def test_seal_leaves_the_edited_plan_where_the_disk_is_full(sparsekv, plan, monkeypatch):
+def test_seal_leaves_the_edited_plan_where_the_disk_is_full(sparsekv, plan, full_disk):
     edited = plan.read_text().replace("tokens: 1024", "tokens: 2048")
     plan.write_text(edited)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("sparsekv.plans.files.os.fsync", full)
+    full_disk()
     done = sparsekv("seal", plan)
     assert (done.code, done.out) == (2, "")
     assert "No space left" in done.err

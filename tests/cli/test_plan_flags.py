@@ -19,15 +19,15 @@ def out(tmp_path) -> Path:
 
 
 @pytest.fixture
-def refused(sparsekv, model, out, monkeypatch):
+def refused(sparsekv, model, out):
     """Calls `plan` with options that are wrong, and returns the message."""
-    monkeypatch.setattr("sparsekv.planner.profile.profiler.Pass.run", lambda *a, **k: pytest.fail("profiled"))
 
-    def call(*arguments: object, out: Path = out) -> str:
+    def call(*arguments: object, out: Path = out, model: Path = model) -> str:
         before = sorted(out.parent.rglob("*")) if out.parent.is_dir() else []
         done = sparsekv("plan", model, "-o", out, *arguments)
         assert (done.code, done.out) == (2, ""), done.err
         assert "Traceback" not in done.err
+        assert "profile (1 of" not in done.err
         assert (sorted(out.parent.rglob("*")) if out.parent.is_dir() else []) == before
         return done.err
 
@@ -101,9 +101,10 @@ def test_options_that_mean_nothing_are_refused_before_any_work(refused, argument
     ],
     ids=" ".join,
 )
-def test_options_of_which_one_would_be_dropped_are_refused_by_name(refused, monkeypatch, arguments):
-    monkeypatch.setattr("sparsekv.runtime.hf.load.load_model", lambda *a, **k: pytest.fail("loaded"))
-    message = refused(*arguments)
+def test_options_of_which_one_would_be_dropped_are_refused_by_name(refused, tmp_path_factory, arguments):
+    unloadable = tmp_path_factory.mktemp("model")
+    (unloadable / "config.json").write_text("{}")
+    message = refused(*arguments, model=unloadable)
     assert [flag for flag in arguments if flag.startswith("--") and flag not in message] == []
 
 
@@ -170,16 +171,3 @@ def test_a_file_that_is_no_measurement_is_named(refused, tmp_path_factory, what,
     file = tmp_path_factory.mktemp("measured") / "a"
     file.write_bytes(data)
     assert str(file) in refused(what, file)
-
-
-def test_densities_pair_with_the_lengths_as_they_were_typed(sparsekv, model, out, monkeypatch):
-    seen = []
-
-    def compile_plan(loaded, options, **files):
-        seen.append(options.settled(loaded.info.context_length, "cpu"))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sparsekv.planner.plan.compile_plan", compile_plan)
-    sparsekv("plan", model, "-o", out, "--lengths", "2k,1k", "--target-density", "0.2,0.4")
-    (options,) = seen
-    assert (options.lengths, options.target_density) == ((1024, 2048), (0.4, 0.2))

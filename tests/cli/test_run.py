@@ -1,9 +1,8 @@
 """run: prompts from everywhere, answers on standard output, everything said about them on standard error."""
 
-import io
 import json
 import shutil
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -79,15 +78,13 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
     ("data", "word"),
     [(b"", "blanks"), (b" \n\t", "blanks"), (b"\x89PNG\0\0", "binary"), (b"abc\xff\xfe", "UTF-8")],
 )
-def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(
-    sparsekv, folder, tmp_path, stdin, monkeypatch, data, word
-):
-    monkeypatch.setattr("sparsekv.runtime.hf.load.load_model", lambda *a, **k: pytest.fail("loaded"))
+def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv, copy, tmp_path, stdin, data, word):
+    (copy / "model.safetensors").unlink()
     file = tmp_path / "prompt"
     file.write_bytes(data)
-    from_file = sparsekv("run", folder, "--prompt-file", file)
+    from_file = sparsekv("run", copy, "--prompt-file", file)
     stdin(data)
-    from_stdin = sparsekv("run", folder)
+    from_stdin = sparsekv("run", copy)
     for done in (from_file, from_stdin):
         assert (done.code, done.out) == (2, "")
         assert word in done.err
@@ -153,33 +150,24 @@ def test_compare_finds_no_difference_where_the_plan_computes_everything(sparsekv
     assert done.data["text"] == done.data["dense"]["text"]
 
 
-class Runs:
-    """Stands in for generate_stream, and notes how many tokens it is given, and whether a plan is applied."""
+def test_compare_runs_a_beginning_both_ways_before_it_times_anything(tmp_path):
+    from sparsekv.cli.chat import Session
+    from sparsekv.runtime.hf.load import load_model
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparsekv.cli import chat
+    model, seen = tiny_model(context=8192), []
+    loaded = load_model(str(save_model(model, tmp_path / "tiny")))
+    session = Session(loaded, sparse_plan(model), max_new_tokens=3, chat=False)
 
-        self.seen, self._real = [], chat.generate_stream
-        monkeypatch.setattr(chat, "generate_stream", self)
+    def note(module, arguments):
+        sparse = "sparsekv" in loaded.model.config._attn_implementation
+        seen.append((arguments[0].shape[1], "sparse" if sparse else "dense"))
 
-    def __call__(self, loaded, prompt_ids, **options):
-        implementation = loaded.model.config._attn_implementation
-        self.seen.append(
-            (len(prompt_ids), options["max_new_tokens"], "sparse" if "sparsekv" in implementation else "dense")
-        )
-        return self._real(loaded, prompt_ids, **options)
-
-
-def test_compare_runs_a_beginning_both_ways_before_it_times_anything(sparsekv, tmp_path, monkeypatch):
-    model = tiny_model(context=8192)
-    folder = save_model(model, tmp_path / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
-    runs = Runs(monkeypatch)
-    done = sparsekv("run", folder, "--prompt", "a" * 5000, "--compare", "--json", "--max-new-tokens", 3)
-    assert done.code == 0, done.err
+    with loaded.model.get_input_embeddings().register_forward_pre_hook(note):
+        answers = session.dense_and_sparse("a" * 5000)
     beginning = 5000 - 2 * 2048
-    assert runs.seen == [(beginning, 2, "dense"), (beginning, 2, "sparse"), (5000, 3, "dense"), (5000, 3, "sparse")]
-    assert done.data["prompt_tokens"] == 5000
+    prompts = [(count, way) for count, way in seen if count > 1]
+    assert prompts == [(beginning, "dense"), (beginning, "sparse"), (5000, "dense"), (5000, "sparse")]
+    assert [answer.generation.prompt_tokens for answer in answers] == [5000, 5000]
 
 
 @pytest.mark.parametrize(
@@ -233,14 +221,9 @@ def test_sampling_repeats_with_its_seed(sparsekv, folder):
     assert sampled(1) != sampled(2)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(sparsekv, folder, monkeypatch):
+def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(sparsekv, folder, stdin):
     first, second = "a" * 100, "b" * 50
-    monkeypatch.setattr(sys, "stdin", Terminal(f"{first}\n\n{second}\n"))
+    stdin(f"{first}\n\n{second}\n".encode(), terminal=True)
     done = sparsekv("run", folder, *FEW)
     assert done.code == 0
     assert "100 tokens in" in done.err
@@ -284,11 +267,8 @@ def test_a_template_keeps_the_cache_over_turns(tmp_path):
     assert kept is retold  # a template that would retell the answer otherwise starts anew
 
 
-def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, monkeypatch):
-    def interrupted(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sparsekv.cli.chat.generate_stream", interrupted)
+def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, on_output):
+    on_output(lambda: signal.raise_signal(signal.SIGINT))
     done = sparsekv("run", folder, "--prompt", "a")
     assert (done.code, done.out) == (130, "")
     assert done.err.startswith("interrupted")

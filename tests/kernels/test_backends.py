@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -73,27 +72,44 @@ def test_impossible_request_is_refused_with_what_to_do(requested: str, message: 
 
 
 @pytest.fixture
-def hopper(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Installs a package of that name, of a release or of nobody knows which."""
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "flash_attn"}
+
+    def install(release: str | None = "4.0.0b36", code: str = "") -> None:
+        package = tmp_path / "flash_attn"
+        (package / "cute").mkdir(parents=True)
+        (package / "__init__.py").write_text(code)
+        (package / "cute" / "__init__.py").touch()
+        if release is not None:
+            about = tmp_path / f"flash_attn_4-{release}.dist-info" / "METADATA"
+            about.parent.mkdir()
+            about.write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {release}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.fixture
+def hopper(gpu, flash_attn) -> None:
     """A Hopper GPU with flash-attn-4 installed."""
     gpu(9, 0)
-    monkeypatch.setattr(limits, "_installed", lambda: True)
-    monkeypatch.setattr(limits, "version", lambda name: "4.0.0b36")
+    flash_attn()
 
 
-@pytest.mark.usefixtures("hopper")
-def test_a_release_of_flash_attn_that_was_not_tested_runs_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    for version in (lambda name: "4.0.0", missing):
-        monkeypatch.setattr(limits, "version", version)
-        choice = choose_backend("cuda", torch.bfloat16, 128)
-        assert choice.name == "triton"
-        assert "was not tested" in dict(choice.rejected)["flash"]
-        assert choose_backend("cuda", torch.bfloat16, 128, "flash", TileShape()).name == "flash"
+@pytest.mark.parametrize("release", ["4.0.0", None])
+def test_a_release_of_flash_attn_that_was_not_tested_runs_on_request_only(gpu, flash_attn, release) -> None:
+    gpu(9, 0)
+    flash_attn(release)
+    choice = choose_backend("cuda", torch.bfloat16, 128)
+    assert choice.name == "triton"
+    assert "was not tested" in dict(choice.rejected)["flash"]
+    assert choose_backend("cuda", torch.bfloat16, 128, "flash", TileShape()).name == "flash"
 
 
-@pytest.mark.usefixtures("hopper")
 def test_the_extra_installs_the_release_that_was_tested() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["flash"] == [f"flash-attn-4=={limits.TESTED[-1]}"]
@@ -132,20 +148,11 @@ def test_flash_asked_for_where_it_cannot_run_says_why(dtype, head_dim: int, tile
     ],
     ids=str,
 )
-def test_gpus_that_flash_does_not_serve_are_named(gpu, monkeypatch, capability, message: str) -> None:
+def test_gpus_that_flash_does_not_serve_are_named(gpu, flash_attn, capability, message: str) -> None:
     gpu(*capability)
-    monkeypatch.setattr(limits, "_installed", lambda: False)
+    flash_attn("2.8.3", "raise ImportError('flash_attn_2_cuda.so: undefined symbol')")  # an older one is not it
     with pytest.raises(BackendError, match=message):
         choose_backend("cuda", torch.bfloat16, 128, "flash")
-
-
-def test_an_older_flash_attn_is_not_taken_for_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise ImportError("flash_attn_2_cuda.so: undefined symbol")
-
-    assert not limits._installed()
-    monkeypatch.setattr(limits, "find_spec", broken)
-    assert not limits._installed()
 
 
 def test_cpu_backend_is_refused_for_tensors_on_a_gpu(gpu) -> None:

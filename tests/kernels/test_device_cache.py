@@ -4,11 +4,11 @@ import pytest
 import torch
 from index_cases import TILES, Layer, make_layer
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_index import call_of, differences
 
 from sparsekv.kernels import device_cache
 from sparsekv.kernels.device_cache import cached_on_device, on_device
-from sparsekv.kernels.index import a_shape
 from sparsekv.kernels.index.build import build_index, group_heads
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
@@ -46,28 +46,27 @@ def layer_at(patterns, chunk: Chunk, window: int | None = None, seed: int = 3) -
     return make_layer(patterns, chunk, TILES[0], window=window, spare=9, seed=seed)
 
 
-@pytest.fixture
-def nothing_kept(monkeypatch: pytest.MonkeyPatch):
-    """Calling it makes everything anew from then on, as while a CUDA graph is captured."""
-    return lambda: monkeypatch.setattr(device_cache, "_stream", lambda device: None)
+class NothingCached(TorchDispatchMode):
+    """Everything is made anew, as while a graph is traced or captured; otherwise nothing changes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_second_build_is_the_first_whatever_was_built_in_between(name: str, nothing_kept) -> None:
+@pytest.mark.parametrize("builder", ["torch", "triton"])
+def test_a_second_build_is_the_first_whatever_was_built_in_between(name: str, builder: str) -> None:
     layer = layer_at(LAYERS[name], PLACES[0])
-    others = [layer_at(LAYERS[name], place, window, seed=8) for place in PLACES for window in (None, 77)]
-    first = build(layer)
+    others = [layer_at(LAYERS[name], *place, seed=8) for place in ((PLACES[0], None), (PLACES[1], 77))]
+    first = build(layer, builder)
     as_it_was = copy_of(first)
-    for other in others:
-        build(other)
-    again = build(layer)
-    assert differences(again, as_it_was) == []
+    found = [build(other, builder) for other in others]
+    assert differences(build(layer, builder), as_it_was) == []
     assert differences(first, as_it_was) == []
-    kept = [build(other) for other in others]
-    nothing_kept()
-    assert differences(build(layer), as_it_was) == []
-    for other, found in zip(others, kept, strict=True):
-        assert differences(build(other), found) == []
+    with NothingCached():
+        anew = [build(one, builder) for one in (layer, *others)]
+    for index, expected in zip(anew, (as_it_was, *found), strict=True):
+        assert differences(index, expected) == []
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -80,30 +79,16 @@ def test_whoever_writes_to_lists_of_one_index_harms_no_other(name: str) -> None:
     assert differences(build(layer), expected) == []
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_no_builder_writes_to_kept_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-    sending = device_cache._send
-
-    def note(*arguments: object) -> torch.Tensor:
-        sent.append((tensor := sending(*arguments), tensor.clone()))
-        return tensor
-
-    monkeypatch.setattr(device_cache, "_send", note)
-    monkeypatch.setattr(device_cache, "_stream", lambda device: id(sent))  # nothing is kept of this stream yet
-    for builder in ("triton", "torch"):
-        build(layer_at(LAYERS[name], PLACES[1], window=90), builder)
-    assert sent
-    assert all(torch.equal(tensor, before) for tensor, before in sent)
-
-
-def test_long_a_shapes_are_not_kept_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [layer_at(LAYERS[name], PLACES[0]) for name in ("all a_shape", "two a_shapes", "one a_shape")]
-    expected = [build(layer) for layer in layers]
-    monkeypatch.setattr(a_shape, "_MOST_CACHED", 0)
-    monkeypatch.setattr(a_shape, "_cached_lists", None)
-    for layer, index in zip(layers, expected, strict=True):
-        assert differences(build(layer), index) == []
+def test_long_a_shapes_are_not_cached_and_are_those_of_their_last_rows() -> None:
+    length, last = 24_576, 24_000  # 384 tiles squared are too many numbers to cache, the last rows are not
+    q_BHSD, k_BGKD = torch.zeros(1, 3, length, 8), torch.zeros(1, 1, length, 8)
+    patterns = (A, A, AShape(sink=tokens(1), window=tokens(700)))
+    whole = build_index(patterns, q_BHSD, k_BGKD, Chunk((0,), (length,)), TILES[0], scale=1.0)
+    rows = build_index(patterns, q_BHSD[:, :, last:], k_BGKD, Chunk((last,), (length,)), TILES[0], scale=1.0)
+    count = rows.counts_BHT.shape[2]
+    assert torch.equal(whole.counts_BHT[:, :, -count:], rows.counts_BHT)
+    width = int(rows.counts_BHT.max())
+    assert torch.equal(whole.tiles_BHTW[:, :, -count:, :width], rows.tiles_BHTW[..., :width])
 
 
 def test_equal_layers_share_their_groups_whoever_made_the_patterns() -> None:

@@ -36,20 +36,18 @@ def test_mask_is_the_definition_of_the_tile_index(window: int | None) -> None:
     index = random_index(2, 3, 2, 4, 0)
     mask = mask_of(index, chunk, queries, window)
     assert mask.shape == (2, 3, queries, 230)
+    found, bits_BHTN = mask.tolist(), index.live_BHTN.tolist()
     for b in range(2):
         for h in range(3):
+            columns = index.columns_BHC[b, h].tolist()
             for r in range(queries):
                 i, t = chunk.past[b] + r, r // 128
+                listed = index.tiles_BHTW[b, h, t, : index.counts_BHT[b, h, t]].tolist()
                 for j in range(0, 230, 3):
-                    listed = index.tiles_BHTW[b, h, t, : index.counts_BHT[b, h, t]].tolist()
-                    columns = index.columns_BHC[b, h].tolist()
-                    live = (
-                        j in columns
-                        and index.live_BHTN[b, h, t].tolist()[columns.index(j) // 32] >> columns.index(j) % 32 & 1
-                    )
+                    live = j in columns and bits_BHTN[b][h][t][columns.index(j) // 32] >> columns.index(j) % 32 & 1
                     expected = j <= i and i < chunk.lengths[b] and (window is None or i - j < window)
                     expected = expected and bool(h == 1 or j // 64 in listed or live)
-                    assert mask[b, h, r, j] == expected, (b, h, r, j)
+                    assert found[b][h][r][j] == expected, (b, h, r, j)
 
 
 def test_attention_is_the_weighted_mean_of_what_the_mask_shows() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_blocks import small_blocks
 
 from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.plans.errors import ShapeError
@@ -55,12 +56,11 @@ def test_maximum_over_heads_comes_before_the_sum_over_the_window(dtype, position
         torch.testing.assert_close(found[..., :30].double(), scores, atol=1e-6, rtol=1e-5)
 
 
-def test_blocks_of_heads_give_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_heads_give_the_same_scores() -> None:
     q, k = sample()
     for heads in ("max", "per_kv_head", None):
         whole = token_scores(q, k, (27, 28, 29), WEIGHTS, scale=0.4, heads=heads)
-        with monkeypatch.context() as patch:
-            patch.setattr("sparsekv.kernels.topk.blocks.__defaults__", (1,))
+        with small_blocks():
             torch.testing.assert_close(token_scores(q, k, (27, 28, 29), WEIGHTS, scale=0.4, heads=heads), whole)
 
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
+from progress import Counting
 
 from sparsekv.planner.options import READERS, SWITCHES, Gate, PlanOptions, check_used
 from sparsekv.planner.plan import compile_plan, plan_model
@@ -157,8 +158,8 @@ def test_what_to_try_after_a_missed_gate_fits_the_options_used(asked, missed, na
     assert [flag for flag in unnamed if flag in advice] == []
 
 
-def test_a_profile_is_checked_before_the_device_is_measured(monkeypatch, loaded) -> None:
-    monkeypatch.setattr("sparsekv.planner.plan.check_model", lambda *a: None)
-    monkeypatch.setattr("sparsekv.planner.plan.measure_cost", lambda *a, **k: pytest.fail("measured"))
+def test_a_profile_is_checked_before_the_device_is_measured(loaded) -> None:
+    progress, own = Counting(), PREFILL_ONLY.model_copy(update={"model": loaded.info})
     with pytest.raises(UsageError, match="--only prefill"):
-        compile_plan(loaded, PlanOptions(), profile_in=PREFILL_ONLY)
+        compile_plan(loaded, PlanOptions(), profile_in=own, progress=progress)
+    assert progress.stages == []

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 from planner_models import quick_options
+from progress import Counting, CtrlC
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.options import PlanOptions, check_targets, mandatory_a_row, mandatory_density
-from sparsekv.planner.profile import profiler
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import search_space
 from sparsekv.plans.errors import UsageError
@@ -66,24 +66,15 @@ def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
     assert mandatory_density(1030, tile, "block_sparse") > mandatory_density(1030, tile, "a_shape")
 
 
-def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "Pass", lambda *a: pytest.fail("a prompt ran"))
-    options = quick_options(target_density=(0.2,)).settled(4096, "cpu")
+def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) -> None:
+    progress, options = Counting(), quick_options(target_density=(0.2,)).settled(4096, "cpu")
     with pytest.raises(UsageError, match=r"leaves room for the tiles every pattern computes.* found 0\.2 at 1024"):
-        profile(loaded, options)
+        profile(loaded, options, progress)
+    assert progress.stages == []
 
 
 @pytest.mark.parametrize("change", [{"phases": ("decode",)}, {"target_speedup": 2.0, "target_density": ()}], ids=str)
-def test_nothing_is_refused_where_no_density_was_asked_for(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, change: dict
-) -> None:
-    class Reached(Exception):
-        pass
-
-    def reached(*arguments: object) -> None:
-        raise Reached
-
-    monkeypatch.setattr(profiler, "Pass", reached)
+def test_nothing_is_refused_where_no_density_was_asked_for(loaded: LoadedModel, change: dict) -> None:
     asked = quick_options(**{"target_density": (0.2,), "levels": ()} | change)
-    with pytest.raises(Reached):
-        profile(loaded, asked.settled(4096, "cpu"))
+    with pytest.raises(KeyboardInterrupt):  # profiling has begun
+        profile(loaded, asked.settled(4096, "cpu"), CtrlC("profile", 0))

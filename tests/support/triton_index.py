@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from index_cases import Layer
+from poison import poisoned_memory
 
 from sparsekv.kernels.index.build import build_index, empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall, LineScores
@@ -32,18 +31,6 @@ SMALL = Sizes(
     choose_block=2,
     choose_tiles=4,
 )
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Fresh tensors hold NaN and huge numbers."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory
-    try:
-        assert torch.empty(1).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def call_of(layer: Layer, lines: dict[int, LineScores] | None = None) -> IndexCall:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from index_cases import TILES, Layer, brute_rows, layers, make_layer
 from masks import Row, brute_computed_tiles, brute_mask
+from small_blocks import small_blocks
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of
@@ -99,12 +100,11 @@ def test_mixed_patterns_of_one_layer_do_not_disturb_each_other(tile: TileShape, 
     check_rows(build(layer), brute_rows(layer), layer.patterns)
 
 
-def test_blocks_of_rows_join_without_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_join_without_seams() -> None:
     layer = make_layer(MIXED, Chunk((7, 64), (700, 500)), TILES[0], kv_heads=2)
     whole = build(layer)
-    monkeypatch.setattr("sparsekv.kernels.topk.blocks.__defaults__", (1,))
-    monkeypatch.setattr("sparsekv.kernels.index.line_scores.BLOCK_ELEMENTS", 1)
-    pieces = build(layer)
+    with small_blocks():
+        pieces = build(layer)
     for name in ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN"):
         assert torch.equal(getattr(whole, name), getattr(pieces, name)), name
 

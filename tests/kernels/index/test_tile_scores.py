@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
+from small_blocks import small_blocks
 from tile_masses import antidiagonal_scores, pooled_scores
 
 from sparsekv.kernels.index.layout import IndexCall
@@ -77,14 +78,11 @@ def test_scores_are_what_loops_say_with_poison_all_around(layer: Layer, kind: st
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", TILES)
-def test_blocks_of_heads_and_rows_join_without_seams(
-    kind: str, tile: TileShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_heads_and_rows_join_without_seams(kind: str, tile: TileShape) -> None:
     layer = make_layer([Dense()] * 6, Chunk((7, 64), (700, 500)), tile, kv_heads=3, spare=20)
     for heads in ([0, 1, 2, 3, 4, 5], [0, 1, 3, 5]):
         whole = scores_of(kind, heads, layer)
-        with monkeypatch.context() as patch:
-            patch.setattr("sparsekv.kernels.topk.blocks.__defaults__", (1,))
+        with small_blocks():
             torch.testing.assert_close(scores_of(kind, heads, layer), whole, atol=1e-6, rtol=1e-5)
 
 

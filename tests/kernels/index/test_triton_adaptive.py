@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, layers, make_layer
+from small_blocks import small_blocks
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
@@ -13,7 +14,6 @@ from sparsekv.kernels.index.triton import adaptive
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import Adaptive, Dense, TileShape, tokens
 
-LAUNCH = adaptive._launch
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
 
 
@@ -63,33 +63,25 @@ def test_long_rows_take_several_steps_and_blocks(tile: TileShape, window: int | 
 
 
 @needs_interpreter
-def test_parts_of_the_row_tiles_join_without_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_row_tiles_join_without_seams() -> None:
     layer = make_layer([Dense()] * 3, Chunk((7, 64), (500, 400)), TILES[0], kv_heads=3, spare=20)
     whole = check(layer, [0, 2])
-    monkeypatch.setattr("sparsekv.kernels.topk.blocks.__defaults__", (150,))
-    torch.testing.assert_close(check(layer, [0, 2]), whole, atol=1e-6, rtol=1e-5)
+    with small_blocks(150):
+        torch.testing.assert_close(check(layer, [0, 2]), whole, atol=1e-6, rtol=1e-5)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("size", [24, 12], ids=["by the kernel", "by torch, which takes any head size"])
-def test_adaptive_heads_get_the_same_tiles_when_triton_builds(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    calls = []
-    monkeypatch.setattr(adaptive, "_launch", lambda *rest: (calls.append(rest), LAUNCH(*rest)))
+def test_adaptive_heads_get_the_same_tiles_when_triton_builds(size: int) -> None:
     patterns = [Adaptive(mass=0.6, max_tiles=tokens(256)), Adaptive(score="pooled", mass=0.5, max_tiles=tokens(256))]
     layer = make_layer(patterns, Chunk((40,), (700,)), TILES[0], size=size)
     given_ = (layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile)
     by_torch, by_triton = (build_index(*given_, scale=layer.scale, builder=name) for name in ("torch", "triton"))
     assert torch.equal(by_torch.tiles_BHTW, by_triton.tiles_BHTW)
     assert torch.equal(by_torch.counts_BHT, by_triton.counts_BHT)
-    assert bool(calls) == (size == 24)
-
-
-@needs_interpreter
-def test_a_head_size_that_does_not_fit_is_left_to_torch() -> None:
-    pattern = Adaptive(mass=0.6, max_tiles=tokens(256))
-    layer = make_layer([pattern], Chunk((0,), (64,)), TILES[0], size=12)
     call = IndexCall.of(layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, None)
-    assert "multiples of 8" in (adaptive.obstacle(HeadGroup.of([pattern], [0]), call) or "")
+    obstacle = adaptive.obstacle(HeadGroup.of(patterns[:1], [0]), call)
+    assert obstacle is None if size == 24 else "multiples of 8" in (obstacle or "")
 
 
 @pytest.mark.gpu

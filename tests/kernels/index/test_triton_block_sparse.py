@@ -6,12 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
 from masks import brute_mask
-from triton_index import differences, index_by, torch_index, triton_index
+from triton_index import differences, torch_index, triton_index
 
 from sparsekv.kernels.index.triton import block_sparse
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk, TileIndex
-from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import BlockSparse, fraction, tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 
@@ -74,11 +74,3 @@ def test_blocks_of_row_tiles_join_without_seams(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(block_sparse, "MOST_SCORES", 3 * 2 * 8)
     layer = make_layer((SOME, FEW), Chunk((7,), (500,)), TILES[0])
     assert differences(triton_blocks(layer), torch_index(layer)) == []
-
-
-def test_heads_of_both_kinds_are_built_side_by_side() -> None:
-    lines = VerticalSlash(vertical=tokens(20), slash=tokens(12), max_tiles=fraction(0.6))
-    chosen = (SOME, lines, AShape(sink=tokens(1), window=tokens(90)), FEW)
-    layer = make_layer(chosen, Chunk((7,), (170,)), TILES[0], kv_heads=2, seed=3)
-    found, expected = (index_by(builder, layer) for builder in ("triton", "torch"))
-    assert differences(found, expected) == []

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import flash_emulator
@@ -9,6 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, assert_close, compare, draw, pack
 from flash_cases import COLUMN_CASES, SQUARE, TALL, TILE_CASES, half, stand_in
+from poison import poisoned_memory
 
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import prefill_attention
@@ -24,15 +26,10 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the backend asks for holds NaN, so that an element that is never written shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+def _poisoned_outputs() -> Iterator[None]:
+    """An element that is never written shows."""
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture
@@ -97,7 +94,7 @@ def test_what_the_compiler_says_of_its_own_argument_is_silenced_and_nothing_else
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        call.ignore_argument_warnings.__wrapped__()
+        call.ignore_argument_warnings()
         warnings.warn(noise, UserWarning, stacklevel=1)
         warnings.warn(noise.replace("aux_data", "mScale"), UserWarning, stacklevel=1)
         warnings.warn("Argument aux_data is deprecated", UserWarning, stacklevel=1)

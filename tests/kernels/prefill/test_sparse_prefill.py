@@ -1,10 +1,12 @@
 """Every prefill backend against the brute-force answer."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import Case, assert_close, draw
+from poison import poisoned_memory
 from prefill_cases import CASES, GPU_CASES, SMALL_TILE, TILE
 
 from sparsekv.kernels.backends import prefill_attention
@@ -17,15 +19,10 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a backend asks for holds NaN, so that an element that is never written shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+def _poisoned_outputs() -> Iterator[None]:
+    """An element that is never written shows."""
+    with poisoned_memory():
+        yield
 
 
 def run(case: Case, backend: str, device: str = "cpu", want_lse: bool = True) -> AttentionOutput:

@@ -1,18 +1,18 @@
 """Profiling a model: what is measured, the same bytes each time, and going on after an interruption."""
 
-import contextlib
-from collections.abc import Callable
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from planner_models import loaded_tiny, quick_options
+from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.planner.cost.predict import ScoreTables
 from sparsekv.planner.data_files import write_measured
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile import profiler
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
@@ -20,6 +20,7 @@ from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
 OPTIONS = quick_options(samples=2, tasks=("kv_retrieval", "perplexity")).settled(4096, "cpu")
+QUICK = replace(OPTIONS, families=("a_shape",))  # where every layer counts and no candidate
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +28,18 @@ def whole(loaded: LoadedModel) -> Profile:
     return profile(loaded, OPTIONS)
 
 
-def interrupted_after(layers: int) -> Callable[..., object]:
-    """A scorer that is interrupted with Ctrl-C after so many layers."""
-    done = iter(range(layers))
+@dataclass(frozen=True)
+class Finished:
+    """A profile that was never interrupted, and its records."""
 
-    def score(*arguments: object) -> object:
-        if next(done, None) is None:
-            raise KeyboardInterrupt
-        return observe_score(*arguments)
-
-    return score
+    profile: Profile
+    records: str
 
 
-observe_score = profiler.score_candidates
+@pytest.fixture(scope="module")
+def finished(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    partial = tmp_path_factory.mktemp("profiles") / "profile.partial"
+    return Finished(profile(loaded, QUICK, resume=partial), partial.read_text())
 
 
 def test_every_layer_head_and_candidate_is_measured(whole: Profile) -> None:
@@ -79,67 +79,61 @@ def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whol
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_another_seed_draws_other_prompts(loaded: LoadedModel, whole: Profile) -> None:
-    other = profile(loaded, quick_options(seed=5, samples=1).settled(4096, "cpu"))
-    assert other.calibration != whole.calibration
+def test_another_seed_draws_other_prompts(loaded: LoadedModel, finished: Finished) -> None:
+    other = profile(loaded, replace(QUICK, seed=5))
+    assert other.calibration != finished.profile.calibration
 
 
-@pytest.mark.parametrize("layers", [0, 1, 3, 4])
+@pytest.mark.parametrize("layers", [0, 3, 4])
 def test_an_interrupted_profile_goes_on_to_the_same_result(
-    loaded: LoadedModel, whole: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+    loaded: LoadedModel, finished: Finished, tmp_path: Path, layers: int
 ) -> None:
     partial = tmp_path / "profile.partial"
-    monkeypatch.setattr(profiler, "score_candidates", interrupted_after(layers))
     with pytest.raises(KeyboardInterrupt):
-        profile(loaded, OPTIONS, resume=partial)
+        profile(loaded, QUICK, CtrlC("profile", layers), resume=partial)
     assert len(partial.read_text().splitlines()) == 1 + layers
-    left = iter(range(6 - layers))
-    monkeypatch.setattr(profiler, "score_candidates", lambda *a: (next(left), observe_score(*a))[1])
-    assert profile(loaded, OPTIONS, resume=partial) == whole
-    assert next(left, None) is None  # no layer was measured twice
+    assert profile(loaded, QUICK, resume=partial) == finished.profile
+    assert partial.read_text() == finished.records
     assert list(tmp_path.iterdir()) == [partial]
 
 
-def test_a_line_cut_short_is_measured_again(
-    loaded: LoadedModel, whole: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_was_measured_before_an_interruption_is_not_measured_again(
+    loaded: LoadedModel, finished: Finished, tmp_path: Path
 ) -> None:
     partial = tmp_path / "profile.partial"
-    profile(loaded, OPTIONS, resume=partial)
-    partial.write_bytes(partial.read_bytes()[:-100])
-    count: list[int] = []
-    monkeypatch.setattr(profiler, "score_candidates", lambda *a: (count.append(1), observe_score(*a))[1])
-    assert profile(loaded, OPTIONS, resume=partial) == whole
-    assert len(count) == 1
+    first, *others, last = finished.records.splitlines(keepends=True)[1:]
+    told = re.sub(r'"importance":[^,]+', '"importance":0.125', first)
+    partial.write_text(finished.records.replace(first, told).replace(last, last[:-100]))
+    found = profile(loaded, QUICK, resume=partial).lengths[0].reuse.importance
+    expected = finished.profile.lengths[0].reuse.importance
+    assert found[0] != expected[0]
+    assert found[1:] == expected[1:]
+    assert partial.read_text().splitlines(keepends=True)[1:] == [told, *others, last]
 
 
 @pytest.mark.parametrize("change", [{"seed": 7}, {"target_density": (0.6,)}, {"phases": ("prefill",)}], ids=str)
 def test_what_another_run_left_is_not_taken_up(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict
+    loaded: LoadedModel, finished: Finished, tmp_path: Path, change: dict
 ) -> None:
     partial = tmp_path / "profile.partial"
-    profile(loaded, quick_options().settled(4096, "cpu"), resume=partial)
-    count: list[int] = []
-    monkeypatch.setattr(profiler, "score_candidates", lambda *a: (count.append(1), observe_score(*a))[1])
-    profile(loaded, quick_options(**change).settled(4096, "cpu"), resume=partial)
-    assert len(count) == 3
+    partial.write_text(finished.records)
+    profile(loaded, replace(QUICK, **change), resume=partial)
+    found = partial.read_text().splitlines()
+    assert len(found) == 1 + 6
+    assert set(found).isdisjoint(finished.records.splitlines())
 
 
-def test_the_model_is_left_as_it_was_after_an_interruption(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_left_as_it_was_after_an_interruption() -> None:
     model = loaded_tiny(seed=3)
-    monkeypatch.setattr(profiler, "score_candidates", interrupted_after(1))
     with pytest.raises(KeyboardInterrupt):
-        profile(model, OPTIONS)
+        profile(model, QUICK, CtrlC("profile"))
     assert model.model.config._attn_implementation == "sdpa"
     hooks = [hook for module in model.model.modules() for hook in module._forward_pre_hooks]
     assert hooks == []
 
 
 def test_one_phase_is_profiled_alone(loaded: LoadedModel) -> None:
-    only = {
-        phase: profile(loaded, quick_options(phases=(phase,)).settled(4096, "cpu")) for phase in ("prefill", "decode")
-    }
+    only = {phase: profile(loaded, replace(QUICK, phases=(phase,))) for phase in ("prefill", "decode")}
     assert only["prefill"].lengths[0].reuse is None
     assert only["prefill"].lengths[0].layers
     assert only["decode"].lengths[0].layers == ()
@@ -161,27 +155,13 @@ def test_a_sliding_layer_is_left_dense() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     model = tiny_model("qwen2", use_sliding_window=True, sliding_window=64, layer_types=kinds)
     mixed = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/mixed"))
-    found = profile(mixed, quick_options().settled(4096, "cpu"))
+    found = profile(mixed, QUICK)
     assert [scores.layer for scores in found.lengths[0].layers] == [1, 2]
-
-
-class Counting:
-    """Progress that adds up."""
-
-    def __init__(self) -> None:
-        self.total, self.done = 0.0, 0.0
-
-    def stage(self, name: str, total: float | None = None) -> contextlib.AbstractContextManager["Counting"]:
-        self.total += total or 0.0
-        return contextlib.nullcontext(self)
-
-    def advance(self, units: float = 1, note: str = "") -> None:
-        self.done += units
 
 
 def test_progress_reaches_its_total(loaded: LoadedModel) -> None:
     progress = Counting()
-    profile(loaded, quick_options().settled(4096, "cpu"), progress)
+    profile(loaded, QUICK, progress)
     assert progress.done == pytest.approx(progress.total)
 
 

@@ -8,6 +8,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
@@ -168,9 +169,10 @@ def test_the_layers_of_a_segment_find_a_needle_that_only_the_filter_layer_looks_
 
 
 @pytest.mark.parametrize("offload", [(), (1,)], ids=["device", "host"])
-def test_generated_tokens_are_chosen_from_like_any_other(model, offload):
+def test_generated_tokens_are_chosen_from_like_any_other(offload):
     """2,000 tokens after a prompt of 20: what a layer of a segment attends to stays what it is, the share falls."""
-    plan = plan_for(model, None, decode_plan(segment(0, (1, 2, 3, 4, 5), 30, sink=4, recent=16), offload=offload))
+    model = tiny_model(layers=2, heads=2, kv_heads=1, head_dim=16, hidden=16, ffn=16)
+    plan = plan_for(model, None, decode_plan(segment(0, (1,), 30, sink=4, recent=16), offload=offload))
     with torch.no_grad(), apply(model, plan) as handle:
         cache, shares = model(random_tokens(1, 20)).past_key_values, []
         for token in random_tokens(1, 2000, seed=1).split(1, 1):
@@ -180,7 +182,7 @@ def test_generated_tokens_are_chosen_from_like_any_other(model, offload):
                 handle.reset_stats()
                 chosen = selection_of(cache, plan)
     assert shares == sorted(shares, reverse=True)
-    assert shares[-1] == pytest.approx(1 / 6 + 5 / 6 * 50 / 1770, rel=0.02)
+    assert shares[-1] == pytest.approx(1 / 2 + 1 / 2 * 50 / 1770, rel=0.02)
     assert chosen.chosen_BgN.max() > 1000
 
 
@@ -221,3 +223,19 @@ def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):
     with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3))), decode=False) as handle:
         model.generate(prompt, max_new_tokens=5, do_sample=False)
     assert handle.stats().kv_bytes_host == 0
+
+
+@pytest.mark.parametrize("chunk", [59, 60, 30, 20])
+def test_a_last_piece_of_one_token_of_a_chunked_prompt_is_prefill(model, chunk: int):
+    plan, prompt = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4))), random_tokens(1, 61)
+    with apply(model, plan) as handle:
+        whole = model.generate(prompt, max_new_tokens=1, do_sample=False)
+        assert torch.equal(model.generate(prompt, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk), whole)
+        assert handle.stats().decode_share is None
+
+
+def test_a_mask_that_leaves_out_cached_tokens_is_refused(model):
+    with torch.no_grad(), apply(model, plan_for(model)):
+        cache = model(random_tokens(1, 30)).past_key_values
+        with pytest.raises(UnsupportedError, match="of all 31 tokens, cached ones included, found one of 1"):
+            model(random_tokens(1, 1), past_key_values=cache, attention_mask=torch.ones(1, 1, dtype=torch.long))

@@ -1,5 +1,8 @@
 """One prompt, streamed and timed, gives the model's own tokens."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import END, tiny_model, tiny_tokenizer
@@ -79,10 +82,11 @@ def test_a_seed_fixes_what_is_drawn_and_disturbs_nobody(loaded, prompt):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_generation_ends_at_the_end_token(loaded, prompt, monkeypatch):
+def test_generation_ends_at_the_end_token(loaded, prompt):
     third = own_tokens(loaded, prompt, 3)
-    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", third[-1])
-    assert generate_stream(loaded, prompt, max_new_tokens=40).token_ids == third[: third.index(third[-1]) + 1]
+    ending = replace(loaded, model=copy.deepcopy(loaded.model))
+    ending.model.generation_config.eos_token_id = third[-1]
+    assert generate_stream(ending, prompt, max_new_tokens=40).token_ids == third[: third.index(third[-1]) + 1]
 
 
 def test_no_more_is_generated_than_the_context_holds(loaded, prompt):

@@ -1,7 +1,6 @@
 """Loading: from a folder in any dtype, and errors that say what to type."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -90,13 +89,6 @@ def test_a_model_that_cannot_be_had_gives_the_two_commands(monkeypatch, error, r
     assert "hf auth login" in str(refused.value)
     assert f"https://huggingface.co/{HUB_ID}" in str(refused.value)
     assert f"hf download {HUB_ID} --local-dir some-model" in str(refused.value)
-
-
-def test_without_network_the_answer_is_quick():
-    started = time.monotonic()
-    with pytest.raises(UsageError, match="hf download"):
-        load_model(HUB_ID)
-    assert time.monotonic() - started < 20
 
 
 def test_local_files_only_does_not_ask_the_hub(monkeypatch):

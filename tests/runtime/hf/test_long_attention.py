@@ -15,7 +15,6 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf import long_inputs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import capture_attention
 from sparsekv.runtime.hf.long_inputs import Chunking
@@ -23,20 +22,6 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 WHOLE = Chunking(above=1 << 30)
 TILE = 64
-
-
-@pytest.fixture
-def pieces(monkeypatch):
-    """Pieces of each layer that ran in pieces (the comparison before the first one included)."""
-    seen = []
-    real = long_inputs.forward_in_pieces
-
-    def counted(layer, model_type, given, engine, pieces, into):
-        seen.append(len(pieces))
-        return real(layer, model_type, given, engine, pieces, into)
-
-    monkeypatch.setattr(long_inputs, "forward_in_pieces", counted)
-    return seen
 
 
 def close(found, expected):
@@ -54,7 +39,7 @@ def talk(model, cache):
 
 @pytest.mark.parametrize("hosts", [0, 2, 3])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_turns_pieces_and_batches_give_the_tokens_of_the_dense_model(architecture, hosts, pieces):
+def test_turns_pieces_and_batches_give_the_tokens_of_the_dense_model(architecture, hosts, cuts):
     model = tiny_model(architecture)
     plan = plan_for(model, every_head(model, Dense(), BlockSparse(keep=fraction(1.0))), everything())
     expected = talk(model, DynamicCache())
@@ -67,7 +52,7 @@ def test_turns_pieces_and_batches_give_the_tokens_of_the_dense_model(architectur
             assert torch.equal(found, batch), chunk
     assert handle.stats().decode_share == 1.0
     assert (handle.stats().kv_bytes_host > 0) == (hosts > 0)
-    assert len(pieces) > 20
+    assert len(cuts) > 20
 
 
 def everything():
@@ -110,7 +95,7 @@ def in_turns(model, prompt, turns):
 
 @pytest.mark.parametrize("hosts", [0, (0, 2)], ids=["device", "host"])
 @pytest.mark.parametrize("turns", [(), (101,), (70, 133, 231)], ids=str)
-def test_every_head_computes_its_own_pattern_at_every_offset(turns, hosts, pieces):
+def test_every_head_computes_its_own_pattern_at_every_offset(turns, hosts, cuts):
     model, prompt = tiny_model(layers=3), random_tokens(1, 300)
     brute = BruteForce(PATTERNS, TILE)
     with capture_attention(model, brute):
@@ -120,7 +105,7 @@ def test_every_head_computes_its_own_pattern_at_every_offset(turns, hosts, piece
         torch.testing.assert_close(in_turns(model, prompt, turns), expected, atol=3e-4, rtol=3e-4)
         stats = handle.stats()
     assert brute.calls == 3 * (len(turns) + 1)
-    assert len(pieces) == 1 + brute.calls
+    assert len(cuts) == 1 + brute.calls
     assert stats.prefill_density < 0.95
     assert not close(in_turns(model, prompt, turns), expected)  # what is left out matters
     assert (stats.kv_bytes_host > 0) == bool(hosts)

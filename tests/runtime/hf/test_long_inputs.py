@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import AShape, Dense, tokens
-from sparsekv.runtime.hf import long_inputs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 
@@ -21,20 +20,6 @@ ONE_PIECE = Chunking(above=20, rows=1 << 20)
 WHOLE = Chunking(above=1 << 30)
 SLIDING = {"mistral": {"sliding_window": 30}}
 MIXED = {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0}
-
-
-@pytest.fixture
-def cuts(monkeypatch):
-    """Pieces of each layer that ran in pieces (the comparison before the first one included)."""
-    seen = []
-    real = long_inputs.forward_in_pieces
-
-    def counted(layer, model_type, given, engine, pieces, into):
-        seen.append(len(pieces))
-        return real(layer, model_type, given, engine, pieces, into)
-
-    monkeypatch.setattr(long_inputs, "forward_in_pieces", counted)
-    return seen
 
 
 def close(found, expected):

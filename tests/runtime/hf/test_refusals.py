@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
-from transformers import BertConfig, BertModel, GenerationConfig
+from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM
 
 from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
 from sparsekv.plans.patterns import tokens
@@ -93,17 +93,19 @@ def test_attention_weights(planned):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_ways_of_generating_that_need_another_cache(planned, monkeypatch, options: dict, what: str):
-    monkeypatch.setattr(type(planned), "forward", lambda *args, **kwargs: pytest.fail("something ran"))
-    prompt = random_tokens(1, 6)
-    with pytest.raises(UnsupportedError, match=what):
-        planned.generate(prompt, **options)
-    with pytest.raises(UnsupportedError, match=what):
-        planned.generate(prompt, generation_config=GenerationConfig(**options))
-    for name, value in options.items():
-        monkeypatch.setattr(planned.generation_config, name, value)
-    with pytest.raises(UnsupportedError, match=what):
-        planned.generate(prompt)
+def test_ways_of_generating_that_need_another_cache(planned, options: dict, what: str):
+    prompt, own = random_tokens(1, 6), planned.generation_config
+    with planned.get_input_embeddings().register_forward_pre_hook(lambda *_: pytest.fail("something ran")):
+        with pytest.raises(UnsupportedError, match=what):
+            planned.generate(prompt, **options)
+        with pytest.raises(UnsupportedError, match=what):
+            planned.generate(prompt, generation_config=GenerationConfig(**options))
+        planned.generation_config = GenerationConfig(**options)
+        try:
+            with pytest.raises(UnsupportedError, match=what):
+                planned.generate(prompt)
+        finally:
+            planned.generation_config = own
 
 
 def test_assisted_generation(planned):
@@ -172,10 +174,12 @@ def test_a_sliding_filter_layer():
         apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))))
 
 
-def test_tensor_parallel_models(model, monkeypatch):
-    monkeypatch.setattr(type(model), "tp_size", 2)
+def test_tensor_parallel_models(model):
+    class Parallel(LlamaForCausalLM):
+        tp_size = 2
+
     with pytest.raises(UnsupportedError, match="2 tensor-parallel ranks"):
-        apply(model, plan_for(model))
+        apply(Parallel(model.config).eval(), plan_for(model))
 
 
 def test_a_backend_that_is_not_built_yet(model):

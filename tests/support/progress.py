@@ -1,0 +1,46 @@
+"""Progress that a test passes in: what was done so far, and Ctrl-C at a chosen point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sparsekv.planner.progress import Progress, Step
+
+
+class Counting(Progress, Step):
+    """Adds up what stages announce and what is done of it."""
+
+    def __init__(self) -> None:
+        self.total, self.done, self.stages = 0.0, 0.0, []
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Counting]:
+        self.stages.append(name.split(" (")[0])
+        self.total += total or 0.0
+        yield self
+
+    def advance(self, units: float = 1, note: str = "") -> None:
+        self.done += units
+
+
+class CtrlC(Counting):
+    """Interrupts a stage after so many of its steps; 0 is before the first."""
+
+    def __init__(self, stage: str, steps: int = 1) -> None:
+        super().__init__()
+        self._stage, self._left = stage, steps
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Counting]:
+        with super().stage(name, total):
+            self._here = self.stages[-1] == self._stage
+            if self._here and not self._left:
+                raise KeyboardInterrupt
+            yield self
+
+    def advance(self, units: float = 1, note: str = "") -> None:
+        super().advance(units, note)
+        self._left -= self._here
+        if self._here and not self._left:
+            raise KeyboardInterrupt
