@@ -67,13 +67,19 @@ class KeyView:
         Raises:
             ShapeError: no row can be that long.
         """
+        return self._rows(self.k, longest), self._rows(self.v, longest)
+
+    def contiguous_keys(self, longest: int) -> torch.Tensor:
+        """The keys of `contiguous` alone."""
+        return self._rows(self.k, longest)
+
+    def _rows(self, x: torch.Tensor, longest: int) -> torch.Tensor:
         if longest > self.capacity:
             raise ShapeError(f"expected room for {longest} tokens a row, found a capacity of {self.capacity}")
         if self.table_BP is None:
-            return self.k[:, :, :longest], self.v[:, :, :longest]
-        used_BP = self.table_BP[:, : -(-longest // self.page)].clamp(0, self.k.shape[0] - 1)
-        k, v = (x[used_BP].transpose(1, 2).flatten(2, 3)[:, :, :longest] for x in (self.k, self.v))
-        return k, v
+            return x[:, :, :longest]
+        used_BP = self.table_BP[:, : -(-longest // self.page)].clamp(0, x.shape[0] - 1)
+        return x[used_BP].transpose(1, 2).flatten(2, 3)[:, :, :longest]
 
 
 def full_view(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:

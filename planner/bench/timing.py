@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.prefill.flash.call import ignore_argument_warnings
 from sparsekv.kernels.tiles import Chunk
 
 Call = Callable[[], object]
@@ -276,6 +277,7 @@ def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tenso
         ImportError: it is not installed.
     """
     attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
+    ignore_argument_warnings()
     found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True)
     out_BSHD = found[0] if isinstance(found, tuple) else found
     assert isinstance(out_BSHD, torch.Tensor)

@@ -204,8 +204,8 @@ class Bench:
             store.append(keys.k, keys.v)
 
             def step(store: HostStore = store) -> torch.Tensor:
-                found = store.gather(selection, keys.lengths_B)
-                return decode_attention(q_BH1D, *found, scale=scale, backend=self.backend).out_BHSD
+                found, chosen, _ = store.gather(selection, keys.lengths_B)
+                return decode_attention(q_BH1D, found, chosen, scale=scale, backend=self.backend).out_BHSD
 
             cold = float((selection.chosen_BgN < length - hot).sum())
             yield _timing("host decode", length, (1.0, float(count), cold), self._us(step))

@@ -30,9 +30,8 @@ class KeySource(Protocol):
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
-    ) -> tuple[KeyView, Selection]:
-        """At least the selected ones, and the selection counted in what is returned: the same object where positions
-        are those of the sequence, another one where tokens outside the window are left out already."""
+    ) -> tuple[KeyView, Selection, int | None]:
+        """At least the selected ones, the selection counted in what is returned, and the window left to apply."""
 
 
 class Resident:
@@ -47,9 +46,9 @@ class Resident:
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
-    ) -> tuple[KeyView, Selection]:
+    ) -> tuple[KeyView, Selection, int | None]:
         """All of them: kernels read the selected tokens where they lie."""
-        return self._keys, selection
+        return self._keys, selection, window
 
 
 def decode(
@@ -82,9 +81,7 @@ def decode(
     if meter is not None and state.lengths is not None:
         _count(layer, state.lengths, meter)
     if selection is not None:
-        chosen = selection.to(q_BH1D.device)
-        keys, found = source.gather(chosen, lengths_B, layer.window)
-        window = layer.window if found is chosen else None
+        keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
         return decode_attention(q_BH1D, keys, found, scale=scale, window=window, backend=backend).out_BHSD
     keys = source.view(lengths_B)
     if layer.filters:

@@ -61,36 +61,32 @@ class SegmentProgram:
     heads: Literal["max", "per_kv_head"]
     across_ranks: bool  # scores of all ranks are reduced to their maxima before the choice
     bounds: tuple[int, ...]  # the longest length of every bucket but the last
-    budgets: tuple[DecodeBudget | None, ...]  # of every bucket; None attends to everything
+    buckets: tuple[Segment | None, ...]  # the segment of every bucket; None attends to everything
 
     @property
     def most(self) -> int:
         """Tokens chosen at any length: what lists have room for."""
-        return max(budget.most for budget in self.budgets if budget is not None)
+        return max(segment.budget.most for segment in self.buckets if segment is not None)
 
     def count(self, length: int) -> int:
         """Tokens to choose among `length` cached ones, or ALL."""
-        budget = self.budgets[bisect_left(self.bounds, length)]
-        chosen = 0 if budget is None else budget.resolve(length)
-        return ALL if budget is None or self.sink + chosen + self.recent >= length else chosen
+        segment = self.buckets[bisect_left(self.bounds, length)]
+        chosen = None if segment is None else segment.chosen_tokens(length)
+        return ALL if chosen is None else chosen
 
     def counts(self, lengths_B: torch.Tensor) -> torch.Tensor:
         """`count` of every row, int32 [B], without asking the device."""
-        device, table = lengths_B.device, [_limits(budget) for budget in self.budgets]
+        device, budgets = lengths_B.device, [segment.budget if segment else _EVERYTHING for segment in self.buckets]
         bounds = on_device(self.bounds, device, torch.int32)
-        bucket_B = torch.bucketize(lengths_B, bounds) if self.bounds else torch.zeros_like(lengths_B)
-        fraction, most, dense = (on_device(column, device, torch.float64) for column in zip(*table, strict=True))
-        bucket_B = bucket_B.long()
-        chosen_B = torch.minimum((fraction[bucket_B] * lengths_B - 1e-9).ceil(), most[bucket_B]).int()
-        all_B = (dense[bucket_B] > 0) | (chosen_B + (self.sink + self.recent) >= lengths_B)
-        return chosen_B.masked_fill(all_B, ALL)
+        fractions = on_device([budget.fraction or 1.0 for budget in budgets], device, torch.float64)
+        most = on_device([budget.most for budget in budgets], device)
+        bucket_B = torch.bucketize(lengths_B, bounds)
+        share_B = (fractions[bucket_B] * lengths_B - 1e-9).ceil().long()  # rounded as budgets are
+        chosen_B = torch.minimum(share_B, most[bucket_B]).int()
+        return chosen_B.masked_fill(chosen_B + (self.sink + self.recent) >= lengths_B, ALL)
 
 
-def _limits(budget: DecodeBudget | None) -> tuple[float, float, float]:
-    """Fraction of the length (2 for a number of tokens: the other limit holds), most tokens, whether it is dense."""
-    if budget is None:
-        return 0.0, 0.0, 1.0
-    return 2.0 if budget.fraction is None else budget.fraction, float(budget.most), 0.0
+_EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +162,7 @@ def _layer(
         group.window,
         filters=chosen_for[1] if chosen_for else None,
         follows=found[1] if found else None,
-        kv_map=_kv_map(found[0], layer, kv, rank.heads(model.group_of(found[0].filter))[1]) if found else None,
+        kv_map=_kv_map(found[0], layer, model, rank) if found else None,
     )
     if prefill:
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
@@ -188,13 +184,13 @@ def _segments(decode: DecodePlan | None, model: ModelInfo, rank: Rank) -> dict[i
     bounds = tuple(bucket.up_to for bucket in decode.lengths if bucket.up_to is not None)
     found = {}
     for position, segment in enumerate(sparse[0].segments):
-        budgets = tuple(bucket.segments[position].budget if bucket.segments else None for bucket in decode.lengths)
-        found[segment.filter] = (segment, _segment(segment, bounds, budgets, model, rank))
+        buckets = tuple(bucket.segments[position] if bucket.segments else None for bucket in decode.lengths)
+        found[segment.filter] = (segment, _segment(segment, bounds, buckets, model, rank))
     return found
 
 
 def _segment(
-    segment: Segment, bounds: tuple[int, ...], budgets: tuple[DecodeBudget | None, ...], model: ModelInfo, rank: Rank
+    segment: Segment, bounds: tuple[int, ...], buckets: tuple[Segment | None, ...], model: ModelInfo, rank: Rank
 ) -> SegmentProgram:
     group = model.group_of(segment.filter)
     if group.kind != "full":
@@ -217,20 +213,27 @@ def _segment(
         heads="per_kv_head" if own_heads else "max",
         across_ranks=rank.count > 1 and segment.scope == "global" and not own_heads,
         bounds=bounds,
-        budgets=budgets,
+        buckets=buckets,
     )
 
 
-def _kv_map(segment: Segment, layer: int, kv: slice, filter_kv: slice) -> tuple[int, ...] | None:
-    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer."""
+def _kv_map(segment: Segment, layer: int, model: ModelInfo, rank: Rank) -> tuple[int, ...] | None:
+    """The layer's head map, from the rank's KV heads of the layer to its KV heads of the filter layer.
+
+    Every rank checks the maps of all: one that refused alone would leave the others waiting for it.
+    """
     if isinstance(segment.heads, str):
         return None
-    own = segment.heads[layer][kv]
-    crossing = [source for source in own if not filter_kv.start <= source < filter_kv.stop]
-    if crossing:
-        raise UnsupportedError(
-            f"expected head maps that stay within a rank, found that KV heads {kv.start} to {kv.stop - 1} of layer "
-            f"{layer} take the choice of KV head {crossing[0]} of filter layer {segment.filter}, which is on another "
-            f"rank; use fewer ranks, or `heads: max`"
-        )
-    return tuple(source - filter_kv.start for source in own)
+    for other in (Rank(index, rank.count) for index in range(rank.count)):
+        kv, chosen_by = (other.heads(model.group_of(one))[1] for one in (layer, segment.filter))
+        own = segment.heads[layer][kv]
+        crossing = [source for source in own if not chosen_by.start <= source < chosen_by.stop]
+        if crossing:
+            raise UnsupportedError(
+                f"expected head maps that stay within a rank, found that KV heads {kv.start} to {kv.stop - 1} of layer "
+                f"{layer} take the choice of KV head {crossing[0]} of filter layer {segment.filter}, which is on "
+                f"another rank; use fewer ranks, or `heads: max`"
+            )
+        if other == rank:
+            found = tuple(source - chosen_by.start for source in own)
+    return found

@@ -52,7 +52,7 @@ def choose_tokens(
         state.choose(segment, None)
         return
     longest = max(state.lengths) if state.lengths else keys.capacity
-    k_BGSD, _ = keys.contiguous(longest)
+    k_BGSD = keys.contiguous_keys(longest)
     room = state.lists(segment, 1 if segment.heads == "max" else layer.kv_heads)
     counts_B = segment.counts(keys.lengths_B)
     scores_BgS = _scores(segment, state.queries(layer, q_BH1D), k_BGSD, keys.lengths_B[:, None], state, scale)

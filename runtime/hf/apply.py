@@ -147,12 +147,12 @@ class Handle:
 
     @property
     def backend(self) -> BackendChoice:
-        """What computes prefill: the backend that was chosen, or the one that took over when it failed."""
+        """What computes prefill: the backend that was chosen, or the fallback when it failed."""
         fallback, choice = self._engine.fallback, self._backend
         if fallback.backend == choice.name:
             return choice
         failed = tuple((name, f"it failed: {why}") for name, why in fallback.failed.items())
-        return BackendChoice(fallback.backend, "took over", choice.rejected + failed)
+        return BackendChoice(fallback.backend, "fallback", choice.rejected + failed)
 
     @property
     def builder_failed(self) -> str:

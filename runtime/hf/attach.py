@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -57,11 +58,16 @@ class MaskCheck:
         self._flag: torch.Tensor | None = None  # pinned: whether the last decode step's mask was all ones
         self._copied: torch.cuda.Event | None = None
 
-    def check(self, mask: Any, *, waits: bool) -> None:
+    def check(self, mask: Any, length: int, *, waits: bool) -> None:
         """Checks this mask, now if `waits` or on a CPU, and the last one that was not waited for.
 
+        Args:
+            mask: as given to the model.
+            length: cached tokens and new ones.
+            waits: whether the device may be waited for.
+
         Raises:
-            UnsupportedError: it is no 2D mask, or one of them has padding.
+            UnsupportedError: it is no 2D mask of so many tokens, or one of them has padding.
         """
         if self._copied is not None and self._flag is not None and (waits or self._copied.query()):
             self._copied.synchronize()
@@ -72,6 +78,11 @@ class MaskCheck:
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             found = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise UnsupportedError(f"expected a 2D attention_mask of ones or none, found {found}; pass no custom mask")
+        if mask.shape[1] < length:
+            raise UnsupportedError(
+                f"expected an attention_mask of all {length} tokens, cached ones included, found one of "
+                f"{mask.shape[1]}; pass the whole mask or none"
+            )
         if waits or not mask.is_cuda:
             _refuse_padding(bool(mask.all()), "this call")
         elif self._copied is None:
@@ -128,8 +139,15 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 }
 
 
-def guarded(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's `generate` behind the checks.
+@dataclass(slots=True)
+class Prompt:
+    """The prompt of the `generate` call under way: a last piece of it that is one token is still prefill."""
+
+    tokens: int = 0
+
+
+def guarded(model: PreTrainedModel, prompt: Prompt) -> Callable[..., Any]:
+    """The model's `generate` behind the checks; tells the hook how long its prompt is.
 
     Raises, when the result is called:
         UnsupportedError: the arguments ask for beams, drafts, or a cache of another kind.
@@ -146,7 +164,12 @@ def guarded(model: PreTrainedModel) -> Callable[..., Any]:
                     f"{what} cannot be right with a sparsekv plan applied yet (found {name}={_brief(found)}); "
                     f"{instead}, or close the handle first"
                 )
-        return generate(*args, **kwargs)
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        prompt.tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            prompt.tokens = 0
 
     return checked
 
@@ -200,13 +223,14 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
         undo.callback(_restore_implementations, _implementations(model))
         model.set_attn_implementation(NAME)
         decoder = decoder_of(model)
-        hook = _decoder_hook(engine, decoder, len(attention_modules(model)))
+        prompt = Prompt()
+        hook = _decoder_hook(engine, decoder, len(attention_modules(model)), prompt)
         undo.callback(decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
             long = LongInputs(decoder, engine, chunking or Chunking(), model.config.model_type)
             _shadow(decoder, "forward", long.forward, undo)
         if model.can_generate():
-            _shadow(model, "generate", guarded(model), undo)
+            _shadow(model, "generate", guarded(model, prompt), undo)
         undo.callback(setattr, engine, "open", False)
         return undo.pop_all().close
     raise AssertionError("unreachable")
@@ -228,7 +252,9 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
         config._attn_implementation = implementation
 
 
-def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Callable[..., Any]:
+def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int, prompt: Prompt) -> Callable[..., Any]:
+    """Decides the phase of a forward pass: one token behind a past, and behind the prompt of a `generate` under way,
+    is a decode step."""
     names, mask = tuple(inspect.signature(decoder.forward).parameters), MaskCheck()
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -237,15 +263,16 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int) -> Call
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
         defaults = {"output_attentions": config.output_attentions, "is_causal": getattr(config, "is_causal", True)}
         check_inputs(defaults | inputs, tokens, module.training)
-        mask.check(inputs.get("attention_mask"), waits=tokens is None or tokens.shape[1] > 1)
+        new = 0 if tokens is None else tokens.shape[1]
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
             check_even(cache, config.num_hidden_layers)
         past = 0 if cache is None else cache.get_seq_length()
+        mask.check(inputs.get("attention_mask"), past + new, waits=new != 1)
         check_positions(inputs.get("position_ids"), past)
         phase = Phase.PREFILL
-        if cache is not None and past > 0 and tokens is not None and tokens.shape[1] == 1:
+        if cache is not None and tokens is not None and new == 1 and past >= max(prompt.tokens, 1):
             phase = Phase.DECODE
             begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
         inputs[CONTEXT] = Context(engine, cache, phase)

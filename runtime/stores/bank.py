@@ -140,7 +140,7 @@ class HostStore:
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
-    ) -> tuple[KeyView, Selection]:
+    ) -> tuple[KeyView, Selection, int | None]:
         """The selected tokens alone, side by side; only those that are not hot are read from the host."""
         wanted_BgM = selection.listed(lengths_B)
         if window is not None:
@@ -150,7 +150,7 @@ class HostStore:
         listed_BgM = torch.arange(wanted_BgM.shape[2], dtype=torch.int32, device=wanted_BgM.device)
         listed_BgM = torch.where(wanted_BgM < 0, wanted_BgM, listed_BgM)
         full_B = torch.full_like(lengths_B, wanted_BgM.shape[2])
-        return KeyView(found_PBGMD[0], found_PBGMD[1], full_B), Selection(listed_BgM, full_B, 0, 0)
+        return KeyView(found_PBGMD[0], found_PBGMD[1], full_B), Selection(listed_BgM, full_B, 0, 0), None
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Ring and host part."""
@@ -239,15 +239,15 @@ class HostStore:
         """Reads the wanted tokens that lie on the host. Waits for the device: the host must know which."""
         _, host_CBPGD = self._buffers()
         wanted = wanted_BgM.cpu()
-        batch, head, place = ((wanted >= 0) & (wanted < self._hot_start)).nonzero(as_tuple=True)
-        if not len(place):
+        batch, head, position = ((wanted >= 0) & (wanted < self._hot_start)).nonzero(as_tuple=True)
+        if not len(position):
             return
-        self.fetched_tokens += len(place)
+        self.fetched_tokens += len(position)
         self._stream().finish(self._written)
-        token, device = wanted[batch, head, place].long(), into_PBGMD.device
+        token, device = wanted[batch, head, position].long(), into_PBGMD.device
         if wanted.shape[1] == 1:
             rows_nPGD = host_CBPGD[token, batch].to(device)
-            into_PBGMD[:, batch.to(device), :, place.to(device)] = rows_nPGD
+            into_PBGMD[:, batch.to(device), :, position.to(device)] = rows_nPGD
         else:
             rows_nPD = host_CBPGD[token, batch, :, head].to(device)
-            into_PBGMD[:, batch.to(device), head.to(device), place.to(device)] = rows_nPD.transpose(0, 1)
+            into_PBGMD[:, batch.to(device), head.to(device), position.to(device)] = rows_nPD.transpose(0, 1)

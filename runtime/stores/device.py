@@ -58,9 +58,9 @@ class DeviceStore:
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
-    ) -> tuple[KeyView, Selection]:
+    ) -> tuple[KeyView, Selection, int | None]:
         """All tokens, without a copy: kernels read the selected ones where they lie."""
-        return self.view(lengths_B), selection
+        return self.view(lengths_B), selection, window
 
     def _slices(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._k_BGCD is not None

@@ -96,14 +96,14 @@ class KVStore(Protocol):
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
-    ) -> tuple[KeyView, Selection]:
-        """Keys and values of at least the selected tokens, and the selection counted in them.
+    ) -> tuple[KeyView, Selection, int | None]:
+        """Keys and values of at least the selected tokens, the selection counted in them, and the window that is left
+        to apply: None once the store has left out what lies outside it.
 
         Args:
             selection: no row attends to everything, unless the store returns it as it is.
             lengths_B: int32 on the device.
-            window: tokens outside this window of the newest may be left out; a store that returns another selection
-                has left them out.
+            window: the layer's own sliding window.
         """
 
 

@@ -195,6 +195,9 @@ def attend_dense(part: Part) -> None:
         _flash_attn_fwd(**views, lse=part.lse_BHS, softmax_scale=part.scale, **reach)
 
 
+_OWN_ARGUMENT = r"Argument aux_data .*cannot be converted to a JitArgument"
+
+
 def _by_token(part: Part) -> dict[str, torch.Tensor]:
     """The same memory in the order that flash-attn-4 has; grouped heads stay grouped."""
     named = {"q": part.q_BHSD, "k": part.k_BGKD, "v": part.v_BGKD, "out": part.out_BHSD}
@@ -203,10 +206,11 @@ def _by_token(part: Part) -> dict[str, torch.Tensor]:
     return {name: tensor.transpose(1, 2) for name, tensor in named.items()}
 
 
-@lru_cache(maxsize=1)
 def ignore_argument_warnings() -> None:
     """Silences what the compiler of flash-attn-4 says of an argument of its own at every compilation, nothing else."""
-    warnings.filterwarnings("ignore", r"Argument aux_data .*cannot be converted to a JitArgument", UserWarning)
+    # asked each time: a caller's catch_warnings takes filters away again
+    if not any(message is not None and message.pattern == _OWN_ARGUMENT for _, message, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", _OWN_ARGUMENT, UserWarning)
 
 
 def causal(row: Any, key: Any) -> Any:

@@ -84,7 +84,7 @@ def test_what_the_compiler_says_of_its_own_argument_is_silenced_and_nothing_else
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        call.ignore_argument_warnings.__wrapped__()
+        call.ignore_argument_warnings()
         warnings.warn(noise, UserWarning, stacklevel=1)
         warnings.warn(noise.replace("aux_data", "mScale"), UserWarning, stacklevel=1)
         warnings.warn("Argument aux_data is deprecated", UserWarning, stacklevel=1)

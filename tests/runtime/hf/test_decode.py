@@ -8,6 +8,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
@@ -222,3 +223,19 @@ def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):
     with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3))), decode=False) as handle:
         model.generate(prompt, max_new_tokens=5, do_sample=False)
     assert handle.stats().kv_bytes_host == 0
+
+
+@pytest.mark.parametrize("chunk", [59, 60, 30, 20])
+def test_a_last_piece_of_one_token_of_a_chunked_prompt_is_prefill(model, chunk: int):
+    plan, prompt = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4))), random_tokens(1, 61)
+    with apply(model, plan) as handle:
+        whole = model.generate(prompt, max_new_tokens=1, do_sample=False)
+        assert torch.equal(model.generate(prompt, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk), whole)
+        assert handle.stats().decode_share is None
+
+
+def test_a_mask_that_leaves_out_cached_tokens_is_refused(model):
+    with torch.no_grad(), apply(model, plan_for(model)):
+        cache = model(random_tokens(1, 30)).past_key_values
+        with pytest.raises(UnsupportedError, match="of all 31 tokens, cached ones included, found one of 1"):
+            model(random_tokens(1, 1), past_key_values=cache, attention_mask=torch.ones(1, 1, dtype=torch.long))

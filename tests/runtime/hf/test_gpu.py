@@ -114,7 +114,7 @@ def test_pinned_memory_holds_what_was_moved(hot):
     assert torch.equal(there.k[:, :, :length], back.k)
     assert torch.equal(there.v[:, :, :length], back.v)
     chosen = torch.stack([torch.randperm(length - 14, device="cuda")[:64].sort().values + 4 for _ in range(2)])
-    keys, _ = moved.gather(Selection(chosen.int()[:, None], counts_B, 4, 10), lengths_B)
+    keys, *_ = moved.gather(Selection(chosen.int()[:, None], counts_B, 4, 10), lengths_B)
     for b in range(2):
         ends = torch.arange(4, device="cuda"), torch.arange(length - 10, length, device="cuda")
         wanted = torch.cat((ends[0], chosen[b], ends[1]))

@@ -65,8 +65,8 @@ def test_gather_gives_the_tokens_that_were_selected(hot: Budget | None, heads: i
     chosen[:, :, -3:] = NO_TOKEN
     lengths_B = torch.full((BATCH,), 213, dtype=torch.int32)
     selection = Selection(chosen, torch.full((BATCH,), 20, dtype=torch.int32), 3, 4)
-    keys, found = store.gather(selection, lengths_B, window)
-    applied = window if found is not selection else None
+    keys, found, left = store.gather(selection, lengths_B, window)
+    applied = None if left == window else window
     listed, wanted = found.listed(keys.lengths_B), selection.listed(lengths_B)
     for b in range(BATCH):
         for g in range(GROUPS):
