@@ -10,7 +10,9 @@ C columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -67,6 +69,11 @@ class Problem:
     chunk: Chunk
     window: int | None
     scale: float
+
+    def by(self, attend: Callable[..., AttentionOutput], **how: Any) -> AttentionOutput:
+        """What a backend makes of it."""
+        tensors = (self.q_BHSD, self.k_BGKD, self.v_BGKD)
+        return attend(*tensors, self.index, self.chunk, scale=self.scale, window=self.window, **how)
 
     @property
     def every_row(self) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The tool that makes the reference model, from text to model card, in small and on the CPU."""
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,14 +28,13 @@ class Tool:
 
     def __call__(self, name: str, *arguments: str) -> str:
         """Runs the tool in the work folder of that name and returns the last line that it prints."""
-        lines: list[str] = []
+        said = io.StringIO()
         folders = ["--work", self.base / name, "--out", out_of(self.base / name), "--stdlib", self.stdlib]
         settings = ["--smoke", "--device", "cpu", "--workers", "0", "--no-compile"]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(map(str, parts))))
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
             patch.setattr(sys, "argv", ["tool", *settings, *map(str, folders), *arguments])
             assert train_reference_model.main() == 0
-        return lines[-1]
+        return said.getvalue().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

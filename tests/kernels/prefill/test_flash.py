@@ -44,17 +44,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch):
 
 def run(case: Case, passes: backend.Passes = flash_emulator.PASSES, want_lse: bool = True) -> AttentionOutput:
     problem = draw(case)
-    found = backend.run(
-        problem.q_BHSD,
-        problem.k_BGKD,
-        problem.v_BGKD,
-        problem.index,
-        problem.chunk,
-        scale=problem.scale,
-        window=problem.window,
-        want_lse=want_lse,
-        passes=passes,
-    )
+    found = problem.by(backend.run, want_lse=want_lse, passes=passes)
     assert_close(found, problem)
     return found
 

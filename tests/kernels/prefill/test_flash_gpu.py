@@ -25,17 +25,7 @@ def _needs_hopper() -> None:
 
 def run(case: Case, name: str = "flash") -> AttentionOutput:
     problem = draw(case, "cuda")
-    found = prefill_attention(
-        problem.q_BHSD,
-        problem.k_BGKD,
-        problem.v_BGKD,
-        problem.index,
-        problem.chunk,
-        scale=problem.scale,
-        window=problem.window,
-        want_lse=True,
-        backend=name,
-    )
+    found = problem.by(prefill_attention, want_lse=True, backend=name)
     assert_close(found, problem)
     return found
 

@@ -27,17 +27,7 @@ def _poisoned_outputs() -> Iterator[None]:
 
 def run(case: Case, backend: str, device: str = "cpu", want_lse: bool = True) -> AttentionOutput:
     problem = draw(case, device)
-    found = prefill_attention(
-        problem.q_BHSD,
-        problem.k_BGKD,
-        problem.v_BGKD,
-        problem.index,
-        problem.chunk,
-        scale=problem.scale,
-        window=problem.window,
-        want_lse=want_lse,
-        backend=backend,
-    )
+    found = problem.by(prefill_attention, want_lse=want_lse, backend=backend)
     assert_close(found, problem)
     return found
 
@@ -94,17 +84,7 @@ def test_block_sizes_never_change_what_is_computed(launch: Launch, tile: TileSha
 
     case = Case("x", past=(33,), lengths=(310,), tile=tile, columns=100, window=200, share=0.7, dense_heads=(1,))
     for problem in (draw(case), draw(Case("y", lengths=(150,), tile=tile, columns=50))):
-        found = prefill(
-            problem.q_BHSD,
-            problem.k_BGKD,
-            problem.v_BGKD,
-            problem.index,
-            problem.chunk,
-            scale=problem.scale,
-            window=problem.window,
-            want_lse=True,
-            launch=launch,
-        )
+        found = problem.by(prefill, want_lse=True, launch=launch)
         assert_close(found, problem)
 
 

@@ -7,11 +7,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.kernels import backends
-from sparsekv.kernels.backends import BackendWarning
-from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, tokens
-from sparsekv.runtime.core import prefill
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
@@ -121,34 +117,3 @@ def test_adaptive_heads_beside_others_compute_what_the_reference_does(cuts: tupl
             assert handle.stats().prefill_density < 0.95
     torch.testing.assert_close(found["cpu"], found["reference"], atol=2e-4, rtol=2e-4)
     assert not torch.allclose(found["cpu"], logits(model, prompt), atol=1e-3)
-
-
-def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypatch):
-    def dense(*tensors, backend, **how):
-        if backend == "triton":
-            raise RuntimeError("no kernel image")
-        return dense_attention(*tensors, **how)
-
-    model, prompt = tiny_model(layers=2), random_tokens(1, 200)
-    expected = logits(model, prompt)
-    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)  # everything promises to run here
-    monkeypatch.setattr(prefill, "dense_by_flash", lambda *tensors, backend: backend == "triton")
-    monkeypatch.setattr(prefill, "dense_prefill", dense)
-    with apply(model, plan_for(model, every_head(model, Dense())), backend="triton") as handle:
-        with pytest.warns(BackendWarning, match="the triton backend failed"):
-            found = logits(model, prompt)
-        assert handle.backend.name == "cpu"
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
-
-
-def test_what_fails_in_torch_is_not_blamed_on_the_backend(monkeypatch):
-    def broken(*args, **how):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model = tiny_model(layers=2)
-    monkeypatch.setattr(prefill, "dense_attention", broken)
-    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None)
-    with apply(model, plan_for(model, every_head(model, Dense())), backend="triton") as handle:
-        with pytest.raises(torch.OutOfMemoryError):
-            logits(model, random_tokens(1, 100))
-        assert handle.backend.name == "triton"

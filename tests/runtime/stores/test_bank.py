@@ -299,17 +299,14 @@ def test_blocks_of_shorter_prompts_go_when_a_longer_one_comes():
 
 
 def test_free_blocks_are_given_up_before_a_prompt_is_refused(monkeypatch):
-    shared = HostMemory()
-    block = shared.take(1 << 20, CPU)
+    shared, left = HostMemory(), [3 << 30, 100]  # nothing is written to these blocks, so that they take no memory
+    block = shared.take(2 << 30, CPU)
     shared.give(block, CPU)
     del block
-    monkeypatch.setattr(memory, "_ASK_FROM", 1 << 10)
-    monkeypatch.setattr(memory, "_SPARE", 0)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2 << 20)
-    shared.take(1 << 14, CPU)
-    assert free_bytes(shared) == 1 << 20  # there is room: it may serve the next long prompt
-    monkeypatch.setattr(memory, "available_bytes", lambda: 100)
-    shared.take(1 << 14, CPU)
+    monkeypatch.setattr(memory, "available_bytes", lambda: left.pop(0))
+    shared.take(1 << 30, CPU)
+    assert free_bytes(shared) == 2 << 30  # there is room: it may serve the next long prompt
+    shared.take(1 << 30, CPU)
     assert free_bytes(shared) == 0
 
 

@@ -1,0 +1,55 @@
+"""What follows when a kernel of a layer fails."""
+
+import pytest
+import torch
+from plans_samples import model_info
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsekv.kernels.backends import BackendWarning, Fallback
+from sparsekv.kernels.keys import full_view
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.runtime.core import prefill as stage
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import Program
+
+LAYER = Program.of(None, None, model_info(1, 4, 2)).layers[0]
+CHUNK = Chunk((0,), (100,))
+
+
+def attend(fallback: Fallback) -> torch.Tensor:
+    """A dense layer."""
+    generator = torch.Generator().manual_seed(0)
+    q_BHSD, k_BGSD, v_BGSD = (torch.randn(1, heads, 100, 16, generator=generator) for heads in (4, 2, 2))
+    return prefill(LAYER, q_BHSD, full_view(k_BGSD, v_BGSD), CHUNK, scale=0.25, fallback=fallback)
+
+
+def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dense(*tensors, backend, **how):
+        if backend == "triton":
+            raise RuntimeError("no kernel image")
+        return dense_attention(*tensors, **how)
+
+    expected, fallback = attend(Fallback("cpu")), Fallback("triton")
+    monkeypatch.setattr(stage, "dense_by_flash", lambda *tensors, backend: backend == "triton")
+    monkeypatch.setattr(stage, "dense_prefill", dense)
+    with pytest.warns(BackendWarning, match="the triton backend failed"):
+        found = attend(fallback)
+    assert fallback.backend == "cpu"
+    assert torch.equal(found, expected)
+
+
+class NoMemory(TorchDispatchMode):
+    """A device on which attention does not fit."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in func.name():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_fails_in_torch_is_not_blamed_on_the_backend() -> None:
+    fallback = Fallback("triton")
+    with NoMemory(), pytest.raises(torch.OutOfMemoryError):
+        attend(fallback)
+    assert fallback.backend == "triton"
