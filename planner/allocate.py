@@ -126,12 +126,9 @@ class _Length:
 
     def _usable(self, target: float) -> Mask:
         """[L, C, H]: of each ray the highest density within the target."""
-        allowed: dict[str, int] = {}
-        for position, candidate in enumerate(self._entry.candidates):
-            if self._own_C[position] and candidate.density <= target * (1.0 + ROUNDING):
-                best = allowed.get(candidate.ray)
-                if best is None or self._entry.candidates[best].density < candidate.density:
-                    allowed[candidate.ray] = position
+        candidates = self._entry.candidates
+        within = [c for c in np.flatnonzero(self._own_C) if candidates[c].density <= target * (1.0 + ROUNDING)]
+        allowed = {candidates[c].ray: c for c in sorted(within, key=lambda c: candidates[c].density)}
         if not allowed:
             raise UsageError(
                 f"expected a target density of at least {self._entry.densities[0]:g} at {self._entry.length} tokens, "

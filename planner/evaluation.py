@@ -163,12 +163,9 @@ class Batch:
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> Batch:
         """The samples as tensors on the model's device."""
-
-        def stacked(rows: Iterable[Any]) -> torch.Tensor:
-            return torch.from_numpy(np.stack(list(rows)).astype(np.int64)).to(device)
-
-        prompts, answers = (s.prompt_ids for s in samples), (s.answer_ids for s in samples)
-        return cls(tuple(samples), stacked(prompts), stacked(answers))
+        both = ([sample.prompt_ids for sample in samples], [sample.answer_ids for sample in samples])
+        prompt_BS, answer_BA = (torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for rows in both)
+        return cls(tuple(samples), prompt_BS, answer_BA)
 
 
 def batches(samples: Iterable[Sample], size: int) -> Iterator[tuple[Sample, ...]]:

@@ -145,32 +145,25 @@ class _Chooser:
 
     def _spent(self, segments: tuple[Segment, ...], sparse: Sequence[bool]) -> float:
         """Of a step relative to dense, summed over the lengths."""
-        return sum(
-            self._relative(segments if is_sparse else (), one.length)
-            for one, is_sparse in zip(self._lengths, sparse, strict=True)
-        )
-
-    def _relative(self, segments: tuple[Segment, ...], length: int) -> float:
-        step = step_us(segments, self._cost, length, self._layers)
-        if step is None or not self._options.crossover:
-            return decode_share(segments, length, self._layers)
-        return step / max(self._layers * self._cost.decode_dense.us(length), 1e-9)
+        total = 0.0
+        for one, is_sparse in zip(self._lengths, sparse, strict=True):
+            used, dense_us = segments if is_sparse else (), self._layers * self._cost.decode_dense.us(one.length)
+            step = step_us(used, self._cost, one.length, self._layers) if self._options.crossover else None
+            share = decode_share(used, one.length, self._layers)
+            total += share if step is None else step / max(dense_us, 1e-9)
+        return total
 
     def _problem(self, first: int) -> SegmentProblem:
         """Over the lengths from the `first` on."""
         options, cost, length = self._options, self._cost, self._longest
         attended = min(length, options.decode_sink + options.decode_budget.resolve(length) + options.decode_recent)
         # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
-        dense_us = cost.decode_dense.us(length) if options.crossover else float(length)
-        sparse_us = cost.decode_sparse.us(attended) if options.crossover else float(attended)
-        choose_us = cost.decode_choose.us(length) if options.crossover else 1.0
-        return SegmentProblem(
-            dense_ns=np.full(self._layers, round(dense_us * 1e3)),
-            sparse_ns=np.full(self._layers, round(sparse_us * 1e3)),
-            choose_ns=np.full(self._layers, round(choose_us * 1e3)),
-            loss=np.max([one.loss for one in self._lengths[first:]], 0),
-            most_loss=options.decode_loss,
-        )
+        us = (float(length), float(attended), 1.0)
+        if options.crossover:
+            us = (cost.decode_dense.us(length), cost.decode_sparse.us(attended), cost.decode_choose.us(length))
+        dense_ns, sparse_ns, choose_ns = (np.full(self._layers, round(price * 1e3)) for price in us)
+        loss = np.max([one.loss for one in self._lengths[first:]], 0)
+        return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.decode_loss)
 
     def _segment(self, found: FilterSegment) -> Segment:
         choice, wanted = self._selectors[found.selector], self._options.decode_budget

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from sparsekv.planner.eval_results import EvalResult, TaskResult, merged
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
@@ -259,17 +259,12 @@ def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) ->
     if not options.target_density or options.target_speedup is not None:  # denser would miss the speedup
         return options
     entries = [entry for entry in profile.lengths if entry.layers]
-    return replace(
-        options,
-        target_density=tuple(
-            _next_density(entry, target) if entry.length in lengths else target
-            for entry, target in zip(entries, options.target_density, strict=True)
-        ),
-    )
-
-
-def _next_density(entry: LengthProfile, target: float) -> float:
-    return next((density for density in entry.densities if density > target * 1.001), target)
+    targets = list(options.target_density)
+    for number, entry in enumerate(entries):
+        if entry.length in lengths:
+            denser = (density for density in entry.densities if density > targets[number] * 1.001)
+            targets[number] = next(denser, targets[number])
+    return replace(options, target_density=tuple(targets))
 
 
 def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:

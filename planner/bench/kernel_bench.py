@@ -159,7 +159,19 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
 
     A backend that cannot run here, and a case that fails or does not fit in memory, is a row with a note.
     """
-    cases = [_blank(bench, *case) for case in product(bench.lengths, bench.patterns, bench.densities)]
+    device, dtype = device_name(bench.device), dtype_name(bench.dtype)
+    cases = [
+        KernelRow(
+            name=mix,
+            length=length,
+            backend="",
+            device=device,
+            dtype=dtype,
+            target_density=share,
+            dense_flops=dense_flops(bench.heads, bench.head_dim, length),
+        )
+        for length, mix, share in product(bench.lengths, bench.patterns, bench.densities)
+    ]
     backends = []
     for name in bench.backends or _BACKENDS:
         try:
@@ -176,19 +188,6 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
                 peers = row.dense_peers or peers
             free_memory(bench.device)
             step.advance()
-
-
-def _blank(bench: KernelBench, length: int, mix: str, share: float) -> KernelRow:
-    """A row with what is known before anything runs."""
-    return KernelRow(
-        name=mix,
-        length=length,
-        backend="",
-        device=device_name(bench.device),
-        dtype=dtype_name(bench.dtype),
-        target_density=share,
-        dense_flops=dense_flops(bench.heads, bench.head_dim, length),
-    )
 
 
 def _case(

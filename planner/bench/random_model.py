@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
@@ -161,29 +161,21 @@ def hand_plan(
         raise UsageError(f"expected one --density, or one for each of {len(lengths)} lengths, found {len(densities)}")
     paired = sorted(zip(lengths, tuple(densities) * len(lengths) if len(densities) == 1 else densities, strict=True))
     buckets = tuple(
-        PrefillBucket(
-            up_to=length if length < max(lengths) else None,
-            heads=tuple(
-                group
-                for layers in info.attention
-                if layers.kind == "full"
-                for group in _groups(layers, length, share, tile, families)
-            ),
-        )
+        PrefillBucket(up_to=length if length < max(lengths) else None, heads=_groups(info, patterns))
         for length, share in paired
+        for patterns in [[diffuse_pattern(family, length, share, tile) for family in families]]
     )
     shares = ", ".join(f"{share:g}" for _, share in paired)
     words = f"made by hand: {' and '.join(families)} in turn, sized for a density of {shares}, {tile.key} tiles"
     return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets)), words
 
 
-def _groups(
-    layers: AttentionGroup, length: int, density: float, tile: TileShape, families: Sequence[str]
-) -> list[HeadGroup]:
-    patterns = [diffuse_pattern(family, length, density, tile) for family in families]
-    return [
-        HeadGroup(layer=layer, heads=tuple(range(number, layers.heads, len(patterns))), pattern=pattern)
-        for layer in layers.layers
+def _groups(info: ModelInfo, patterns: Sequence[Pattern]) -> tuple[HeadGroup, ...]:
+    return tuple(
+        HeadGroup(layer=layer, heads=tuple(range(number, group.heads, len(patterns))), pattern=pattern)
+        for group in info.attention
+        if group.kind == "full"
+        for layer in group.layers
         for number, pattern in enumerate(patterns)
-        if number < layers.heads
-    ]
+        if number < group.heads
+    )

@@ -49,33 +49,23 @@ class CalibrationPrompt:
         return tuple(range(self.answer_start - 1, len(self.ids)))[:DECODE_ROWS]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptSource:
-    """Where calibration prompts come from."""
+def calibration_prompts(tokenizer: Any, options: PlanOptions) -> dict[int, tuple[CalibrationPrompt, ...]]:
+    """The prompts of every length.
 
-    tokenizer: Any
-    options: PlanOptions
-    kit: Kit | None  # None with own prompts
+    Tasks take turns, so that a few samples see as many kinds of question as possible. Own texts are cut at the
+    length; those of less than half of it are left out, with a `PlanWarning`.
 
-    @classmethod
-    def of(cls, tokenizer: Any, options: PlanOptions) -> PromptSource:
-        """Prepares the text of the calibration split, once for all lengths."""
-        return cls(tokenizer, options, None if options.prompts else prepare(tokenizer, Split.CALIBRATION))
-
-    def prompts(self, length: int) -> tuple[CalibrationPrompt, ...]:
-        """The prompts of one length.
-
-        Tasks take turns, so that a few samples see as many kinds of question as possible. Own texts are cut at
-        `length`; those of less than half of it are left out, with a `PlanWarning`.
-
-        Raises:
-            UsageError: an unknown task.
-            PromptError: own prompts are too short to profile at this length, or a task does not fit it.
-        """
-        samples = self.options.samples or 1
-        if self.kit is None:
-            return _own(self.tokenizer, self.options.prompts, length, samples)
-        return tuple(_from_task(self.kit, self.options, length, index) for index in range(samples))
+    Raises:
+        UsageError: an unknown task.
+        PromptError: own prompts are too short to profile at a length, or a task does not fit it.
+    """
+    samples = options.samples or 1
+    if options.prompts:
+        return {length: _own(tokenizer, options.prompts, length, samples) for length in options.lengths}
+    kit = prepare(tokenizer, Split.CALIBRATION)
+    return {
+        length: tuple(_from_task(kit, options, length, index) for index in range(samples)) for length in options.lengths
+    }
 
 
 def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:

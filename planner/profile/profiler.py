@@ -24,7 +24,7 @@ from torch import nn
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import PlanOptions, check_targets
-from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
+from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
@@ -58,8 +58,7 @@ def profile(
     head_dim = info.attention[0].head_dim
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
     backend = cast(BackendName, chosen.name)
-    source = PromptSource.of(loaded.tokenizer, options)
-    prompts = {length: source.prompts(length) for length in options.lengths}
+    prompts = calibration_prompts(loaded.tokenizer, options)
     _check_targets(prompts, options)
     records = Records(resume, _identity(loaded, options, prompts, backend))
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
