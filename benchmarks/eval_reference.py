@@ -29,7 +29,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, computed_tiles
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.eval_results import EvalResult, Spent
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, Family, PlanOptions
@@ -120,13 +120,13 @@ def _arguments() -> argparse.Namespace:
 def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) -> tuple[Plan, Profile, DeviceCost]:
     profile_file, cost_file = out / f"{name}.profile.json", out / f"{name}.cost.json"
     known: dict[str, Any] = (
-        {"profile_in": read_profile(profile_file)} if profile_file.exists() else {"profile_out": profile_file}
+        {"profile_in": read_measured(Profile, profile_file)} if profile_file.exists() else {"profile_out": profile_file}
     )
-    known |= {"cost_in": read_cost(cost_file)} if cost_file.exists() else {"cost_out": cost_file}
+    known |= {"cost_in": read_measured(DeviceCost, cost_file)} if cost_file.exists() else {"cost_out": cost_file}
     result = compile_plan(loaded, options, **known)
     write_plan(result.plan, out / f"{name}.yaml")
     print(f"{name}: planned in {result.seconds:.1f} s", flush=True)
-    return result.plan, read_profile(profile_file), read_cost(cost_file)
+    return result.plan, read_measured(Profile, profile_file), read_measured(DeviceCost, cost_file)
 
 
 def _ablations(

@@ -90,10 +90,11 @@ def plan(
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
     from sparsekv.cli.prompts import own_prompts
-    from sparsekv.planner.data_files import read_cost, read_profile
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.data_files import read_measured
     from sparsekv.planner.options import Gate, PlanOptions
     from sparsekv.planner.plan import compile_files, compile_plan
-    from sparsekv.planner.profile.profile_data import for_profile
+    from sparsekv.planner.profile.profile_data import Profile, for_profile
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.files import write_plan
 
@@ -122,8 +123,8 @@ def plan(
         "backend": arguments.settings(backend=backend).backend,
     }
     wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
-    profiled = read_profile(profile) if profile else None
-    measured = read_cost(cost) if cost else None
+    profiled = read_measured(Profile, profile) if profile else None
+    measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:
         for_profile(wanted, profiled)  # says what is not in it before a model is loaded
     with files.telling_what_is_saved():

@@ -14,9 +14,7 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
     """The prompt of a call, or None where a person at a terminal is to be asked for it.
 
     Args:
-        text: the prompt itself.
         file: a file that holds it; `-` is standard input.
-        stream: standard input.
 
     Raises:
         UsageError: text and file are both given, or the file cannot be read.

@@ -37,8 +37,6 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
     profiled ones that dense is predicted to compute faster go dense, unless `options.crossover` is off.
 
     Args:
-        profile: what was measured.
-        cost: of the device that the plan is for.
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
             has one density a length (the preset), or `target_speedup` is set.
 

@@ -27,36 +27,47 @@ _COMPRESS_ABOVE = 1 << 20
 _GZIP = b"\x1f\x8b"
 _SIGNATURE = "integrity"
 
-Record = TypeVar("Record", bound=BaseModel)
+Record = TypeVar("Record", Profile, DeviceCost)
 
 
-def write_profile(profile: Profile, path: Path) -> None:
-    """Writes a profile, atomically; large ones are compressed, whatever the name.
+def write_measured(record: Profile | DeviceCost, path: Path) -> None:
+    """Writes a profile or a device cost, atomically; large ones are compressed, whatever the name.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    _write(profile, path)
+    data = record.model_dump(mode="json")
+    content = canonical_json(data | {_SIGNATURE: _digest(data)}) + b"\n"
+    write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
 
 
-def read_profile(path: Path) -> Profile:
-    """Reads a file of `write_profile`.
+def read_measured(kind: type[Record], path: Path) -> Record:
+    """Reads a file of `write_measured`.
 
     Raises:
         UsageError: there is no such file.
-        PlanError: it is not a whole and sound profile.
+        PlanError: it is not a whole and sound record of that kind.
     """
-    return _read(Profile, path, "profile")
-
-
-def write_cost(cost: DeviceCost, path: Path) -> None:
-    """Writes a device-cost file; see `write_profile`."""
-    _write(cost, path)
-
-
-def read_cost(path: Path) -> DeviceCost:
-    """Reads a device-cost file; see `read_profile`."""
-    return _read(DeviceCost, path, "device-cost file")
+    what = "profile" if kind is Profile else "device-cost file"
+    try:
+        data = json.loads(_content(path, what))
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"expected a {what} in {path}, found no whole JSON: {error}; make it again") from error
+    signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
+    try:
+        record = kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the top"
+        schema = kind.model_fields["schema_version"].default
+        raise PlanError(
+            f"expected a {what} of schema {schema} in {path}, found at {where}: {first['msg']}; make it again"
+        ) from error
+    if signed != digest_of(record):
+        raise PlanError(
+            f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
+        )
+    return record
 
 
 def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> None:
@@ -79,36 +90,8 @@ def digest_of(record: BaseModel) -> str:
     return _digest(record.model_dump(mode="json"))
 
 
-def _write(record: BaseModel, path: Path) -> None:
-    data = record.model_dump(mode="json")
-    content = canonical_json(data | {_SIGNATURE: _digest(data)}) + b"\n"
-    write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
-
-
 def _digest(data: dict[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(canonical_json(data)).hexdigest()}"
-
-
-def _read(kind: type[Record], path: Path, what: str) -> Record:
-    try:
-        data = json.loads(_content(path, what))
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"expected a {what} in {path}, found no whole JSON: {error}; make it again") from error
-    signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
-    try:
-        record = kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the top"
-        schema = kind.model_fields["schema_version"].default
-        raise PlanError(
-            f"expected a {what} of schema {schema} in {path}, found at {where}: {first['msg']}; make it again"
-        ) from error
-    if signed != digest_of(record):
-        raise PlanError(
-            f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
-        )
-    return record
 
 
 def _content(path: Path, what: str) -> bytes:

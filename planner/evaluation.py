@@ -92,11 +92,9 @@ class EvalSamples:
     """Samples that neither training nor calibration used, and how they are fed.
 
     Attributes:
-        tasks: names of tasks.
         lengths: most tokens of prompt and answer together.
         samples: of each task and length.
         batch: most samples run at once; None: as many as surely fit. Only samples of equal shape share a batch.
-        seed: of the sample set.
         prefill_chunk: most tokens of a prompt given to the model at once; None is all.
     """
 
@@ -126,9 +124,7 @@ def evaluate(
     Args:
         loaded: the model, with nothing applied to it.
         modes: what to compare with dense, by name; may be empty.
-        asked: the samples.
         kit: the evaluation split's, `prepare(tokenizer, Split.EVALUATION)`, for those who call this often.
-        progress: where to report.
 
     Returns:
         A result a length for each mode, and for "dense" with dense on both sides.
@@ -267,8 +263,6 @@ def forced_logits(loaded: LoadedModel, batch: Batch, *, stepwise: bool, chunk: i
     """What the model predicts for every token of the answer and for the one after it: [B, A + 1, V], float32.
 
     Args:
-        loaded: the model, with a plan applied or not.
-        batch: prompts and answers.
         stepwise: feed the answer token by token.
         chunk: most tokens fed at once before that; None is all.
     """

@@ -276,8 +276,6 @@ def check_targets(
     Args:
         prompts: for each length to be planned, ascending, how many tokens its prompts have.
         targets: the target density of each length; empty where there is none.
-        tile: of the plan.
-        families: of the search.
 
     Raises:
         UsageError: naming the length, and the least density there.

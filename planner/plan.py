@@ -20,7 +20,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
-from sparsekv.planner.data_files import check_model, digest_of, versions, write_cost, write_profile
+from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
@@ -46,7 +46,6 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
 
     Args:
         model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
-        tokenizer: of a Hugging Face model.
         **options: fields of `PlanOptions`.
 
     Returns:
@@ -74,12 +73,9 @@ def compile_plan(
     """Profiles, measures, chooses and verifies.
 
     Args:
-        loaded: the model.
-        options: what to plan.
         profile_in: an earlier profile, instead of profiling.
         cost_in: an earlier device cost, instead of measuring.
-        profile_out: where to write the profile.
-        cost_out: where to write the device cost.
+        profile_out, cost_out: where to write the two.
         resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
             written.
         progress: where to report; stages are numbered.
@@ -124,8 +120,6 @@ def compile_files(
     Args:
         name: the model: an alias, hub id or folder.
         options: what to plan, with `verify_samples` 0.
-        measured: the profile.
-        cost: of the device that the plan is for.
         profile_out, cost_out: where to write the two again.
 
     Raises:
@@ -141,9 +135,9 @@ def compile_files(
     check_cost(cost, measured, settled)
     plan = compile_once(measured.model, settled, own, cost)
     if profile_out is not None:
-        write_profile(measured, profile_out)
+        write_measured(measured, profile_out)
     if cost_out is not None:
-        write_cost(cost, cost_out)
+        write_measured(cost, cost_out)
     return PlanResult(plan, time.monotonic() - started, 0, (*plan_remarks(plan, settled, own, cost), told))
 
 
@@ -155,7 +149,6 @@ def compile_once(
     Args:
         model: what the plan is for, as the profile has it.
         options: settled for the profile.
-        cost: of the device that the plan is for.
 
     Raises:
         UsageError, GateError: the profile does not reach the targets.
@@ -258,7 +251,7 @@ def _profiled(
     if measured is None:
         measured = profile(loaded, settled, progress, resume)
     if profile_out is not None:
-        write_profile(profile_in or measured, profile_out)
+        write_measured(profile_in or measured, profile_out)
         if resume is not None:
             resume.unlink(missing_ok=True)
     return settled, measured
@@ -287,7 +280,7 @@ def _priced(
         progress=progress,
     )
     if cost_out is not None:
-        write_cost(cost, cost_out)
+        write_measured(cost, cost_out)
     return cost
 
 

@@ -38,8 +38,6 @@ class Verification:
     """What was measured, and whether the gate was met.
 
     Attributes:
-        quality: as the plan records it.
-        passed: whether every phase met the gate.
         conclusive: whether the gate had something to hold against the plan (enough answers to tasks that dense
             solves, or `max_kl`), and every sparse bucket of the plan was run.
         reasons: what was missed, a line each; where all was met, what to know about the measurement.
@@ -77,8 +75,6 @@ def verify(
         loaded: the model, with nothing applied to it.
         plan: the plan; phases it does not have are not measured.
         options: settled: gate, tasks, verify_samples, verify_lengths, batch, seed.
-        progress: where to report.
-        kit: the evaluation split's, for those who verify often.
         allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
             plan's own model.
 
@@ -245,7 +241,6 @@ def tightened(
 
     Args:
         options: settled, of the plan that missed.
-        profile: what it was compiled from.
         missed: the phases that missed, with the lengths that did worst. Where only both together missed, both are
             tightened.
     """

@@ -130,7 +130,6 @@ class KernelRow(BenchRow):
     Attributes:
         sparse_ms: index building and attention in one call.
         tflops: of the attention call, on the tiles it computes.
-        dense_flops: of dense attention.
         recall: how much of what was planted the index holds.
         mass: share of the attention mass that the index holds, on sampled rows.
         error: largest difference of the output from float32 attention over the same index, on sampled rows.

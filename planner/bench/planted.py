@@ -80,7 +80,6 @@ def plant(
             tiles that every pattern computes are more, come to more.
         tile: hot tiles are whole tiles of this shape.
         last_q: queries that vertical-slash patterns sample; None: as the planner's own.
-        block_rows: rows of temporaries.
 
     Raises:
         UsageError: see `check_plantable`.
@@ -202,9 +201,7 @@ def check_rows(
     """Attention mass of an index on these rows, and how far an output is from what the index stands for.
 
     Args:
-        rows: tokens of the prompt.
         out_BHSD: what a backend made of the index.
-        block_elements: of a block of scores.
     """
     kept_H, worst = [], 0.0
     group = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1]

@@ -72,9 +72,7 @@ class PrefillRuns:
 
     model: PreTrainedModel
     plan: Plan
-    backend: str = "auto"
-    kv_host_layers: int | None = None
-    chunk: int | None = None  # most tokens given to the model at once; None is all
+    bench: PrefillBench
 
     @property
     def dense(self) -> tuple[str, ...]:
@@ -106,7 +104,7 @@ class PrefillRuns:
             wait_for(device)
             start = time.perf_counter()
             at = 0
-            for size in [length] if self.chunk is None else piece_sizes(length, self.chunk):
+            for size in [length] if self.bench.chunk is None else piece_sizes(length, self.bench.chunk):
                 self.model(ids_1S[:, at : at + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
                 at += size
             wait_for(device)
@@ -144,9 +142,9 @@ class PrefillRuns:
             self.model,
             self.plan,
             prefill=way == SPARSE,  # else by the backend's own dense kernel
-            backend=self.backend,
+            backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
-            kv_host_layers=self.kv_host_layers,
+            kv_host_layers=self.bench.kv_host_layers,
         )
 
 
@@ -214,7 +212,6 @@ class PrefillRow(BenchRow):
     Attributes:
         dense_ms, sparse_ms: medians over the repeats.
         tflops: of the sparse run: matrix products of the layers, and attention on the tiles that are computed.
-        weights: "random" or "loaded".
         plan: what the sparse run follows, in words.
         dense_peak_bytes, sparse_peak_bytes: most bytes of device memory, weights included; None on a CPU.
         kv_bytes_device, kv_bytes_host: bytes of the sparse run's cache.
@@ -252,7 +249,6 @@ def bench_prefill(
 
     Args:
         words: what the plan is, for the rows.
-        runs: what runs prefills.
 
     Raises:
         PromptError: a length is beyond the model's context.
@@ -272,7 +268,7 @@ def bench_prefill(
     check_plan(plan, info, bench.allow_mismatch)
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
-    ways = runs(model, plan, bench.backend, bench.kv_host_layers, bench.chunk)
+    ways = runs(model, plan, bench)
     with (progress or Progress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the plan warns of was said above
         warnings.simplefilter("default", BackendWarning)
@@ -289,16 +285,17 @@ def bench_prefill(
                 layers=info.layers,
                 note=subject.note,
             )
-            yield _row(blank, ways, bench)
+            yield _row(blank, ways)
             free_memory(model.device)
             step.advance()
 
 
-def _row(blank: PrefillRow, runs: PrefillRuns, bench: PrefillBench) -> PrefillRow:
+def _row(blank: PrefillRow, runs: PrefillRuns) -> PrefillRow:
+    bench = runs.bench
     random = torch.Generator().manual_seed(bench.seed)
     ids_1S = torch.randint(1, runs.model.config.vocab_size, (1, blank.length), generator=random).to(runs.model.device)
     sparse, failed = try_each([SPARSE], lambda way: [runs.warmed(way, ids_1S)])
-    dense, refused = _try_dense(runs, bench, ids_1S)
+    dense, refused = _try_dense(runs, ids_1S)
     notes = [blank.note, *(f"sparse: {why}" for why in failed.values())]
     if bench.dense_layers is None:
         least = min((found[0].milliseconds for found in dense.values()), default=0.0)
@@ -319,11 +316,9 @@ def _row(blank: PrefillRow, runs: PrefillRuns, bench: PrefillBench) -> PrefillRo
     return replace(row, note="; ".join(filter(None, notes)))
 
 
-def _try_dense(
-    runs: PrefillRuns, bench: PrefillBench, ids_1S: torch.Tensor
-) -> tuple[dict[str, list[Run]], dict[str, str]]:
+def _try_dense(runs: PrefillRuns, ids_1S: torch.Tensor) -> tuple[dict[str, list[Run]], dict[str, str]]:
     """One run of each way, and why others do not run."""
-    few = bench.dense_layers
+    few = runs.bench.dense_layers
 
     def whole(way: str) -> list[Run]:
         try:
@@ -332,7 +327,7 @@ def _try_dense(
             free_memory(runs.model.device)
 
     # A model of one layer has no second one, by which ways are compared.
-    if ids_1S.shape[1] < bench.ranked_from or runs.model.config.num_hidden_layers == 1:
+    if ids_1S.shape[1] < runs.bench.ranked_from or runs.model.config.num_hidden_layers == 1:
         return try_each(runs.dense, whole)
     part_1S = ids_1S[:, : ids_1S.shape[1] // PARTS]
     on_part, failed = try_each(runs.dense, lambda way: runs.multiplied(way, part_1S, 1).milliseconds)

@@ -81,10 +81,7 @@ def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowe
     """What to plant in a head so that the pattern of `pattern_for` computes about `density` of the tiles.
 
     Args:
-        family: a pattern by name.
-        length: tokens of the prompt.
         density: computed tiles over causal tiles.
-        tile: the plan's tile shape.
         narrowest: diagonals of the narrowest band that can be planted.
     """
     if family == "vertical_slash":
@@ -304,7 +301,6 @@ def draw_group(
 
     Args:
         sizes: of each head; those of one family are alike.
-        length: tokens of the prompt.
         random: on the host.
     """
     none, empty = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)

@@ -125,7 +125,6 @@ def fastest_that_runs(
 
     Args:
         part_ms: milliseconds of every way that ran on the part.
-        length: tokens of the whole prompt.
         run: one way on the whole; raises what its library raises.
 
     Returns:

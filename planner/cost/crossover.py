@@ -102,12 +102,7 @@ class Savings:
         return np.asarray(self._saved_LCH > 0.0)
 
     def losing_family(self, choice_H: Choice, row: int) -> Family | None:
-        """The family of a layer whose heads save least against its index launch, if that is a loss.
-
-        Args:
-            choice_H: what the heads of the layer follow.
-            row: which profiled layer.
-        """
+        """The family of the profiled layer `row` whose heads save least against its index launch, if that is a loss."""
         candidates = self._tables.entry.candidates
         gain = {name: -self._cost.index[name].prices[0] for name in heads_by_pattern(self._tables, choice_H)}
         for head in np.flatnonzero(choice_H >= 0).tolist():

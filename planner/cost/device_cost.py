@@ -107,7 +107,6 @@ class DeviceCost(Part):
             tiles: whole tiles computed, over all heads, dense ones included.
             columns: single columns computed, in tiles, over all heads.
             heads: how many heads follow each data-dependent or static pattern.
-            length: tokens of the prompt.
         """
         index = sum(self.index_us(name, count, length) for name, count in heads.items() if count)
         rows = self.shape.heads * -(-length // self.tile.query)

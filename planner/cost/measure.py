@@ -60,15 +60,10 @@ def measure_cost(
     Lengths too long to time quickly are left to the fit.
 
     Args:
-        shape: the heads of one layer.
         lengths: context lengths the plan is for.
-        device: where to measure.
-        dtype: of queries, keys and values.
-        tile: the plan's tile shape.
         families: whose index building is timed besides that of the default ones.
         backend: of sparse prefill, or "auto".
         offload: time decode over rows in host memory too.
-        progress: where to report.
 
     Raises:
         BackendError: the backend cannot run here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,28 +30,28 @@ def crossover_remarks(
     Args:
         profile: what the plan was compiled from.
         cost: of the device that it was compiled for.
-        prefill: of the plan.
         options: settled, of the plan.
     """
     entries = [entry for entry in profile.lengths if entry.layers]
-    slower = tuple(_slower(profile, entry, cost, prefill, options.target_speedup) for entry in entries)
-    if not options.crossover:
-        return tuple(line for line in slower if line)
-    targets: tuple[float | None, ...] = options.target_density or tuple(entry.densities[-1] for entry in entries)
+    lines: list[str | None] = []
+    if options.crossover:
+        targets: tuple[float, ...] = options.target_density or tuple(entry.densities[-1] for entry in entries)
+        if options.target_speedup is not None:
+            targets = (math.inf,) * len(entries)
+        device = f"on {cost.device} ({cost.backend}, {cost.dtype})"
+        lines += [_denser(entry, prefill, target, device) for entry, target in zip(entries, targets, strict=True)]
     if options.target_speedup is not None:
-        targets = (None,) * len(entries)
-    device = f"on {cost.device} ({cost.backend}, {cost.dtype})"
-    lines = (_denser(entry, prefill, target, device) for entry, target in zip(entries, targets, strict=True))
-    return tuple(line for line in (*lines, *slower) if line)
+        lines += [_slower(profile, entry, cost, prefill, options.target_speedup) for entry in entries]
+    return tuple(filter(None, lines))
 
 
 def _slower(
-    profile: Profile, entry: LengthProfile, cost: DeviceCost, prefill: PrefillPlan, target: float | None
+    profile: Profile, entry: LengthProfile, cost: DeviceCost, prefill: PrefillPlan, target: float
 ) -> str | None:
     """Of a length, but the longest, at which no density that was profiled comes to the target speedup."""
     bucket, tables = prefill.bucket(entry.length), ScoreTables.of(entry)
-    choice = None if target is None or bucket.dense else choice_of(bucket, tables)
-    if target is None or choice is None:
+    choice = choice_of(bucket, tables)
+    if bucket.dense or choice is None:
         return None
     found = prefill_estimate(cost, tables, choice, profile.tile)
     speedup = found.dense_us / max(found.sparse_us, 1e-9)
@@ -62,7 +63,7 @@ def _slower(
     )
 
 
-def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float | None, device: str) -> str | None:
+def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float, device: str) -> str | None:
     bucket, at = prefill.bucket(entry.length), format_length(entry.length)
     if bucket.dense:
         return (
@@ -73,7 +74,7 @@ def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float | None, de
     choice = choice_of(bucket, tables)
     assert choice is not None, "allocated from this very profile"
     density = tables.density(choice)
-    if target is None or density <= target * (1.0 + ROUNDING):
+    if density <= target * (1.0 + ROUNDING):
         return None
     whole_L = ~(choice >= 0).any(1)
     heads = int((choice[~whole_L] == DENSE).sum())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, Task, TaskError, make_sample, prepare
+from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, TaskError, make_sample, prepare
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.plans.types import format_length
@@ -77,10 +78,10 @@ class PromptSource:
         return tuple(_from_task(self.kit, self.options, length, index) for index in range(samples))
 
 
-def digest_of(prompts: Sequence[CalibrationPrompt]) -> str:
-    """`sha256:...` over the tokens of all prompts."""
+def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
+    """`sha256:...` over the tokens of all prompts, length by length."""
     digest = hashlib.sha256()
-    for prompt in prompts:
+    for prompt in chain.from_iterable(prompts.values()):
         digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.answer_start.to_bytes(8, "little"))
         digest.update(prompt.ids.astype("<i4").tobytes())
     return f"sha256:{digest.hexdigest()}"
@@ -103,18 +104,14 @@ def _from_task(kit: Kit, options: PlanOptions, length: int, index: int) -> Calib
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:
+    if name not in TASKS:
+        raise UsageError(f"expected a task of {', '.join(sorted(TASKS))}, found {name!r}")
     try:
-        return make_sample(_task(name), kit, length, seed, index)
+        return make_sample(TASKS[name], kit, length, seed, index)
     except TaskError as error:
         raise PromptError(
             f"task {name} at {length} tokens: {error}; leave the task out, or change the length"
         ) from error
-
-
-def _task(name: str) -> Task:
-    if name not in TASKS:
-        raise UsageError(f"expected a task of {', '.join(sorted(TASKS))}, found {name!r}")
-    return TASKS[name]
 
 
 def _own(tokenizer: Any, texts: Sequence[str], length: int, samples: int) -> tuple[CalibrationPrompt, ...]:

@@ -34,9 +34,7 @@ class Rows:
     """Rows of a prompt of `length` tokens that candidates are scored on, as the batch rows of one call.
 
     Attributes:
-        length: of the prompt.
         tail_start: the first row of the question.
-        tile: of the index.
         numbers: the query tiles: first an even spread, then what the tail has besides; None: all rows, uncut.
         spread: how many of them belong to the even spread.
     """

@@ -26,14 +26,9 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, PromptSource, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
-from sparsekv.planner.profile.profile_data import SCORES, LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
-from sparsekv.planner.profile.search_space import (
-    Patterns,
-    Prefix,
-    aims,
-    fit_to_target,
-)
+from sparsekv.planner.profile.search_space import Patterns, Prefix, aims, fit_to_target
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
@@ -50,9 +45,7 @@ def profile(
     """Profiles a model.
 
     Args:
-        loaded: the model, in evaluation mode.
         options: settled (`PlanOptions.settled`).
-        progress: where to report.
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
             removes it once the profile is saved or used.
 
@@ -85,9 +78,18 @@ def profile(
         seed=options.seed,
         samples=max(map(len, prompts.values())),
         tasks=() if options.prompts else options.tasks,
-        calibration=_digest(prompts),
+        calibration=digest_of(prompts),
         versions=versions(),
-        lengths=tuple(_length(length, some, options, records, info.layers) for length, some in prompts.items()),
+        lengths=tuple(
+            length_means(
+                length,
+                [len(prompt.ids) for prompt in some],
+                [aim.candidate for aim in aims(options, length)],
+                token_choice(options) if "decode" in options.phases else None,
+                [[records[length, sample, layer] for sample in range(len(some))] for layer in range(info.layers)],
+            )
+            for length, some in prompts.items()
+        ),
     )
 
 
@@ -102,10 +104,6 @@ def _work(prompt: CalibrationPrompt) -> float:
     return len(prompt.ids) / 1024 * (1.0 + len(prompt.ids) / 8192)
 
 
-def _digest(prompts: Prompts) -> str:
-    return digest_of([prompt for some in prompts.values() for prompt in some])
-
-
 def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backend: BackendName) -> dict[str, Any]:
     """Everything that the records of a run depend on."""
     return {
@@ -118,21 +116,9 @@ def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backe
         "aims": {str(length): [aim.candidate.model_dump() for aim in aims(options, length)] for length in prompts},
         "row_stride": options.row_stride,
         "choice": token_choice(options).model_dump(mode="json"),
-        "prompts": _digest(prompts),
+        "prompts": digest_of(prompts),
         "versions": versions(),
     }
-
-
-def _length(
-    length: int, prompts: Sequence[CalibrationPrompt], options: PlanOptions, records: Records, layers: int
-) -> LengthProfile:
-    return length_means(
-        length,
-        [len(prompt.ids) for prompt in prompts],
-        [aim.candidate for aim in aims(options, length)],
-        token_choice(options) if "decode" in options.phases else None,
-        [[records[length, sample, layer] for sample in range(len(prompts))] for layer in range(layers)],
-    )
 
 
 class Pass:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +75,24 @@ class Records:
     def __getitem__(self, key: Key) -> LayerRecord:
         return self._found[key]
 
-    def __len__(self) -> int:
-        return len(self._found)
-
     def add(self, record: LayerRecord) -> None:
         """Keeps a record."""
         if self._path is not None:
-            _append(self._path, record.model_dump_json() + "\n")
+            with (
+                _told(self._path, "make room, the run goes on where it stopped"),
+                self._path.open("a", encoding="utf-8") as file,
+            ):
+                file.write(record.model_dump_json() + "\n")
+                file.flush()
+                os.fsync(file.fileno())
         self._found[record.key] = record
 
     def _take_up(self, path: Path) -> None:
-        try:
+        with _told(path, "choose another --profile-out"):
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             whole = self._whole_lines(text)
             if whole != text:
                 path.write_text(whole, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another --profile-out") from error
 
     def _whole_lines(self, text: str) -> str:
         if not text.startswith(self._header):
@@ -106,16 +108,12 @@ class Records:
         return text[:end]
 
 
-def _append(path: Path, line: str) -> None:
+@contextmanager
+def _told(path: Path, advice: str) -> Iterator[None]:
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror or error}; make room, the run goes on where it stopped"
-        ) from error
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 
 def length_means(
@@ -128,7 +126,6 @@ def length_means(
     """The profile of one length: means over its calibration prompts.
 
     Args:
-        length: the length.
         prompt_tokens: tokens of each calibration prompt.
         candidates: what was scored; empty without the prefill phase.
         choice: of the decode statistics; None without the decode phase.

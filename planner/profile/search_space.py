@@ -24,15 +24,7 @@ from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.options import Family, PlanOptions
 from sparsekv.planner.profile.profile_data import Candidate
-from sparsekv.plans.patterns import (
-    Adaptive,
-    AShape,
-    BlockSparse,
-    Pattern,
-    TileShape,
-    VerticalSlash,
-    tokens,
-)
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 PUBLISHED_LAST_Q = 64
 PUBLISHED_STEP = 50
@@ -71,7 +63,6 @@ class PatternRange:
     """Patterns of one family ordered by size; a larger size never computes less.
 
     Attributes:
-        family: which family.
         name: what profiles call it.
         sizes: how many sizes make a difference at a length: 0 to sizes - 1.
         pattern: the pattern of a size, with at most so many tokens of tiles in a row where the family can bound it.
@@ -88,11 +79,12 @@ class PatternRange:
 def a_shape_range(sink: int, window: int, step: int | None = None) -> PatternRange:
     """A fixed sink and a growing window."""
     grid = Grid(window, step)
-
-    def pattern(size: int, max_tiles: int) -> Pattern:
-        return AShape(sink=tokens(sink), window=tokens(grid.value(size)))
-
-    return PatternRange("a_shape", f"a_shape({sink}, {window})", grid.count, pattern)
+    return PatternRange(
+        "a_shape",
+        f"a_shape({sink}, {window})",
+        grid.count,
+        lambda size, _: AShape(sink=tokens(sink), window=tokens(grid.value(size))),
+    )
 
 
 def vertical_slash_range(
@@ -112,20 +104,22 @@ def vertical_slash_range(
 
 def block_sparse_range(key_tile: int) -> PatternRange:
     """Top tiles of each row, one tile more a size."""
-
-    def pattern(size: int, max_tiles: int) -> Pattern:
-        return BlockSparse(keep=tokens((size + 1) * key_tile))
-
-    return PatternRange("block_sparse", "block_sparse", lambda length: -(-length // key_tile), pattern)
+    return PatternRange(
+        "block_sparse",
+        "block_sparse",
+        lambda length: -(-length // key_tile),
+        lambda size, _: BlockSparse(keep=tokens((size + 1) * key_tile)),
+    )
 
 
 def adaptive_range(score: ScoreKind) -> PatternRange:
     """A growing share of the estimated attention; what is left out halves every 32 sizes, and at last is nothing."""
-
-    def pattern(size: int, max_tiles: int) -> Pattern:
-        return Adaptive(score=score, mass=_MASSES[size], max_tiles=tokens(max_tiles))
-
-    return PatternRange("adaptive", f"adaptive({score})", lambda length: len(_MASSES), pattern)
+    return PatternRange(
+        "adaptive",
+        f"adaptive({score})",
+        lambda _: len(_MASSES),
+        lambda size, max_tiles: Adaptive(score=score, mass=_MASSES[size], max_tiles=tokens(max_tiles)),
+    )
 
 
 # Down to a share of 1e-6 left out: a plan file holds six digits.
@@ -263,8 +257,6 @@ def fit_to_target(prefix: Prefix, patterns: PatternRange, target: float) -> Patt
     costs more (the mandatory tiles alone may) gets that one.
 
     Args:
-        prefix: the layer's queries and keys.
-        patterns: the range.
         target: tiles a head.
 
     Returns:

@@ -48,7 +48,6 @@ class ReuseScores:
 
     Attributes:
         rows: the rows that stand for decode steps.
-        choice: what a step attends to.
     """
 
     rows: tuple[int, ...]

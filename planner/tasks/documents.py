@@ -104,10 +104,8 @@ def build(kit: Kit, units: list[Unit], request: Request, draws: Draws, scattered
     """Plants units at random positions and asks for the first ones that have a question.
 
     Args:
-        kit: encoder and filler.
         units: in order of importance: the last ones are left out where the length does not hold them all.
         request: its questions take together at most half the length where there is more than one.
-        draws: the source of randomness.
         scattered: over filler text that makes up the rest of the length. Otherwise the units stand by themselves,
             behind what little text a request with `answer_room` needs to come out exact.
 

@@ -33,11 +33,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     """One prompt with its answer.
 
     Args:
-        task: what to ask.
-        kit: made by `prepare`.
         length: tokens of the prompt and the longest answer that the task can have with this tokenizer: all prompts of
             a task, length and tokenizer are equally long.
-        seed: of the whole set.
         index: which sample of the set; samples do not depend on each other.
 
     Raises:

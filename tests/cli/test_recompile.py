@@ -7,8 +7,8 @@ import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
-from sparsekv.planner.cost.device_cost import Line
-from sparsekv.planner.data_files import read_cost, write_cost
+from sparsekv.planner.cost.device_cost import DeviceCost, Line
+from sparsekv.planner.data_files import read_measured, write_measured
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.schema import Target
 
@@ -32,10 +32,10 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(SystemExit) as stop:
         main([str(part) for part in call])
     assert not stop.value.code
-    found = read_cost(folder / "cost")
+    found = read_measured(DeviceCost, folder / "cost")
     tile, free = Line(prices=(0.0, 1.0)), Line(prices=(0.0, 0.0, 0.0))
     made_up = {"device": "NVIDIA H200", "prefill_dense": tile, "prefill_sparse": Line(prices=(0.0, 0.0, 1.0, 1.0))}
-    write_cost(found.model_copy(update={**made_up, "index": dict.fromkeys(found.index, free)}), folder / "cost")
+    write_measured(found.model_copy(update={**made_up, "index": dict.fromkeys(found.index, free)}), folder / "cost")
     return folder
 
 
@@ -60,8 +60,10 @@ def test_a_plan_from_files_needs_no_weights_and_says_so(sparsekv, bare, kept, tm
 
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_density_above_the_target_is_explained(sparsekv, bare, kept, tmp_path, as_json):
-    slow = read_cost(kept / "cost").model_copy(update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))})
-    write_cost(slow, tmp_path / "cost")
+    slow = read_measured(DeviceCost, kept / "cost").model_copy(
+        update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))}
+    )
+    write_measured(slow, tmp_path / "cost")
     out = tmp_path / "plan.yaml"
     done = sparsekv(
         "plan", bare, "-o", out, *AGAIN, "--profile", kept / "profile", "--cost", tmp_path / "cost", *as_json

@@ -9,8 +9,8 @@ import pytest
 from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 
-from sparsekv.planner.cost.device_cost import Line
-from sparsekv.planner.data_files import check_model, digest_of, read_cost, read_profile, write_cost, write_profile
+from sparsekv.planner.cost.device_cost import DeviceCost, Line
+from sparsekv.planner.data_files import check_model, digest_of, read_measured, write_measured
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 
@@ -22,15 +22,15 @@ def profile() -> Profile:
 
 
 def test_what_is_read_is_what_was_written(profile: Profile, tmp_path: Path) -> None:
-    write_profile(profile, tmp_path / "p.json")
-    assert read_profile(tmp_path / "p.json") == profile
-    write_cost(made_up_cost(), tmp_path / "c.json")
-    assert read_cost(tmp_path / "c.json") == made_up_cost()
+    write_measured(profile, tmp_path / "p.json")
+    assert read_measured(Profile, tmp_path / "p.json") == profile
+    write_measured(made_up_cost(), tmp_path / "c.json")
+    assert read_measured(DeviceCost, tmp_path / "c.json") == made_up_cost()
 
 
 def test_the_same_profile_gives_the_same_bytes(profile: Profile, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_profile(profile, tmp_path / name)
+        write_measured(profile, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -38,22 +38,24 @@ def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Pat
     levels = tuple(0.05 * level for level in range(1, 13))
     profile = made_up_profile(made_up_length(4096, np.random.default_rng(0), layers=24, heads=32, levels=levels))
     for name in ("a", "b"):
-        write_profile(profile, tmp_path / name)
+        write_measured(profile, tmp_path / name)
     written = (tmp_path / "a").read_bytes()
     assert written == (tmp_path / "b").read_bytes()
     assert json.loads(gzip.decompress(written))["kind"] == "sparsekv.profile"
-    assert read_profile(tmp_path / "a") == profile
+    assert read_measured(Profile, tmp_path / "a") == profile
     (tmp_path / "a").write_bytes(written[:-30])
     with pytest.raises(PlanError, match=r"cut short|damaged"):
-        read_profile(tmp_path / "a")
+        read_measured(Profile, tmp_path / "a")
 
 
 def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: Profile, tmp_path: Path) -> None:
-    write_profile(profile, tmp_path / "p")
+    write_measured(profile, tmp_path / "p")
     for part in ("weights", "architecture"):
         prints = profile.model.fingerprint.model_copy(update={part: "sha256:" + "1" * 64})
         with pytest.raises(PlanMismatchError, match=part):
-            check_model(read_profile(tmp_path / "p"), profile.model.model_copy(update={"fingerprint": prints}))
+            check_model(
+                read_measured(Profile, tmp_path / "p"), profile.model.model_copy(update={"fingerprint": prints})
+            )
 
 
 @pytest.mark.parametrize(
@@ -74,27 +76,27 @@ def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: 
 )
 def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, damage) -> None:
     path = tmp_path / "p.json"
-    write_profile(profile, path)
+    write_measured(profile, path)
     changed = damage(path.read_text())
     path.write_text(changed)
     with pytest.raises(PlanError, match=r"p\.json"):
-        read_profile(path)
+        read_measured(Profile, path)
 
 
 def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.json"):
-        read_profile(tmp_path / "nothing.json")
+        read_measured(Profile, tmp_path / "nothing.json")
     (tmp_path / "b").write_bytes(b"\x00\xff" * 100)
     with pytest.raises(PlanError, match="b"):
-        read_cost(tmp_path / "b")
+        read_measured(DeviceCost, tmp_path / "b")
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(profile: Profile, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
-        write_profile(profile, tmp_path / "no" / "p.json")
+        write_measured(profile, tmp_path / "no" / "p.json")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="cannot be written"):
-        write_profile(profile, tmp_path / "folder")
+        write_measured(profile, tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
@@ -106,6 +108,6 @@ def test_the_digest_is_of_the_content(profile: Profile) -> None:
 @pytest.mark.parametrize(("line", "count"), [("prefill_sparse", 3), ("prefill_dense", 3), ("decode_host", 2)])
 def test_a_device_cost_with_prices_of_another_version_is_refused_by_name(tmp_path: Path, line: str, count: int) -> None:
     path = tmp_path / "cost.json"
-    write_cost(made_up_cost(**{line: Line(prices=(1.0,) * count)}), path)  # unchecked, as an older version wrote it
+    write_measured(made_up_cost(**{line: Line(prices=(1.0,) * count)}), path)  # unchecked, as an older version wrote it
     with pytest.raises(PlanError, match=rf"prices of {line}, found {count}.*make it again"):
-        read_cost(path)
+        read_measured(DeviceCost, path)

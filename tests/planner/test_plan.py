@@ -9,7 +9,7 @@ from progress import Counting, CtrlC
 import sparsekv
 from sparsekv.planner import plan as planning
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
@@ -35,7 +35,7 @@ def planned(loaded: LoadedModel, folder: Path) -> planning.PlanResult:
 
 @pytest.fixture(scope="module")
 def measured(planned: planning.PlanResult, folder: Path) -> tuple[Profile, DeviceCost]:
-    return read_profile(folder / "profile.json"), read_cost(folder / "cost.json")
+    return read_measured(Profile, folder / "profile.json"), read_measured(DeviceCost, folder / "cost.json")
 
 
 def test_the_plan_is_verified_and_says_what_was_measured(planned: planning.PlanResult) -> None:
@@ -134,7 +134,7 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
         )
     assert (tmp_path / "p").exists() == (stage != "profile")
     if stage != "profile":
-        assert read_profile(tmp_path / "p") == known
+        assert read_measured(Profile, tmp_path / "p") == known
     assert (tmp_path / "c").exists() == (stage not in ("profile", "cost"))
     assert loaded.model.config._attn_implementation == "sdpa"
 

@@ -9,7 +9,7 @@ from planner_models import made_up_cost, quick_options
 from tiny_models import tiny_model
 
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
-from sparsekv.planner.data_files import read_cost, read_profile
+from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.options import FAMILIES
 from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.profile_data import Profile
@@ -117,5 +117,5 @@ def test_the_files_are_written_again_where_asked_for(
     compile_files(
         str(folder), OPTIONS, measured, cost, profile_out=tmp_path / "a.profile", cost_out=tmp_path / "a.cost"
     )
-    assert read_profile(tmp_path / "a.profile") == measured
-    assert read_cost(tmp_path / "a.cost") == cost
+    assert read_measured(Profile, tmp_path / "a.profile") == measured
+    assert read_measured(DeviceCost, tmp_path / "a.cost") == cost

@@ -79,7 +79,7 @@ def test_in_pieces_the_same_tiles_are_computed(subject, plan):
 @pytest.mark.parametrize("hosted", [None, 2])
 def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan, hosted):
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert "transformers, flash-attn-4" in PrefillRuns(on_gpu, plan, kv_host_layers=hosted).dense
+    assert "transformers, flash-attn-4" in PrefillRuns(on_gpu, plan, PrefillBench((1,), kv_host_layers=hosted)).dense
 
 
 def timed_as(milliseconds):
@@ -206,7 +206,7 @@ def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
 @pytest.mark.parametrize("name", ["transformers, SDPA", "sparsekv dense"])
 def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan, name):
     seen = []
-    runs = PrefillRuns(subject.model, plan)
+    runs = PrefillRuns(subject.model, plan, PrefillBench((1,)))
     ids = torch.ones(1, 64, dtype=torch.long)
     whole = layer_flops(subject.model, 64)
     hook = attention_modules(subject.model)[1].register_forward_hook(lambda *call: seen.append(1))
@@ -232,7 +232,7 @@ def test_layers_go_to_the_host_in_every_way_and_have_their_room_before_the_clock
 
     monkeypatch.setattr(HostMemory, "take", take)
     hook = subject.model.register_forward_pre_hook(lambda *call: running.append(1))
-    runs = PrefillRuns(subject.model, plan, kv_host_layers=2)  # every layer's rows in host memory
+    runs = PrefillRuns(subject.model, plan, PrefillBench((1,), kv_host_layers=2))  # every layer's rows in host memory
     runs.run(way, torch.ones(1, 512, dtype=torch.long), layers=1)
     hook.remove()
     assert running

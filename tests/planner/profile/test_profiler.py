@@ -11,7 +11,7 @@ from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.planner.cost.predict import ScoreTables
-from sparsekv.planner.data_files import write_profile
+from sparsekv.planner.data_files import write_measured
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -75,7 +75,7 @@ def test_a_layer_keeps_its_own_best_tokens_better_than_nothing(whole: Profile) -
 
 def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whole: Profile, tmp_path: Path) -> None:
     for name, found in (("a", whole), ("b", profile(loaded, OPTIONS))):
-        write_profile(found, tmp_path / name)
+        write_measured(found, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
