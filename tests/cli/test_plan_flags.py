@@ -82,22 +82,13 @@ def test_options_that_mean_nothing_are_refused_before_any_work(refused, argument
     "arguments",
     [
         ("--preset", "minference", "--target-density", "0.3"),
-        ("--preset", "minference", "--target-speedup", "2"),
-        ("--target-density", "0.3", "--target-speedup", "2"),
-        ("--profile", "a.profile", "--tile", "64"),
-        ("--profile", "a.profile", "--prompts", "p.txt"),
         ("--profile", "a.profile", "--samples", "2"),
-        ("--profile", "a.profile", "--preset", "minference"),
-        ("--profile", "a.profile", "--no-verify", "--tasks", "kv_retrieval"),
         ("--profile", "a.profile", "--no-verify", "--seed", "0"),  # typed, though it is the default
         ("--no-verify", "--verify-samples", "2"),
         ("--no-verify", "--max-accuracy-drop", "1"),
         ("--no-verify", "--prefill-chunk", "512"),
-        ("--only", "decode", "--target-density", "0.3"),
         ("--only", "prefill", "--decode-budget", "10%"),
-        ("--only", "prefill", "--offload"),
         ("--filter-layers", "1", "--filter-rule", "dp"),
-        ("--filter-rule", "omnikv", "--decode-loss", "0.1"),
     ],
     ids=" ".join,
 )

@@ -268,7 +268,7 @@ def test_a_template_keeps_the_cache_over_turns(tmp_path):
 
 
 def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, on_output):
-    on_output(lambda: signal.raise_signal(signal.SIGINT))
+    on_output(lambda: signal.default_int_handler(signal.SIGINT, None))
     done = sparsekv("run", folder, "--prompt", "a")
     assert (done.code, done.out) == (130, "")
     assert done.err.startswith("interrupted")

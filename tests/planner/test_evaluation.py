@@ -80,7 +80,7 @@ class Counted:
             yield spent
 
 
-TWICE = EvalSamples(("kv_retrieval", "perplexity"), (LENGTH, 2 * LENGTH), 2, batch=1)
+TWICE = EvalSamples(("kv_retrieval", "niah_single"), (LENGTH, 2 * LENGTH), 2, batch=1)  # answers of few tokens
 
 
 def test_a_plan_is_applied_once_for_all_batches_tasks_and_lengths(loaded: LoadedModel, kit: Kit) -> None:

@@ -200,28 +200,24 @@ def test_dense_layers_see_every_key_and_nothing_of_the_padding(case: Case) -> No
     assert_close(found, problem)
 
 
+@pytest.mark.usefixtures("flash_attn")
 def test_dense_layers_go_to_flash_attn_from_the_rows_on_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    took = []
-
-    def dense(*tensors: object, **how: object) -> AttentionOutput:
-        took.append(tensors[0].shape[2])
-        return by_emulator(*tensors, **how, passes=flash_emulator.PASSES)
-
-    by_emulator = backend.dense
-    monkeypatch.setattr(backend, "dense", dense)
     monkeypatch.setattr(backend, "device_obstacle", lambda device: None)
-    monkeypatch.setattr(backend, "shape_obstacle", lambda dtype, head_dim, tile: None)
-    monkeypatch.setattr(backend, "DENSE_ROWS", 200)
-    monkeypatch.setattr(backend, "DENSE_CHUNK_ROWS", 100)
-    for past, length, name in ((0, 199, "flash"), (0, 200, "flash"), (7, 107, "flash"), (0, 200, "triton")):
-        problem = draw(Case("x", past=(past,), lengths=(length,), dense_heads=(0, 1)))
-        tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
-        assert_close(backends.dense_prefill(*tensors, scale=problem.scale, backend=name), problem)
-    assert took == [200, 100]
-    problem = draw(Case("x", lengths=(200,), dim=64, dense_heads=(0, 1), dtype=torch.float16))
-    unaligned = torch.randn(1, 2, 200, 68).half()[..., :64]  # rows 136 bytes apart
-    assert not backend.takes_dense(problem.q_BHSD, unaligned, problem.v_BGKD, problem.chunk)
-    assert backend.takes_dense(problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+    whole, chunk = backend.DENSE_ROWS, backend.DENSE_CHUNK_ROWS
+
+    def goes(past: int, rows: int, name: str = "flash", spare: int = 0) -> bool:
+        q_BHSD, k_BGKD = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 1, past + rows, 64 + spare).half()[..., :64]
+        return backends.dense_by_flash(q_BHSD, k_BGKD, k_BGKD, Chunk((past,), (past + rows,)), backend=name)
+
+    assert goes(0, whole)
+    assert not goes(0, whole - 1)
+    assert goes(7, chunk)
+    assert not goes(7, chunk - 1)
+    assert not goes(0, whole, "triton")
+    assert not goes(0, whole, spare=4)  # rows 136 bytes apart
+    problem = draw(Case("x", past=(7,), lengths=(7 + chunk,), dim=16, dense_heads=(0, 1), dtype=torch.float16))
+    tensors = (problem.q_BHSD, problem.k_BGKD, problem.v_BGKD, problem.chunk)
+    assert_close(backends.dense_prefill(*tensors, scale=problem.scale, backend="flash"), problem)
     with pytest.raises(BackendError, match="found 'nonsense'"):
         backends.dense_prefill(*tensors, scale=1.0, backend="nonsense")
 
