@@ -86,8 +86,31 @@ def compile_plan(
         UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
     """
     started, stages = time.monotonic(), Stages(progress, STAGES)
-    asked, measured = _profiled(loaded, options, profile_in, profile_out, resume, stages)
-    cost = _priced(loaded, asked, measured, cost_in, cost_out, stages)
+    own = profile_in
+    if profile_in is not None:
+        check_model(profile_in, loaded.info)
+        options, own = for_profile(options, profile_in)  # of the lengths that are asked for
+    asked = options.settled(loaded.info.context_length, loaded.model.device.type)
+    measured = own or profile(loaded, asked, stages, resume)
+    if profile_out is not None:
+        write_measured(profile_in or measured, profile_out)
+        if resume is not None:
+            resume.unlink(missing_ok=True)
+    if cost_in is not None:
+        check_cost(cost_in, measured, asked)
+    cost = cost_in or measure_cost(
+        _head_shape(loaded.info),
+        asked.lengths,
+        device=loaded.model.device,
+        dtype=loaded.model.dtype,
+        tile=measured.tile,
+        families=asked.families,
+        backend=asked.backend,
+        offload=asked.offload and "decode" in asked.phases,
+        progress=stages,
+    )
+    if cost_out is not None:
+        write_measured(cost, cost_out)
     used, attempts, verdict = asked, 0, None
     plan = compile_once(loaded.info, used, measured, cost, stages)
     kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
@@ -232,56 +255,6 @@ def check_cost(cost: DeviceCost, profile: Profile, options: PlanOptions) -> None
             f"expected a device cost with prices of {', '.join(options.families)}, found none of {', '.join(missing)}; "
             f"measure again with the same --families (leave --cost out), or leave {missing[0]} out of --families"
         )
-
-
-def _profiled(
-    loaded: LoadedModel,
-    options: PlanOptions,
-    profile_in: Profile | None,
-    profile_out: Path | None,
-    resume: Path | None,
-    progress: Progress,
-) -> tuple[PlanOptions, Profile]:
-    """The first stage: settled options, and the profile of the lengths that they ask for."""
-    asked, measured = options, profile_in
-    if profile_in is not None:
-        check_model(profile_in, loaded.info)
-        asked, measured = for_profile(options, profile_in)
-    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
-    if measured is None:
-        measured = profile(loaded, settled, progress, resume)
-    if profile_out is not None:
-        write_measured(profile_in or measured, profile_out)
-        if resume is not None:
-            resume.unlink(missing_ok=True)
-    return settled, measured
-
-
-def _priced(
-    loaded: LoadedModel,
-    options: PlanOptions,
-    measured: Profile,
-    cost_in: DeviceCost | None,
-    cost_out: Path | None,
-    progress: Progress,
-) -> DeviceCost:
-    """The second stage."""
-    if cost_in is not None:
-        check_cost(cost_in, measured, options)
-    cost = cost_in or measure_cost(
-        _head_shape(loaded.info),
-        options.lengths,
-        device=loaded.model.device,
-        dtype=loaded.model.dtype,
-        tile=measured.tile,
-        families=options.families,
-        backend=options.backend,
-        offload=options.offload and "decode" in options.phases,
-        progress=progress,
-    )
-    if cost_out is not None:
-        write_measured(cost, cost_out)
-    return cost
 
 
 def _tightened(options: PlanOptions, measured: Profile, verdict: Verification, attempts: int) -> PlanOptions:
