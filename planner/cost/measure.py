@@ -23,7 +23,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.scores import token_scores, top_tokens
-from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
+from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
@@ -164,12 +164,14 @@ class Bench:
             if name not in self.families:
                 continue
             build = partial(build_index, (pattern,) * heads, q_BHSD, k_BGSD, chunk, self.tile, scale=scale)
-            work = float(heads * length)
-            yield _timing(f"index {name}", length, (1.0, work, work * length), self._us(build))
+            scored = float(heads * length)
+            yield _timing(f"index {name}", length, (1.0, scored, scored * length), self._us(build))
             index = build()
             attend = partial(prefill_attention, q_BHSD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
             rows = float(index.counts_BHT.numel())
-            yield _timing("sparse prefill", length, (1.0, rows, *_work(index)), self._us(attend))
+            tiles = float(index.counts_BHT.sum())
+            work = (tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))
+            yield _timing("sparse prefill", length, (1.0, rows, *work), self._us(attend))
 
     def _decode(
         self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
@@ -222,8 +224,3 @@ class Bench:
 
 def _timing(what: str, length: int, features: Sequence[float], us: float) -> Timing:
     return Timing(what=what, length=length, features=tuple(float(value) for value in features), us=us)
-
-
-def _work(index: TileIndex) -> tuple[float, float]:
-    tiles = float(index.counts_BHT.sum())
-    return tiles, max(0.0, float(computed_tiles(index).sum()) - tiles)

@@ -81,7 +81,11 @@ def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, dec
     """
     lengths = []
     for entry in profile.lengths:
-        estimate = _of_prefill(profile, entry, prefill, cost) if prefill and entry.layers else None
+        estimate = None
+        if prefill and entry.layers:
+            tables = ScoreTables.of(entry)
+            choice = choice_of(prefill.bucket(entry.length), tables)
+            estimate = None if choice is None else prefill_estimate(cost, tables, choice, profile.tile)
         step = _of_decode(profile, entry.length, decode, cost) if decode else None
         if estimate or step:
             lengths.append(Prediction(length=entry.length, prefill=estimate, decode=step))
@@ -169,12 +173,6 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
                 return None
             choice[row, head] = measured.index(pattern)
     return choice
-
-
-def _of_prefill(profile: Profile, entry: LengthProfile, plan: PrefillPlan, cost: DeviceCost) -> Estimate | None:
-    tables = ScoreTables.of(entry)
-    choice = choice_of(plan.bucket(entry.length), tables)
-    return None if choice is None else prefill_estimate(cost, tables, choice, profile.tile)
 
 
 def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate | None:

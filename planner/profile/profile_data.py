@@ -161,20 +161,15 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     Raises:
         UsageError: something was asked for that was not profiled, or that contradicts what was.
     """
-    fixed = _fixed(profile)
+    reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
+    fixed: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset}
+    fixed |= {"decode_sink": reuse.sink, "decode_recent": reuse.recent} if reuse else {}
     _check_agrees(options, profile, fixed)
     _check_holds(options, profile)
     lengths = options.lengths or tuple(entry.length for entry in profile.lengths)
     own = tuple(entry for entry in profile.lengths if entry.length in lengths)
     settled = replace(options, lengths=lengths, levels=(), **fixed)
     return settled, profile.model_copy(update={"lengths": own})
-
-
-def _fixed(profile: Profile) -> dict[str, Any]:
-    """The options that a profile was made with and that a plan made of it shares."""
-    reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
-    choice = {"decode_sink": reuse.sink, "decode_recent": reuse.recent} if reuse else {}
-    return {"tile": profile.tile, "preset": profile.preset, **choice}
 
 
 def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any]) -> None:
