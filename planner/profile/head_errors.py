@@ -90,22 +90,15 @@ class Rows:
             dense_H=index.dense_H,
         )
 
-    def spread_mask(self, device: torch.device) -> torch.Tensor:
-        """[X, M]: rows that stand for all rows of the prompt."""
-        position_XM = self._positions(device)
+    def masks(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """[X, M] each: rows that stand for all rows of the prompt, and rows of the question and the answer."""
+        position_XM = torch.arange(self.length, device=device)[None]
+        if self.numbers is not None:
+            first_X = torch.tensor(self.numbers, device=device) * self.tile.query
+            position_XM = first_X[:, None] + torch.arange(self.tile.query, device=device)
         in_spread_X = torch.arange(len(position_XM), device=device) < self.spread
-        return in_spread_X[:, None] & (position_XM < self.length)
-
-    def tail_mask(self, device: torch.device) -> torch.Tensor:
-        """[X, M]: rows of the question and the answer."""
-        position_XM = self._positions(device)
-        return (position_XM >= self.tail_start) & (position_XM < self.length)
-
-    def _positions(self, device: torch.device) -> torch.Tensor:
-        if self.numbers is None:
-            return torch.arange(self.length, device=device)[None]
-        numbers_X = torch.tensor(self.numbers, device=device)
-        return numbers_X[:, None] * self.tile.query + torch.arange(self.tile.query, device=device)
+        in_prompt_XM = position_XM < self.length
+        return in_spread_X[:, None] & in_prompt_XM, (position_XM >= self.tail_start) & in_prompt_XM
 
 
 Values = npt.NDArray[np.float64]
@@ -147,7 +140,7 @@ class _Scorer:
         self._q_XHMD = layer.rows.queries(layer.prefix.q_BHSD)
         self._dense = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
         device = self._q_XHMD.device
-        self._spread_XM, self._tail_XM = layer.rows.spread_mask(device), layer.rows.tail_mask(device)
+        self._spread_XM, self._tail_XM = layer.rows.masks(device)
         weight_WHD = layer.projection_WZ.float().reshape(-1, self._q_XHMD.shape[1], self._q_XHMD.shape[3])
         # || E W_h ||^2 is the trace of E^T E against W_h^T W_h: no product of the model's size for each candidate.
         self._metric_HDD = torch.einsum("whd,whe->hde", weight_WHD, weight_WHD)

@@ -48,8 +48,8 @@ def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
     rows = Rows.of(1000, 900, TILE, 4)
     device = torch.device("cpu")
     positions = torch.tensor(rows.numbers)[:, None] * 64 + torch.arange(64)
-    assert sorted(positions[rows.tail_mask(device)].tolist()) == list(range(900, 1000))
-    spread = positions[rows.spread_mask(device)]
+    assert sorted(positions[rows.masks(device)[1]].tolist()) == list(range(900, 1000))
+    spread = positions[rows.masks(device)[0]]
     assert int(spread.max()) < 1000
     assert len(set(spread.tolist())) == len(spread)
 
@@ -63,8 +63,8 @@ def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
     assert rows.keys(k) is k
     assert rows.index(index) is index
     device = torch.device("cpu")
-    assert rows.spread_mask(device).tolist() == [[True] * 1000]
-    assert rows.tail_mask(device).tolist() == [[False] * 900 + [True] * 100]
+    assert rows.masks(device)[0].tolist() == [[True] * 1000]
+    assert rows.masks(device)[1].tolist() == [[False] * 900 + [True] * 100]
 
 
 def test_a_stride_above_one_is_a_sample_of_tiles() -> None:
