@@ -310,7 +310,8 @@ def _check(options: PlanOptions) -> None:
 
     expect(all(length > 0 for length in options.lengths), "positive lengths", options.lengths)
     expect(len(set(options.lengths)) == len(options.lengths), "each length once", options.lengths)
-    expect(_shares(options.target_density), "target densities in (0, 1]", options.target_density)
+    shares = all(0.0 < density <= 1.0 for density in options.target_density)
+    expect(shares, "target densities in (0, 1]", options.target_density)
     unknown = sorted(set(options.tasks) - set(KNOWN_TASKS))
     expect(bool(options.tasks) and not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown or options.tasks)
     speedup = options.target_speedup
@@ -344,10 +345,6 @@ def _told(found: object) -> str:
     return ", ".join(map(str, found)) or "none" if isinstance(found, tuple | list) else repr(found)
 
 
-def _shares(values: Sequence[float]) -> bool:
-    return all(0.0 < value <= 1.0 for value in values)
-
-
 def check_used(given: Mapping[str, object]) -> None:
     """Refuses an option that nothing would read.
 
@@ -359,7 +356,9 @@ def check_used(given: Mapping[str, object]) -> None:
     """
     on = [switch for switch in SWITCHES if switch.is_on(given)]
     for name in given:
-        against = [_against(name, part, on) for part, read in READERS.items() if name in read]
+        others = [switch for switch in on if switch.name != name]
+        parts = [part for part, read in READERS.items() if name in read]
+        against = [next((switch for switch in others if part in switch.leaves_out), None) for part in parts]
         if against and None not in against:
             raise UsageError(_refusal(name, list(dict.fromkeys(switch for switch in against if switch)), given))
 
@@ -374,10 +373,6 @@ def asked(options: PlanOptions) -> dict[str, object]:
 
 
 _DEFAULTS = PlanOptions(is_settled=True)
-
-
-def _against(name: str, part: str, on: list[Switch]) -> Switch | None:
-    return next((switch for switch in on if switch.name != name and part in switch.leaves_out), None)
 
 
 def _refusal(name: str, against: list[Switch], given: Mapping[str, object]) -> str:

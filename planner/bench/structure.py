@@ -348,10 +348,8 @@ def _slash_waves(count: int, length: int, width: int, peak: float) -> tuple[torc
     """Frequencies and their weights, which make one lobe of height 1 in a prompt and next to nothing elsewhere.
 
     Whole waves on the prompt, as in a Fourier series, with the weights of a normal curve: the lobe is one too. Of
-    logits that are `peak` high in its middle, it has lost 1 at half of `width` tokens from there.
-
-    Args:
-        count: F; the width is at least `narrowest_band`.
+    logits that are `peak` high in its middle, it has lost 1 at half of `width` tokens from there; `width` is at least
+    `narrowest_band`.
     """
     wave_F = torch.arange(count, dtype=torch.float64)
     spread = length * math.sqrt(-2 * math.log1p(-1 / peak)) / (math.pi * width)

@@ -44,11 +44,7 @@ def token_choice(options: PlanOptions) -> TokenChoice:
 
 @dataclass(slots=True)
 class ReuseScores:
-    """Takes the layers of one prompt in order.
-
-    Attributes:
-        rows: the rows that stand for decode steps.
-    """
+    """Takes the layers of one prompt in order; `rows` are those that stand for decode steps."""
 
     rows: tuple[int, ...]
     choice: TokenChoice
