@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 
 from sparsekv.kernels.device_cache import on_device
-from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.kernels.topk import blocks, top_ascending
+from sparsekv.kernels.topk import blocks
 from sparsekv.plans.errors import ShapeError
 
 HeadReduction = Literal["max", "per_kv_head"] | None
@@ -89,30 +88,6 @@ def token_scores(
         return torch.cat(rows, 1)
     best_BWS = best_BWS if reduce_max is None else reduce_max(best_BWS)
     return (best_BWS * weights_BW1).sum(-2, keepdim=True)
-
-
-def top_tokens(scores_BGS: torch.Tensor, count: int, limit: int) -> torch.Tensor:
-    """The `count` best tokens of each row among tokens [0, limit).
-
-    Ties go to the lower token.
-
-    Returns:
-        int32 [B, G, count], ascending, padded with NO_TOKEN when there are fewer than `count` tokens to choose from.
-
-    Raises:
-        ShapeError: `limit` is beyond the scores, or either number is negative.
-    """
-    if count < 0 or not 0 <= limit <= scores_BGS.shape[-1]:
-        raise ShapeError(
-            f"top_tokens needs count >= 0 and 0 <= limit <= {scores_BGS.shape[-1]} (the scored tokens), "
-            f"found count {count} and limit {limit}"
-        )
-    found = min(count, limit)
-    count_BG = torch.full(scores_BGS.shape[:-1], found, device=scores_BGS.device)
-    tokens_BGN = top_ascending(scores_BGS[..., :limit], count_BG, found, NO_TOKEN)
-    if found == count:
-        return tokens_BGN
-    return torch.nn.functional.pad(tokens_BGN, (0, count - found), value=NO_TOKEN)
 
 
 def _check_window(

@@ -22,7 +22,6 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.scores import token_scores, top_tokens
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
@@ -30,7 +29,11 @@ from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
+from sparsekv.runtime.core.select import choose_tokens
+from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.stores.bank import HostStore
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
@@ -119,6 +122,24 @@ def fit_line(timings: Sequence[Timing], what: str) -> Line:
 SECONDS_A_TIMING = 0.03
 
 
+def _filter(count: int, keys: KeyView) -> LayerProgram:
+    """A filter layer that chooses so many tokens."""
+    part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=1)
+    segment = SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,))
+    return LayerProgram(0, keys.kv_heads, keys.kv_heads, None, filters=segment)
+
+
+def _choose(layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Selection:
+    """The choice of a decode step."""
+    assert layer.filters is not None
+    state = DecodeState(Program(Rank(), (layer,)))
+    state.begin((keys.capacity,), q_BH1D.device)
+    choose_tokens(layer, q_BH1D, keys, state, scale=scale)
+    selection = state.chosen(layer.filters)
+    assert selection is not None, "fewer tokens than there are"
+    return selection
+
+
 def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
     """A few of each kind, so that tiles and columns vary apart from one another."""
     yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 16))
@@ -176,20 +197,16 @@ class Bench:
     def _decode(
         self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
     ) -> Iterator[Timing]:
-        chunk, one = Chunk.uniform(1, length - 1, length), torch.ones(1)
+        chunk, keys = Chunk.uniform(1, length - 1, length), full_view(k_BGSD, v_BGSD)
         dense_us = self._us(lambda: dense_attention(q_BH1D, k_BGSD, v_BGSD, chunk, scale=scale))
         yield _timing("dense decode", length, (1.0, float(length)), dense_us)
 
-        def choose(count: int) -> torch.Tensor:
-            scores_B1S = token_scores(q_BH1D, k_BGSD, (length - 1,), one, scale=scale)
-            return top_tokens(scores_B1S, count, length)
-
-        yield _timing("choose", length, (1.0, float(length)), self._us(lambda: choose(length // 10)))
+        choose = partial(_choose, q_BH1D=q_BH1D, keys=keys, scale=scale)
+        yield _timing("choose", length, (1.0, float(length)), self._us(partial(choose, _filter(length // 10, keys))))
         for count in (length // 16, length // 4):
-            keys = full_view(k_BGSD, v_BGSD)
-            selection = Selection(choose(count), torch.full_like(keys.lengths_B, count), sink=0, recent=0)
+            selection = choose(_filter(count, keys))
             attend = partial(decode_attention, q_BH1D, keys, selection, scale=scale, backend=self.backend)
-            yield _timing("sparse decode", length, (1.0, float(count)), self._us(attend))
+            yield _timing("sparse decode", length, (1.0, float(selection.most)), self._us(attend))
             if self.offload:
                 yield from self._host(selection, q_BH1D, keys, scale)
 

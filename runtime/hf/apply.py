@@ -80,11 +80,12 @@ class PlanEngine:
             )
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
+        chunk = call.chunk
         return prefill(
             layer,
             call.q_BHSD,
-            call.keys(),
-            call.chunk,
+            call.keys(chunk),
+            chunk,
             scale=call.scale,
             fallback=self.fallback,
             meter=self.meter,

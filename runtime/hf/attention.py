@@ -68,9 +68,9 @@ class LayerCall:
         length = queries if entry is None else entry.store.length
         return Chunk.uniform(self.q_BHSD.shape[0], length - queries, length)
 
-    def keys(self) -> KeyView:
-        """All keys so far. Without a past the new rows are all there is, wherever the store has its copy."""
-        chunk = self.chunk
+    def keys(self, chunk: Chunk) -> KeyView:
+        """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
+        its copy."""
         lengths_B = on_device(chunk.lengths, self.q_BHSD.device, torch.int32)
         if self.entry is None or chunk.past[0] == 0:
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B)
@@ -101,8 +101,9 @@ class DenseEngine:
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """[B, H, S, D]."""
-        k_BGKD, v_BGKD = call.keys().contiguous(call.chunk.longest)
-        return dense_attention(call.q_BHSD, k_BGKD, v_BGKD, call.chunk, scale=call.scale, window=call.window).out_BHSD
+        chunk = call.chunk
+        k_BGKD, v_BGKD = call.keys(chunk).contiguous(chunk.longest)
+        return dense_attention(call.q_BHSD, k_BGKD, v_BGKD, chunk, scale=call.scale, window=call.window).out_BHSD
 
 
 @dataclass(frozen=True, slots=True)

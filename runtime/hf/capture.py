@@ -58,7 +58,7 @@ class _Watched(DenseEngine):
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         chunk = call.chunk
-        k_BGKD, v_BGKD = call.keys().contiguous(chunk.longest)
+        k_BGKD, v_BGKD = call.keys(chunk).contiguous(chunk.longest)
         seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, chunk, call.scale, call.window)
         replaced = self._observer(seen)
         return super().attend(call) if replaced is None else replaced

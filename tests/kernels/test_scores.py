@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_blocks import small_blocks
 
-from sparsekv.kernels.scores import token_scores, top_tokens
+from sparsekv.kernels.scores import token_scores
+from sparsekv.kernels.topk import top_ascending
 from sparsekv.plans.errors import ShapeError
 
 WEIGHTS = torch.tensor([0.2, 0.5, 1.0])
@@ -65,15 +66,14 @@ def test_blocks_of_heads_give_the_same_scores() -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=50), st.integers(0, 60), st.data())
-def test_top_tokens_are_ascending_below_the_limit_and_padded(
-    values: list[int], count: int, data: st.DataObject
-) -> None:
-    limit = data.draw(st.integers(0, len(values)))
-    best = sorted(sorted(range(limit), key=lambda i: (-values[i], i))[:count])
-    found = top_tokens(torch.tensor([[values]]).float(), count, limit)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=50), st.data())
+def test_the_best_are_ascending_padded_and_the_lower_of_equals(values: list[int], data: st.DataObject) -> None:
+    most = data.draw(st.integers(0, len(values)))
+    count = data.draw(st.integers(0, most))
+    best = sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:count])
+    found = top_ascending(torch.tensor([values]).float(), torch.tensor([count]), most, -1)
     assert found.dtype == torch.int32
-    assert found.tolist() == [[best + [-1] * (count - len(best))]]
+    assert found.tolist() == [best + [-1] * (most - count)]
 
 
 def test_bad_windows_and_limits_are_refused() -> None:
@@ -84,5 +84,3 @@ def test_bad_windows_and_limits_are_refused() -> None:
         token_scores(q, k, (1, 2, 39), WEIGHTS, scale=1.0)
     with pytest.raises(ShapeError, match="do not fit together"):
         token_scores(q[:, :3], k, (1, 2, 3), WEIGHTS, scale=1.0)
-    with pytest.raises(ShapeError, match="limit <= 9"):
-        top_tokens(torch.zeros(1, 1, 9), 3, 10)
