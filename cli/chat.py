@@ -84,6 +84,7 @@ class Session:
         return apply(
             self.loaded.model,
             self.plan,
+            info=self.loaded.info,
             prefill=self.prefill,
             decode=self.decode,
             backend=self.backend,
