@@ -6,6 +6,7 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.stores.bank import HostStore
@@ -89,16 +90,30 @@ def spread(model, layers, device):
 def test_a_decode_step_on_the_device_does_not_wait_for_it(model):
     plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60, selector="uniform", window=4)))
     new = random_tokens(1, 4, 1).cuda()
+    masks = [
+        torch.ones((1, 701 + step), dtype=torch.long, device="cuda") for step in range(4)
+    ]  # as generate makes them
     with torch.no_grad(), apply(model, plan):
         cache = model(random_tokens(1, 700).cuda()).past_key_values
-        model(new[:, :1], past_key_values=cache)  # kernels compile
+        model(new[:, :1], past_key_values=cache, attention_mask=masks[0])  # kernels compile
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for token in new[:, 1:].split(1, 1):
-                model(token, past_key_values=cache)
+            for token, mask in zip(new[:, 1:].split(1, 1), masks[1:], strict=True):
+                model(token, past_key_values=cache, attention_mask=mask)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_padding_in_the_mask_of_a_decode_step_is_refused_one_step_later(model):
+    with torch.no_grad(), apply(model, plan_for(model)):
+        cache = model(random_tokens(1, 100).cuda()).past_key_values
+        padded = torch.ones((1, 101), dtype=torch.long, device="cuda")
+        padded[0, 3] = 0
+        model(random_tokens(1, 1).cuda(), past_key_values=cache, attention_mask=padded)
+        torch.cuda.synchronize()
+        with pytest.raises(UnsupportedError, match="padding in the attention_mask of the step before"):
+            model(random_tokens(1, 1).cuda(), past_key_values=cache)
 
 
 @pytest.mark.parametrize("hot", [tokens(0), tokens(100), fraction(0.3)], ids=str)
