@@ -86,7 +86,8 @@ class MaskCheck:
         if waits or not mask.is_cuda:
             _refuse_padding(bool(mask.all()), "this call")
         elif self._copied is None:
-            self._flag = torch.ones((), dtype=torch.bool, pin_memory=True) if self._flag is None else self._flag
+            with torch.inference_mode(False):  # else it could not be written to under torch.no_grad()
+                self._flag = torch.ones((), dtype=torch.bool, pin_memory=True) if self._flag is None else self._flag
             self._flag.copy_(mask.all(), non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
