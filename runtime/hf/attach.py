@@ -270,7 +270,8 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int, prompt:
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
             check_even(cache, config.num_hidden_layers)
         past = 0 if cache is None else cache.get_seq_length()
-        mask.check(inputs.get("attention_mask"), past + new, waits=new != 1)
+        if new != 1 or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
+            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1)
         check_positions(inputs.get("position_ids"), past)
         phase = Phase.PREFILL
         if cache is not None and tokens is not None and new == 1 and past >= max(prompt.tokens, 1):
