@@ -107,3 +107,9 @@ def test_misfits_are_refused_with_what_was_found() -> None:
     )
     refuse("head size of q", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
     refuse("head dimension|last dimension", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B))
+    refuse("k must have 4 dimensions", keys=KeyView(keys.k[0], keys.v[0], keys.lengths_B))
+    refuse("one dtype and one device, found torch.float32", keys=KeyView(keys.k.half(), keys.v.half(), keys.lengths_B))
+    twice = KeyView(*(x.expand(2, -1, -1, -1) for x in (keys.k, keys.v)), keys.lengths_B)
+    refuse("the batch of q, found 2 rows for 1", keys=twice)
+    with pytest.raises(ShapeError, match="expected room for 301 tokens a row, found a capacity of 300"):
+        keys.contiguous(301)
