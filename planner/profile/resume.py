@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +29,12 @@ from sparsekv.planner.profile.profile_data import (
     Table,
     TokenChoice,
 )
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.types import Length, Natural, NonNegative, canonical_json
 
 Key = tuple[int, int, int]
+_PARTIAL = "sparsekv.partial"
 
 
 class LayerRecord(ScoreParts):
@@ -58,13 +60,13 @@ class Records:
 
         Args:
             path: of the partial file; None keeps records in memory only.
-            run: what the run is of, as JSON data; a file of another run is not used.
+            run: what the run is of, as JSON data; the file of another run is renamed.
 
         Raises:
             UsageError: the file cannot be written.
         """
         self._path = path
-        self._header = f"sparsekv.partial {hashlib.sha256(canonical_json(dict(run))).hexdigest()}\n"
+        self._header = f"{_PARTIAL} {hashlib.sha256(canonical_json(dict(run))).hexdigest()}\n"
         self._found: dict[Key, LayerRecord] = {}
         if path is not None:
             self._take_up(path)
@@ -89,10 +91,25 @@ class Records:
 
     def _take_up(self, path: Path) -> None:
         with _told(path, "choose another --profile-out"):
+            self._set_aside(path)
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             whole = self._whole_lines(text)
             if whole != text:
                 path.write_text(whole, encoding="utf-8")
+
+    def _set_aside(self, path: Path) -> None:
+        """Renames the file of a run with other options, for when that one is started again, and takes back our own."""
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                header, record = file.readline(), file.readline()
+            if header == self._header:
+                return
+            if header.startswith(_PARTIAL) and record:
+                aside = _aside(path, header)
+                path.replace(aside)
+                warnings.warn(f"a run with other options had stopped here; its profile is in {aside}", PlanWarning, 2)
+        if _aside(path, self._header).exists():
+            _aside(path, self._header).replace(path)
 
     def _whole_lines(self, text: str) -> str:
         if not text.startswith(self._header):
@@ -106,6 +123,10 @@ class Records:
             self._found[record.key] = record
             end += len(line)
         return text[:end]
+
+
+def _aside(path: Path, header: str) -> Path:
+    return path.with_name(f"{path.name}.{header.split()[-1][:8]}")
 
 
 @contextmanager

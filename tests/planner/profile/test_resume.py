@@ -1,0 +1,35 @@
+"""What an interrupted run has measured is found again, whatever ran in between."""
+
+from pathlib import Path
+
+import pytest
+
+from sparsekv.planner.profile.resume import LayerRecord, Records
+from sparsekv.plans.errors import PlanWarning
+
+
+def record(layer: int) -> LayerRecord:
+    return LayerRecord(length=64, sample=0, layer=layer)
+
+
+def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml.profile.partial"
+    first = Records(path, {"seed": 0})
+    first.add(record(3))
+    with pytest.warns(PlanWarning, match=r"a run with other options had stopped here; its profile is in .*partial\."):
+        second = Records(path, {"seed": 1})
+    second.add(record(5))
+    assert record(3).key not in second
+    with pytest.warns(PlanWarning, match="other options"):
+        again = Records(path, {"seed": 0})
+    assert record(3).key in again
+    assert record(5).key not in again
+    with pytest.warns(PlanWarning, match="other options"):
+        assert record(5).key in Records(path, {"seed": 1})
+
+
+def test_a_partial_profile_without_records_is_not_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    Records(path, {"seed": 0})
+    Records(path, {"seed": 1})
+    assert list(tmp_path.iterdir()) == [path]
