@@ -103,7 +103,7 @@ class _Chooser:
             given = _after(_known(self._options.filter_layers, self._full), self._full, wait=0)
             return self._where_it_pays(given, range(len(self._lengths)))
         if self._options.filter_rule == "omnikv":
-            similar = _after(similar_layers(self._lengths[-1].kept[0]), self._full, wait=_WAIT)
+            similar = _after(similar_layers(self._lengths[-1].kept[0], self._full), self._full, wait=_WAIT)
             return self._where_it_pays(similar, range(len(self._lengths)))
         found = []
         for first in range(len(self._lengths)):
@@ -179,11 +179,12 @@ class _Chooser:
         )
 
 
-def similar_layers(kept_JI: Floats) -> tuple[int, ...]:
+def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:
     """Filter layers by OmniKV's similarity.
 
     Args:
         kept_JI: share of layer j's attention mass that the choice of layer i holds.
+        full: the layers with full attention, which alone choose and are served; all of them when None.
 
     Returns:
         For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
@@ -192,9 +193,9 @@ def similar_layers(kept_JI: Floats) -> tuple[int, ...]:
     layers = len(kept_JI)
     count = max(1, round(layers / _LAYERS_A_FILTER))
     stretch = max(1, layers // (count + 1))
-    served = {
-        i: float(np.mean(kept_JI[i + 1 : i + 1 + stretch, i])) for i in range(min(_FIRST_DENSE, layers - 2), layers - 1)
-    }
+    among = range(layers) if full is None else full
+    stretches = {i: [j for j in among if i < j <= i + stretch] for i in among if i >= min(_FIRST_DENSE, layers - 2)}
+    served = {i: float(np.mean(kept_JI[after, i])) for i, after in stretches.items() if after}
     chosen: list[int] = []
     for layer in sorted(served, key=lambda i: (-served[i], i)):
         if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
@@ -203,6 +204,8 @@ def similar_layers(kept_JI: Floats) -> tuple[int, ...]:
 
 
 def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
+    if not filters:
+        return ()
     ends = [*filters[1:], max(full) + 1]
     spans = (
         FilterSegment(first, 0, tuple(layer for layer in full if first + wait < layer < end))
@@ -213,6 +216,8 @@ def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[Filt
 
 def _known(filters: Sequence[int], full: Sequence[int]) -> tuple[int, ...]:
     unknown = sorted(set(filters) - set(full[:-1]))
+    if unknown and not full:
+        raise UsageError("expected filter layers with full attention, found a model without such layers; plan prefill")
     if unknown:
         raise UsageError(
             f"expected filter layers with full attention below the last layer, {full[-1]}, found {unknown}; "

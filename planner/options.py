@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -32,7 +32,10 @@ KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "adaptive")
 Phase = Literal["prefill", "decode"]
 Selector = Literal["last", "uniform", "exponential"]
 FilterRule = Literal["dp", "omnikv", "fixed"]
+SELECTORS: tuple[Selector, ...] = get_args(Selector)
+FILTER_RULES: tuple[FilterRule, ...] = get_args(FilterRule)
 Preset = Literal["minference"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
@@ -335,7 +338,17 @@ def _check(options: PlanOptions) -> None:
     expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
     expect(options.decode_sink >= 0, "zero or more sink tokens", options.decode_sink)
     expect(options.decode_recent >= 1, "at least one recent token", options.decode_recent)
-    expect(bool(options.decode_selectors), "at least one selector", options.decode_selectors)
+    known_selectors = bool(options.decode_selectors) and set(options.decode_selectors) <= set(SELECTORS)
+    expect(known_selectors, f"selectors of {_told(SELECTORS)}", options.decode_selectors)
+    expect(options.filter_rule in FILTER_RULES, f"a filter rule of {_told(FILTER_RULES)}", options.filter_rule)
+    expect(options.preset in (None, *PRESETS), f"a preset of {_told(PRESETS)}", options.preset)
+    expect(options.decode_budget.tokens != 0, "a decode budget of one token or more", options.decode_budget)
+    expect(options.batch is None or options.batch >= 1, "a batch of one or more", options.batch)
+    expect(options.prefill_chunk is None or options.prefill_chunk >= 1, "a positive chunk", options.prefill_chunk)
+    expect(options.seed >= 0, "a seed of zero or more", options.seed)
+    for name in ("tasks", "families", "verify_lengths"):
+        given = getattr(options, name)
+        expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
     expect(0.0 <= options.decode_loss < math.inf, "a decode loss of zero or more", options.decode_loss)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)

@@ -17,7 +17,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Budget
-from sparsekv.plans.phases import PrefillBucket
+from sparsekv.plans.phases import DecodeBucket, PrefillBucket
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
@@ -27,8 +27,11 @@ _SEED_APART = 1_000_003
 # Fewer answers than this, over all tasks that dense solves, say too little for a plan to be called verified.
 FEWEST_ANSWERS = 10
 _VACUOUS = "dense solves no task {share:.0%} of the time, so that accuracy says nothing about this plan"
-_TOO_FEW = "{found} answers to tasks that dense solves are too few to call a plan verified, at least {least} are needed"
-_UNTOUCHED = "{phase} up to {up_to} is sparse and was not run at any verified length"
+_TOO_FEW = (
+    "{found} answers to tasks that dense solves are too few to call a plan verified, at least {least} are needed: "
+    "ask for more with --verify-samples, or for a bound on divergence with --max-kl"
+)
+_UNTOUCHED = "{phase} up to {up_to} is sparse and was not run sparse at any verified length"
 _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005
 
@@ -178,16 +181,25 @@ def _weaknesses(parts: Sequence[Sequence[EvalResult]], gate: Gate) -> tuple[str,
 
 
 def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
-    """The sparse buckets of a plan that no verified length falls into, a remark each."""
+    """The sparse buckets of a plan that were not run sparse at any verified length, a remark each."""
     remarks = []
     for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
-        run = [part.bucket(length) for length in lengths] if part else []
+        found = [(part.bucket(length), length) for length in lengths] if part else []
+        run = [bucket for bucket, length in found if _is_sparse_at(bucket, length)]
         for bucket in part.lengths if part else ():
             alias = isinstance(bucket, PrefillBucket) and bucket.same_as is not None
-            if not (bucket.dense or alias or bucket in run):
+            longest = plan.model.context_length if bucket.up_to is None else bucket.up_to
+            if _is_sparse_at(bucket, longest) and not (alias or bucket in run):
                 up_to = "any length" if bucket.up_to is None else format_length(bucket.up_to)
                 remarks.append(_UNTOUCHED.format(phase=phase, up_to=up_to))
     return tuple(remarks)
+
+
+def _is_sparse_at(bucket: PrefillBucket | DecodeBucket, length: int) -> bool:
+    """Whether its decode segments choose tokens there: with a short context they attend to everything."""
+    if isinstance(bucket, PrefillBucket):
+        return not bucket.dense
+    return any(segment.chosen_tokens(length) is not None for segment in bucket.segments)
 
 
 def _check_finite(result: EvalResult, phase: str) -> None:
@@ -245,7 +257,7 @@ def tightened(
             tightened.
     """
     alone = set(missed) - {"both"} or {"prefill", "decode"}
-    lengths = {length for some in missed.values() for length in some}
+    lengths = {length for phase, some in missed.items() if phase != "decode" for length in some}
     stricter = options
     if "prefill" in alone:
         stricter = _denser(stricter, profile, lengths)

@@ -21,7 +21,7 @@ from sparsekv.kernels.backends import choose_backend, decode_attention, dense_pr
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
-from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
@@ -197,8 +197,8 @@ class Bench:
     def _decode(
         self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
     ) -> Iterator[Timing]:
-        chunk, keys = Chunk.uniform(1, length - 1, length), full_view(k_BGSD, v_BGSD)
-        dense_us = self._us(lambda: dense_attention(q_BH1D, k_BGSD, v_BGSD, chunk, scale=scale))
+        keys = full_view(k_BGSD, v_BGSD)
+        dense_us = self._us(lambda: attend_newest(q_BH1D, k_BGSD, v_BGSD, scale=scale))
         yield _timing("dense decode", length, (1.0, float(length)), dense_us)
 
         choose = partial(_choose, q_BH1D=q_BH1D, keys=keys, scale=scale)

@@ -12,6 +12,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import DecodeBudget, DecodePlan
+from sparsekv.runtime.core.program import Program
 
 ALWAYS = PlanOptions(crossover=False)
 
@@ -101,6 +102,39 @@ def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
     kept = np.full((12, 12), 0.5)
     kept[:, 0] = 1.0
     assert similar_layers(kept)[0] >= 2
+
+
+def sliding(profile: Profile, *layers: int) -> Profile:
+    """The same profile of a model in which these layers see a window only."""
+    (group,) = profile.model.attention
+    full = tuple(layer for layer in group.layers if layer not in layers)
+    groups = [group.model_copy(update={"layers": layers, "kind": "sliding", "window": 1024})]
+    groups += [group.model_copy(update={"layers": full})] if full else []
+    groups.sort(key=lambda one: one.layers[0])
+    return profile.model_copy(update={"model": profile.model.model_copy(update={"attention": tuple(groups)})})
+
+
+def test_omnikvs_rule_never_lets_a_layer_with_a_window_choose() -> None:
+    kept = np.full((12, 12), 0.5)
+    kept[:, 5] = 1.0  # the best server sees a window only
+    profile = sliding(profile_of(kept), *range(1, 12, 2))
+    plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False, filter_rule="omnikv"))
+    assert segments(plan)
+    assert all(layer % 2 == 0 for filter_, layers in segments(plan) for layer in (filter_, *layers))
+    assert any(layer.follows for layer in Program.of(None, plan, profile.model).layers)
+
+
+@pytest.mark.parametrize("rule", ["dp", "omnikv"])
+def test_a_model_of_windows_alone_decodes_densely(rule: str) -> None:
+    profile = sliding(profile_of(np.ones((4, 4))), *range(4))
+    plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False, filter_rule=rule))
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(None, True)]
+
+
+def test_fixed_layers_of_a_model_of_windows_alone_are_refused() -> None:
+    options = PlanOptions(filter_rule="fixed", filter_layers=(2,))
+    with pytest.raises(UsageError, match="without such layers"):
+        choose_filter_layers(sliding(profile_of(np.ones((4, 4))), *range(4)), made_up_cost(), options)
 
 
 def test_dense_where_it_is_faster_unless_crossover_is_off() -> None:

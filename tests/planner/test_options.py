@@ -4,7 +4,7 @@ import pytest
 
 from sparsekv.planner.options import Gate, PlanOptions, check_targets, density_for
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import TileShape, tokens
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,15 @@ from sparsekv.plans.patterns import TileShape
         ({"families": ("spiral",)}, "families"),
         ({"tasks": ("chess",)}, "tasks"),
         ({"filter_rule": "fixed"}, "filter layers"),
+        ({"filter_rule": "omniKV"}, "a filter rule of dp, omnikv, fixed"),
+        ({"decode_selectors": ("mean",)}, "selectors of last"),
+        ({"decode_budget": tokens(0)}, "decode budget"),
+        ({"preset": "x"}, "a preset of minference"),
+        ({"batch": 0}, "batch"),
+        ({"prefill_chunk": 0}, "chunk"),
+        ({"seed": -1}, "seed"),
+        ({"tasks": ("kv_retrieval", "kv_retrieval")}, "each of the tasks once"),
+        ({"lengths": (4096,), "verify_lengths": (4096, 4096)}, "each of the verify lengths once"),
         ({"filter_layers": (2,)}, "filter layers"),
         ({"samples": 0}, "calibration"),
         ({"verify_samples": -1}, "verification"),

@@ -105,6 +105,20 @@ def test_a_plan_whose_sparse_part_never_ran_is_not_called_verified(loaded: Loade
     assert "prefill up to any length is sparse and was not run" in found.reasons[0]
 
 
+def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verified(loaded: LoadedModel) -> None:
+    options = quick_options(lengths=(512,), gate=Gate(max_kl=1.0)).settled(4096, "cpu")
+    found = verify(loaded, plan_for(loaded.model, decode=decode_plan(segment(0, (1, 2), 1000))), options)
+    assert found.passed  # of course: at 512 tokens all of them are attended to
+    assert not found.conclusive
+    assert "decode up to any length is sparse and was not run" in found.reasons[0]
+
+
+def test_a_length_at_which_decode_missed_makes_prefill_no_denser_there() -> None:
+    stricter = tightened(BASE, PROFILE, {"prefill": (4096,), "decode": (8192,)})
+    assert stricter is not None
+    assert stricter.target_density == (0.3, 0.2)
+
+
 def test_a_plan_without_phases_cannot_be_verified(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="nothing to verify"):
         verify(loaded, plan_for(loaded.model, None), quick_options(lengths=(512,)).settled(4096, "cpu"))
