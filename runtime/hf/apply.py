@@ -76,7 +76,6 @@ class PlanEngine:
                 entry.state,
                 scale=call.scale,
                 backend=self._backend,
-                meter=self.meter,
             )
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
