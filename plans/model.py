@@ -54,8 +54,8 @@ class AttentionGroup(Part):
 class Fingerprint(Part):
     """Digests of what the model is (`architecture`) and of sampled weights.
 
-    `weights` is absent where unknown. `sha256-all:` samples every tensor; `sha256:` is of an older kind, which saw query
-    and key projections alone, so that it cannot say of a model today whether its weights are the same.
+    `weights` is absent where unknown. `sha256-all:` samples every tensor; `sha256:` is of an older kind, which sampled
+    query and key projections alone: the two cannot be compared.
     """
 
     architecture: Digest

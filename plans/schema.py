@@ -231,8 +231,8 @@ def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
         return ["this plan does not say which weights it was made for; its quality was not measured on these"]
     if difference == "older kind":
         return [
-            "the weights fingerprint of this plan is of an older kind, which saw query and key projections alone: whether "
-            "its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
+            "the weights fingerprint of this plan is of an older kind, which sampled query and key projections alone: "
+            "whether its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
         ]
     return [
         f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "

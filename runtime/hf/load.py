@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from torch.nn import Parameter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,8 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-
-from torch.nn import Parameter
 
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
