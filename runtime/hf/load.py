@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -112,7 +112,8 @@ def load_model(
     config = _read_config(found, options)
     precision = _torch_dtype(dtype, config, target)
     tokenizer = _guarded(found, "its tokenizer", AutoTokenizer.from_pretrained, options)
-    model = _read_weights(found, options | {"config": config, "dtype": precision}).to(target).eval()
+    model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
+    model = model.to(target).eval()
     _check_finite(found, model)
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
@@ -185,7 +186,7 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
             f"expected the tensors that its config.json describes in {found.path_or_id}, found {' and '.join(told)}; "
             "get the model again, with the config.json that belongs to its weights"
         )
-    return cast(PreTrainedModel, model)
+    return model  # type: ignore[no-any-return]
 
 
 def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
