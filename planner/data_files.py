@@ -101,8 +101,10 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
     found, expected = profile.model.fingerprint, model.fingerprint
     for part in ("architecture", "weights") if weights else ("architecture",):
         if getattr(found, part) != getattr(expected, part):
+            older = part == "weights" and found.weights_difference(expected) == "older kind"
             raise PlanMismatchError(
-                f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
+                f"expected a profile of {model.id}, found one of {profile.model.id}, with "
+                f"{'a weights fingerprint of an older kind' if older else f'other {part}'}; "
                 "profile this model again (leave --profile out)"
             )
 

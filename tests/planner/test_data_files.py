@@ -51,9 +51,13 @@ def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Pat
 
 def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: Profile, tmp_path: Path) -> None:
     write_measured(profile, tmp_path / "p")
-    for part in ("weights", "architecture"):
-        prints = profile.model.fingerprint.model_copy(update={part: "sha256:" + "1" * 64})
-        with pytest.raises(PlanMismatchError, match=part):
+    for part, digest, said in (
+        ("weights", "sha256:", "other weights"),
+        ("weights", "sha256-all:", "of an older kind"),
+        ("architecture", "sha256:", "other architecture"),
+    ):
+        prints = profile.model.fingerprint.model_copy(update={part: digest + "1" * 64})
+        with pytest.raises(PlanMismatchError, match=said):
             check_model(
                 read_measured(Profile, tmp_path / "p"), profile.model.model_copy(update={"fingerprint": prints})
             )
