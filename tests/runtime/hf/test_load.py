@@ -1,6 +1,7 @@
 """Loading: from a folder in any dtype, and errors that say what to type."""
 
 import json
+import logging
 from contextlib import contextmanager
 
 import pytest
@@ -90,12 +91,14 @@ def without(names):
     ],
     ids=["missing", "many missing", "unexpected", "another shape"],
 )
-def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(folder, change, found: list[str]):
+def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(folder, change, found: list[str], caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to where caplog listens
     with weights_of(folder) as tensors:
         change(tensors)
     with pytest.raises(UsageError, match="expected the tensors that its config") as refused:
         load_model(str(folder))
     assert all(part in str(refused.value) for part in found), str(refused.value)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -116,11 +119,78 @@ def test_tied_embeddings_and_buffers_of_old_checkpoints_are_not_missed(tmp_path)
     assert torch.equal(load_model(str(tmp_path)).model.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_folder_without_a_tokenizer_says_so(folder, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(UsageError, match="cannot read its tokenizer"):
-        load_model(str(tmp_path))
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_hidden_layers": 0}, r"num_hidden_layers of 1 or more in the config\.json of .*, found 0"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings of 1 or more .* found -5"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"head_dim": 0}, "head_dim of 1 or more"),
+        ({"num_attention_heads": 0}, r"config\.json.*zero|num_attention_heads of 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads of 1 or more"),
+        ({"num_key_value_heads": 3}, "4 attention heads .* multiple .* 3 key-value heads"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window of 1 or more .* found 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "finite rope parameters .*nan"),
+        ({"num_hidden_layers": "three"}, r"cannot read its config\.json.*num_hidden_layers"),
+    ],
+    ids=str,
+)
+def test_a_config_that_no_model_can_have_is_named_before_the_weights_are_read(folder, fields: dict, said: str):
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(UsageError, match=said):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("content", ["[1]", '"llama"', "null"])
+def test_a_config_that_is_no_object_says_so(folder, content: str):
+    (folder / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"cannot read its config\.json"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_a_broken_file_is_named(folder, name: str, content: str):
+    (folder / name).write_text(content)
+    with pytest.raises(UsageError, match=f"cannot read its {name}"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"tokenizer_class": "LlamaTokenizer"}])  # the last: an empty one
+def test_a_folder_without_a_tokenizer_says_which_file_is_missing(folder, settings):
+    (folder / "tokenizer.json").unlink()
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=r"cannot read its tokenizer \(it has no tokenizer\.json\)"):
+        load_model(str(folder))
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder):
+    model = tiny_model()
+    model.resize_token_embeddings(60)
+    model.save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"at most 60 entries, .* found 98"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "a\x1b[31mred", "b\x9bc", "d\udcff"])
+def test_a_folder_whose_name_is_no_text_is_refused_without_printing_it(folder, tmp_path, name: str, monkeypatch):
+    folder.rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    for source in (str(tmp_path / name), "."):
+        with pytest.raises(UsageError, match="control characters") as refused:
+            load_model(source)
+        assert str(refused.value).isprintable()
 
 
 def answer(monkeypatch, error):
