@@ -55,11 +55,13 @@ def plan(
         str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
     ] = None,
     decode_loss: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SHARE", help="Most attention mass lost to the choice.")
+        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice.")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Calibration samples a length.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Calibration samples a length.")
+    ] = None,
     tasks: arguments.Tasks = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
@@ -116,7 +118,7 @@ def plan(
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
-        "tasks": _read(arguments.names_from, tasks, "--tasks"),
+        "tasks": _read(arguments.tasks_from, tasks, "--tasks"),
         "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
