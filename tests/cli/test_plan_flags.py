@@ -228,6 +228,11 @@ def test_calibration_prompts_that_are_no_text_are_refused(refused, tmp_path_fact
         assert str(file) in refused("--prompts", file)
 
 
+@pytest.mark.parametrize("what", ["--profile", "--cost", "--prompts"])
+def test_a_file_without_end_is_refused(refused, what):
+    assert "/dev/zero" in refused(what, "/dev/zero")
+
+
 @pytest.mark.parametrize("what", ["--profile", "--cost"])
 @pytest.mark.parametrize("data", [b"", b"{}", b"not json", b"\x1f\x8b\x08cut", b"[" * 100_000, b"\xff\xfe"], ids=repr)
 def test_a_file_that_is_no_measurement_is_named(refused, tmp_path_factory, what, data):

@@ -1,6 +1,7 @@
 """run: prompts from everywhere, answers on standard output, everything said about them on standard error."""
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -72,6 +73,23 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
     assert sparsekv("run", folder, *FEW).out == expected
     stdin(PROMPT.encode())
     assert sparsekv("run", folder, "--prompt-file", "-", *FEW).out == expected
+
+
+def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
+    read, write = os.pipe()
+    os.write(write, PROMPT.encode())
+    os.close(write)
+    assert sparsekv("run", folder, "--prompt-file", f"/dev/fd/{read}", *FEW).code == 0
+    os.close(read)
+
+
+def test_a_prompt_without_end_is_refused(sparsekv, copy, stdin):
+    (copy / "model.safetensors").unlink()
+    stdin(b"a" * ((64 << 20) + 1))
+    for arguments in (("--prompt-file", "/dev/zero"), ()):
+        done = sparsekv("run", copy, *arguments)
+        assert (done.code, done.out) == (2, "")
+        assert "at most 67,108,864 bytes" in done.err
 
 
 @pytest.mark.parametrize(
