@@ -35,6 +35,16 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
     return _text(stream.buffer.read(MAX_BYTES + 1), "standard input")
 
 
+def typed_prompt() -> str | None:
+    """The next line on standard input, which may be blank; None at its end.
+
+    Raises:
+        PromptError: it is not text.
+    """
+    line = sys.stdin.buffer.readline(MAX_BYTES + 1)
+    return _decoded(line, "what was typed") if line else None
+
+
 def own_prompts(file: Path) -> tuple[str, ...]:
     """Calibration prompts: JSON lines of {"prompt", "answer"?}, joined. A file not called .jsonl is one prompt.
 
@@ -76,15 +86,19 @@ def _text_of(file: Path) -> str:
 
 
 def _text(data: bytes, source: str) -> str:
-    advice = "give a text file in UTF-8"
+    text = _decoded(data, source)
+    if not text.strip():
+        raise PromptError(f"expected a prompt, found nothing but blanks in {source}; write a question")
+    return text
+
+
+def _decoded(data: bytes, source: str) -> str:
+    advice = "give text in UTF-8"
     if len(data) > MAX_BYTES:
         raise PromptError(f"expected at most {MAX_BYTES:,} bytes of text in {source}, found more; shorten it")
     if b"\0" in data:
         raise PromptError(f"expected text in {source}, found binary data (a zero byte at {data.index(0)}); {advice}")
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"expected UTF-8 text in {source}, found other bytes at {error.start}; {advice}") from error
-    if not text.strip():
-        raise PromptError(f"expected a prompt, found nothing but blanks in {source}; write a question")
-    return text

@@ -125,23 +125,21 @@ def _host_layers(text: str | None, dense: bool) -> int | tuple[int, ...] | None:
 def _talk(session: Session) -> None:
     """Turn after turn over one cache, until the end of the input."""
     from sparsekv.cli.chat import Conversation
+    from sparsekv.cli.prompts import typed_prompt
 
     tell("type a prompt; Ctrl-D ends")
     with session.applied() as handle:
         conversation = Conversation(session, handle)
-        while (text := _typed()) is not None:
-            if not text.strip():
-                continue
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
             try:
-                _tell(conversation.ask(text, _stream))
+                text = typed_prompt()
+                if text is None:
+                    return
+                if text.strip():
+                    _tell(conversation.ask(text.rstrip("\n"), _stream))
             except PromptError as error:
                 tell(f"error: {error}")
-
-
-def _typed() -> str | None:
-    print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
 
 
 def _stream(text: str) -> None:

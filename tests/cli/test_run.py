@@ -254,6 +254,14 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
     assert f"{100 + 6 + 1 + 50} tokens in" in done.err
 
 
+def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparsekv, folder, stdin):
+    stdin(b"abc\xff\xfe\n\0\n" + b"a" * 100 + b"\n", terminal=True)
+    done = sparsekv("run", folder, *FEW)
+    assert done.code == 0
+    assert done.err.count("error: expected") == 2
+    assert "100 tokens in" in done.err
+
+
 def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
     from sparsekv.cli.chat import Conversation, Session
     from sparsekv.runtime.hf.load import load_model
