@@ -87,8 +87,10 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
     """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
     known, found = plan.model.fingerprint, model.fingerprint
     if differs or known.weights is None or known.weights != found.weights:
-        part = "weights" if known.architecture == found.architecture else "architecture"
+        part = f"other {'weights' if known.architecture == found.architecture else 'architecture'}"
+        if part == "other weights" and known.weights_difference(found) == "older kind":
+            part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(
-            f"expected the model that the plan was made for beside --write, found another one ({model.id}, with other "
+            f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
             f"{part}); leave --write out, or plan this model"
         )

@@ -144,6 +144,7 @@ LayerSet = Annotated[
 
 MAX_JSON_DEPTH = 12
 SHA256 = r"^sha256:[0-9a-f]{64}$"
+SHA256_WEIGHTS = r"^sha256(-all)?:[0-9a-f]{64}$"
 
 Key = TypeVar("Key", str, int)
 Value = TypeVar("Value")
@@ -266,4 +267,5 @@ Text = Annotated[
     AfterValidator(utf8),
 ]
 Digest = Annotated[str, StringConstraints(strict=True, pattern=SHA256)]
+WeightsDigest = Annotated[str, StringConstraints(strict=True, pattern=SHA256_WEIGHTS)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(json_object)]

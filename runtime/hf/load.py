@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from torch.nn import Parameter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,6 +67,7 @@ def _is_cached(repository: str, revision: str | None) -> bool:
     return isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str)
 
 
+_NAMED = 3  # tensors that a message names
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -96,7 +99,8 @@ def load_model(
         local_files_only: do not ask the hub.
 
     Raises:
-        UsageError: there is no such model, or no access to it, or no such device or dtype.
+        UsageError: there is no such model, or no access to it, or no such device or dtype; its tensors are not those
+            of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
     found = resolve_model(source) if isinstance(source, str) else source
@@ -108,9 +112,9 @@ def load_model(
     config = _read_config(found, options)
     precision = _torch_dtype(dtype, config, target)
     tokenizer = _guarded(found, "its tokenizer", AutoTokenizer.from_pretrained, options)
-    weights = {"config": config, "dtype": precision}
-    model = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | weights)
+    model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
     model = model.to(target).eval()
+    _check_finite(found, model)
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
@@ -164,6 +168,48 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     check_supported(data.get("model_type", "none"))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
     return config
+
+
+def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
+    reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
+    model, report = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported)
+    reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
+    faults = {
+        "missing": report["missing_keys"],
+        "that its config.json knows nothing of": report["unexpected_keys"],
+        "of another shape": reshaped,
+    }
+    told = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
+    if told:
+        raise UsageError(
+            f"expected the tensors that its config.json describes in {found.path_or_id}, found {' and '.join(told)}; "
+            "get the model again, with the config.json that belongs to its weights"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
+    # quantised tensors are types of their own
+    named = [(name, data) for name, data in model.named_parameters() if type(data) is Parameter and _is_real(data)]
+    bounds = [torch.stack(data.detach().aminmax()).float() for _, data in named]
+    finite = torch.stack(bounds).isfinite().all(1).tolist()  # waits for the device once
+    names = {name for (name, _), whole in zip(named, finite, strict=True) if not whole}
+    if names:
+        raise UsageError(
+            f"expected finite weights in {found.path_or_id}, found NaN or infinity in {len(names)} of {len(named)} "
+            f"tensors ({_first(names)}); get the model again, or where a narrower dtype overflows, load it in float32"
+        )
+
+
+def _is_real(data: torch.Tensor) -> bool:
+    return data.dtype in _DTYPES.values() and data.numel() > 0
+
+
+def _first(names: Iterable[str]) -> str:
+    """The first few of them, for a message."""
+    ordered = sorted(names)
+    return ", ".join((*ordered[:_NAMED], "...")[: len(ordered)])
 
 
 def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) -> Any:

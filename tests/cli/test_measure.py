@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from model_folders import save_model, sparse_plan
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
@@ -130,6 +131,16 @@ def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, fold
     assert (copy / "sparsekv.yaml").read_bytes() == (folder / "sparsekv.yaml").read_bytes()
 
 
+def test_verify_refuses_a_checkpoint_that_lacks_a_layers_mlp(sparsekv, copy):
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name: data for name, data in tensors.items() if "layers.1.mlp" not in name}, copy / "model.safetensors")
+    before = (copy / "sparsekv.yaml").read_bytes()
+    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", "--max-kl", 100, "--write")
+    assert done.code == 2
+    assert "3 missing (model.layers.1.mlp.down_proj.weight" in done.err
+    assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of another architecture."""
@@ -177,15 +188,17 @@ def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, 
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
-def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy):
+@pytest.mark.parametrize(("weights", "said"), [(None, "other weights"), ("sha256:" + "0" * 64, "the older one")])
+def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy, weights, said):
     plan = load_plan(copy / "sparsekv.yaml")
-    unknown = plan.model.fingerprint.model_copy(update={"weights": None})
+    unknown = plan.model.fingerprint.model_copy(update={"weights": weights})
     write_plan(
         plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": unknown})}),
         copy / "sparsekv.yaml",
     )
     done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write")
     assert done.code == 2
+    assert said in done.err
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from planner_models import made_up_cost
-from planner_profiles import made_up_length, made_up_profile, made_up_reuse
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.data_files import check_model, digest_of, read_measured, write_measured
@@ -39,7 +39,8 @@ def test_the_same_profile_gives_the_same_bytes(profile: Profile, tmp_path: Path)
 
 def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Path) -> None:
     levels = tuple(0.05 * level for level in range(1, 13))
-    profile = made_up_profile(made_up_length(4096, np.random.default_rng(0), layers=24, heads=32, levels=levels))
+    entry = made_up_length(4096, np.random.default_rng(0), layers=24, heads=32, levels=levels)
+    profile = made_up_profile(entry, model=made_up_model(24, 32))
     for name in ("a", "b"):
         write_measured(profile, tmp_path / name)
     written = (tmp_path / "a").read_bytes()
@@ -53,9 +54,13 @@ def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Pat
 
 def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: Profile, tmp_path: Path) -> None:
     write_measured(profile, tmp_path / "p")
-    for part in ("weights", "architecture"):
-        prints = profile.model.fingerprint.model_copy(update={part: "sha256:" + "1" * 64})
-        with pytest.raises(PlanMismatchError, match=part):
+    for part, digest, said in (
+        ("weights", "sha256:", "other weights"),
+        ("weights", "sha256-all:", "of an older kind"),
+        ("architecture", "sha256:", "other architecture"),
+    ):
+        prints = profile.model.fingerprint.model_copy(update={part: digest + "1" * 64})
+        with pytest.raises(PlanMismatchError, match=said):
             check_model(
                 read_measured(Profile, tmp_path / "p"), profile.model.model_copy(update={"fingerprint": prints})
             )

@@ -1,10 +1,12 @@
 """Loading: from a folder in any dtype, and errors that say what to type."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.plans.aliases import resolve_model
@@ -15,12 +17,21 @@ from sparsekv.runtime.hf.load import load_model, torch_device
 HUB_ID = "some-organisation/some-model"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("models") / "tiny"
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "models" / "tiny"
     tiny_model(dtype=torch.bfloat16).save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)
     return place
+
+
+@contextmanager
+def weights_of(folder):
+    """The tensors of a checkpoint, written back as they are at the end."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    yield tensors
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
@@ -51,6 +62,58 @@ def test_a_broken_folder_says_what_cannot_be_read(folder, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"cannot read its config\.json"):
         load_model(str(tmp_path))
+
+
+MLP = "model.layers.1.mlp.{}_proj.weight"
+
+
+def without(names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (without([MLP.format("up")]), ["1 missing (model.layers.1.mlp.up_proj.weight)"]),
+        (
+            without([f"model.layers.{layer}.mlp.{kind}_proj.weight" for layer in (0, 1) for kind in ("up", "down")]),
+            ["4 missing (model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj.weight, ", ", ...)"],
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.1.extra.bias": torch.ones(3)}),
+            ["1 that its config.json knows nothing of (model.layers.1.extra.bias)"],
+        ),
+        (
+            lambda tensors: tensors.update({MLP.format("up"): torch.ones(96, 32)}),
+            [f"1 of another shape ({MLP.format('up')}: (96, 32) in place of (96, 64))"],
+        ),
+    ],
+    ids=["missing", "many missing", "unexpected", "another shape"],
+)
+def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(folder, change, found: list[str]):
+    with weights_of(folder) as tensors:
+        change(tensors)
+    with pytest.raises(UsageError, match="expected the tensors that its config") as refused:
+        load_model(str(folder))
+    assert all(part in str(refused.value) for part in found), str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder, value: float):
+    with weights_of(folder) as tensors:
+        tensors[MLP.format("up")][3, 5] = value
+    with pytest.raises(UsageError, match=r"finite weights.*1 of 30 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(folder))
+
+
+def test_tied_embeddings_and_buffers_of_old_checkpoints_are_not_missed(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with weights_of(tmp_path) as tensors:
+        assert "lm_head.weight" not in tensors
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    assert torch.equal(load_model(str(tmp_path)).model.lm_head.weight, model.lm_head.weight)
 
 
 def test_a_folder_without_a_tokenizer_says_so(folder, tmp_path):
