@@ -103,6 +103,11 @@ class ModelInfo(Part):
         """What each layer is."""
         return {layer: group for group in self.attention for layer in group.layers}
 
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that attend to everything before them, ascending."""
+        return tuple(sorted(layer for group in self.attention if group.kind == "full" for layer in group.layers))
+
     def group_of(self, layer: int) -> AttentionGroup:
         """What layer number `layer` is.
 

@@ -12,10 +12,9 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.hf.load import LoadedModel
-
-_LEAST_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,8 @@ def piece_sizes(tokens: int, chunk: int) -> list[int]:
     Raises:
         UsageError: the chunk is too small to be sensible.
     """
-    if chunk < _LEAST_CHUNK:
-        raise UsageError(f"expected a chunk of at least {_LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
+    if chunk < LEAST_CHUNK:
+        raise UsageError(f"expected a chunk of at least {LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
     sizes = []
     while tokens > chunk:
         sizes.append(min(chunk, tokens - 2))
