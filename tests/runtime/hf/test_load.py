@@ -91,7 +91,9 @@ def without(names):
     ],
     ids=["missing", "many missing", "unexpected", "another shape"],
 )
-def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(folder, change, found: list[str], caplog, monkeypatch):
+def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
+    folder, change, found: list[str], caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to where caplog listens
     with weights_of(folder) as tensors:
         change(tensors)
