@@ -15,6 +15,7 @@ import typer
 
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from sparsekv.runtime.settings import Settings
 
 Value = TypeVar("Value")
+
+MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
 # Flags are named after their parameters.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -50,17 +53,23 @@ Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of sampl
 Lengths = Annotated[str | None, typer.Option(metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")]
 Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
 Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most samples run at once.")]
-HeldOut = Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out samples a task and length.")]
+Batch = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once.")]
+HeldOut = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Held-out samples a task and length.")]
 MaxAccuracyDrop = Annotated[
-    float | None, typer.Option(min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
+    float | None, typer.Option(min=0.0, max=100.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
 ]
 MaxKl = Annotated[
     float | None, typer.Option(min=0.0, metavar="NATS", help="Most mean divergence; no bound by default.")
 ]
 Chunk = Annotated[
     int | None,
-    typer.Option("--prefill-chunk", min=1, metavar="N", help="Prefill in pieces of N tokens, which bounds memory."),
+    typer.Option(
+        "--prefill-chunk",
+        min=LEAST_CHUNK,
+        max=MAX_LENGTH,
+        metavar="N",
+        help="Prefill in pieces of N tokens, which bounds memory.",
+    ),
 ]
 
 
@@ -78,6 +87,17 @@ def names_from(text: str, flag: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if "" in names:
         raise UsageError(f"{flag}: expected names separated by commas, found {text!r:.40}")
+    return names
+
+
+def tasks_from(text: str, flag: str) -> tuple[str, ...]:
+    """Names of tasks."""
+    from sparsekv.planner.tasks import TASKS
+
+    names = names_from(text, flag)
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise UsageError(f"{flag}: expected tasks of {', '.join(TASKS)}, found {unknown[0]!r:.40}")
     return names
 
 

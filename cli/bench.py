@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Time kernels or a model's prefill against the fastest dense kernel.", no_args_is_help=True)
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}
+_WIDEST = 1024  # heads, their size, layers: as in a plan
 _PREFILL_LENGTHS = {"cuda": "8k,32k", "cpu": "4k"}
 
 Lengths = Annotated[
     str | None, typer.Option(metavar="LIST", help="Tokens, such as 8k,32k; by default as fits the device.")
 ]
-Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Samples; medians are shown.")]
+Repeats = Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples; medians are shown.")]
 
 
 @app.command("kernels")
@@ -45,11 +46,12 @@ def kernels(
     ] = None,
     builder: Annotated[Literal["auto", "torch", "triton"], typer.Option(help="What builds the indices.")] = "auto",
     last_q: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Queries that vertical-slash heads sample.")
+        int | None,
+        typer.Option(min=1, max=arguments.MOST, metavar="N", help="Queries that vertical-slash heads sample."),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, metavar="N", help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, metavar="N", help="Heads of K and V.")] = 8,
-    head_dim: Annotated[int, typer.Option(min=1, metavar="N", help="Size of a head.")] = 128,
+    heads: Annotated[int, typer.Option(min=1, max=_WIDEST, metavar="N", help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, max=_WIDEST, metavar="N", help="Heads of K and V.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, max=_WIDEST, metavar="N", help="Size of a head.")] = 128,
     tile: arguments.Tile = "128",
     repeats: Repeats = 3,
     seed: arguments.Seed = 0,
@@ -101,13 +103,15 @@ def prefill(
     ] = None,
     tile: arguments.Tile = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With random weights: only so many layers.")
+        int | None, typer.Option(min=1, max=_WIDEST, metavar="N", help="With random weights: only so many layers.")
     ] = None,
     dense_layers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Measure dense on N layers and multiply; rows say so.")
+        int | None,
+        typer.Option(min=1, max=_WIDEST, metavar="N", help="Measure dense on N layers and multiply; rows say so."),
     ] = None,
     kv_host_layers: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Layers whose keys and values go to host memory.")
+        int | None,
+        typer.Option(min=0, max=_WIDEST, metavar="N", help="Layers whose keys and values go to host memory."),
     ] = None,
     chunk: arguments.Chunk = None,
     repeats: Repeats = 3,

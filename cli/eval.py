@@ -21,7 +21,7 @@ def evaluate(
     model: arguments.Model = None,
     tasks: arguments.Tasks = None,
     length: Annotated[str, typer.Option(metavar="LENGTH", help="Most tokens of a prompt and its answer.")] = "4k",
-    samples: Annotated[int, typer.Option(min=1, metavar="N", help="Samples a task.")] = 20,
+    samples: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
     seed: arguments.Seed = 0,
     batch: arguments.Batch = None,
@@ -52,7 +52,7 @@ def evaluate(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    names = TASKS if tasks is None else arguments.names_from(tasks, "--tasks")
+    names = TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks")
     loaded = subject.load(device, dtype)
     if lengths[0] > loaded.info.context_length:
         raise PromptError(

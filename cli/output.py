@@ -35,9 +35,12 @@ def prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: file names need not be text
 
 
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
 def tell(message: str) -> None:
-    """Says something to the user, on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    """Says something to the user, on standard error; what a file put into it cannot steer the terminal."""
+    print(message.translate(_CONTROL), file=sys.stderr, flush=True)
 
 
 def emit(text: str) -> None:

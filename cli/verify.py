@@ -8,6 +8,7 @@ import typer
 
 from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
+from sparsekv.cli.plan import check_writable
 from sparsekv.plans.errors import GateError, UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def verify(
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
     subject = arguments.Subject.named(target, plan, model)
     found = subject.need_plan()
+    if write and subject.path is not None:
+        check_writable(subject.path)
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.verify import verify as measure
@@ -48,7 +51,7 @@ def verify(
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
     asked = PlanOptions(
         lengths=tuple(own) if lengths is None else arguments.lengths_from(lengths, "--lengths"),
-        tasks=TASKS if tasks is None else arguments.names_from(tasks, "--tasks"),
+        tasks=TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks"),
         verify_samples=samples,
         gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         seed=seed,
@@ -84,8 +87,10 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
     """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
     known, found = plan.model.fingerprint, model.fingerprint
     if differs or known.weights is None or known.weights != found.weights:
-        part = "weights" if known.architecture == found.architecture else "architecture"
+        part = f"other {'weights' if known.architecture == found.architecture else 'architecture'}"
+        if part == "other weights" and known.weights_difference(found) == "older kind":
+            part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(
-            f"expected the model that the plan was made for beside --write, found another one ({model.id}, with other "
+            f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
             f"{part}); leave --write out, or plan this model"
         )

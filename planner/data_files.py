@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
+import os
+import stat
 import zlib
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,12 +22,14 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.types import canonical_json
+from sparsekv.plans.types import FieldError, canonical_json
+from sparsekv.plans.yaml_io import printable
 from sparsekv.runtime.hf.describe import device_name as device_name
 from sparsekv.runtime.hf.describe import dtype_name as dtype_name
 
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20
+_PIECE = 1 << 20
 _GZIP = b"\x1f\x8b"
 _SIGNATURE = "integrity"
 
@@ -48,26 +54,47 @@ def read_measured(kind: type[Record], path: Path) -> Record:
         UsageError: there is no such file.
         PlanError: it is not a whole and sound record of that kind.
     """
-    what = "profile" if kind is Profile else "device-cost file"
+    what = _name_of(kind)
     try:
         data = json.loads(_content(path, what))
     except (ValueError, RecursionError) as error:
         raise PlanError(f"expected a {what} in {path}, found no whole JSON: {error}; make it again") from error
     signed = data.pop(_SIGNATURE, None) if isinstance(data, dict) else None
-    try:
-        record = kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the top"
-        schema = kind.model_fields["schema_version"].default
-        raise PlanError(
-            f"expected a {what} of schema {schema} in {path}, found at {where}: {first['msg']}; make it again"
-        ) from error
+    record = record_of(kind, data, path)
     if signed != digest_of(record):
         raise PlanError(
             f"expected {path} as it was written, found a changed {what}; make it again, it is measured data"
         )
     return record
+
+
+def record_of(kind: type[Record], data: Any, path: Path) -> Record:
+    """The record that the data of a file makes, unsigned; `path` names it in messages.
+
+    Raises:
+        PlanError: it is no sound record of that kind.
+    """
+    what = _name_of(kind)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        schema = kind.model_fields["schema_version"].default
+        raise PlanError(
+            f"expected a {what} of schema {schema} in {path}, found at {_first(error)}; make it again"
+        ) from error
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong and where, cut short: the file may hold anything, also as the name of a field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    steps = (*first["loc"], *(cause.path if isinstance(cause, FieldError) else ()))
+    where = printable(".".join(map(str, steps))) or "the top"
+    return f"{where:.200}: {printable(first['msg'].removeprefix('Value error, ')):.300}"
+
+
+def _name_of(kind: type[Record]) -> str:
+    return "profile" if kind is Profile else "device-cost file"
 
 
 def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> None:
@@ -79,8 +106,10 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
     found, expected = profile.model.fingerprint, model.fingerprint
     for part in ("architecture", "weights") if weights else ("architecture",):
         if getattr(found, part) != getattr(expected, part):
+            older = part == "weights" and found.weights_difference(expected) == "older kind"
             raise PlanMismatchError(
-                f"expected a profile of {model.id}, found one of {profile.model.id}, with other {part}; "
+                f"expected a profile of {model.id}, found one of {profile.model.id}, with "
+                f"{'a weights fingerprint of an older kind' if older else f'other {part}'}; "
                 "profile this model again (leave --profile out)"
             )
 
@@ -96,21 +125,34 @@ def _digest(data: dict[str, Any]) -> str:
 
 def _content(path: Path, what: str) -> bytes:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PlanError(f"expected a {what} of at most {MAX_BYTES >> 20} MiB, found a larger file: {path}")
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):  # such as /dev/zero, which has no end
+                raise PlanError(f"expected a {what}, found the device {path}; name a file")
+            content = b"".join(_pieces(file))
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror or error}") from error
-    if not content.startswith(_GZIP):
-        return content
+    size = len(content)
     try:
-        inflated = zlib.decompressobj(wbits=31)
-        plain = inflated.decompress(content, MAX_BYTES)
-    except zlib.error as error:
+        if size <= MAX_BYTES and content.startswith(_GZIP):
+            # Counted before it is held: a small file may hold a thousand times its size.
+            with gzip.open(io.BytesIO(content)) as unpacked:
+                size = sum(map(len, _pieces(unpacked)))
+            content = gzip.decompress(content) if size <= MAX_BYTES else b""
+    except EOFError:
+        raise PlanError(f"expected a whole {what} in {path}, found one cut short; make it again") from None
+    except (OSError, zlib.error) as error:
         raise PlanError(f"expected a whole {what} in {path}, found a damaged one: {error}; make it again") from error
-    if not inflated.eof:
-        raise PlanError(f"expected a whole {what} in {path}, found one cut short; make it again")
-    return plain
+    if size > MAX_BYTES:
+        raise PlanError(f"expected a {what} of at most {MAX_BYTES >> 20} MiB, found more in {path}; make it again")
+    return content
+
+
+def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    """What is in a file, up to a little more than MAX_BYTES."""
+    left = MAX_BYTES
+    while left >= 0 and (piece := file.read(_PIECE)):
+        left -= len(piece)
+        yield piece
 
 
 def versions() -> dict[str, str]:

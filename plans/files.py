@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
 from sparsekv.plans.types import canonical_json
-from sparsekv.plans.yaml_io import plan_error, printable, read_tree, to_yaml
+from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
 
@@ -195,7 +195,13 @@ def parse_plan(text: str | bytes, source: str = "plan", *, signed: bool = True) 
     Raises:
         PlanError: it is no plan, contradicts itself, or (when `signed`) was changed since it was signed.
     """
-    tree = read_tree(as_text(text.encode(errors="surrogatepass") if isinstance(text, str) else text, source), source)
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    return plan_of(read_tree(as_text(data, source), source), signed=signed)
+
+
+def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
+    """The plan that the data of a file makes; see `parse_plan`."""
+    source = tree.source
     if not isinstance(tree.data, dict):
         found = "a list" if isinstance(tree.data, list) else "a single value"
         raise PlanError(f"{source}: expected a plan, a mapping with `kind: {KIND}`, found {found}")

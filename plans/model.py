@@ -23,6 +23,7 @@ from sparsekv.plans.types import (
     Length,
     Part,
     Text,
+    WeightsDigest,
     Where,
     canonical_json,
     format_ids,
@@ -51,10 +52,23 @@ class AttentionGroup(Part):
 
 
 class Fingerprint(Part):
-    """Digests of what the model is (`architecture`) and of sampled weights; `weights` is absent where unknown."""
+    """Digests of what the model is (`architecture`) and of sampled weights.
+
+    `weights` is absent where unknown. `sha256-all:` samples every tensor; `sha256:` is of an older kind, which sampled
+    query and key projections alone: the two cannot be compared.
+    """
 
     architecture: Digest
-    weights: Digest | None = None
+    weights: WeightsDigest | None = None
+
+    def weights_difference(self, found: Fingerprint) -> Literal["unknown", "older kind", "other"] | None:
+        """What is known against `found` being the same weights; None where nothing is, or `found` does not say."""
+        if found.weights is None or self.weights == found.weights:
+            return None
+        if self.weights is None:
+            return "unknown"
+        same_kind = self.weights.partition(":")[0] == found.weights.partition(":")[0]
+        return "other" if same_kind else "older kind"
 
 
 class ModelInfo(Part):
@@ -88,6 +102,11 @@ class ModelInfo(Part):
     def by_layer(self) -> dict[int, AttentionGroup]:
         """What each layer is."""
         return {layer: group for group in self.attention for layer in group.layers}
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that attend to everything before them, ascending."""
+        return tuple(sorted(layer for group in self.attention if group.kind == "full" for layer in group.layers))
 
     def group_of(self, layer: int) -> AttentionGroup:
         """What layer number `layer` is.
@@ -127,7 +146,7 @@ def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
         for part in (name.encode(), data):
             state.update(len(part).to_bytes(8, "little"))  # so that no two lists of samples run into the same bytes
             state.update(part)
-    return "sha256:" + state.hexdigest()
+    return "sha256-all:" + state.hexdigest()
 
 
 def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:

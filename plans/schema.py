@@ -224,11 +224,16 @@ def _check_fits(plan: Plan, found: ModelInfo) -> None:
 
 
 def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
-    ours, theirs = plan.model.fingerprint.weights, found.fingerprint.weights
-    if ours == theirs or theirs is None:
+    difference = plan.model.fingerprint.weights_difference(found.fingerprint)
+    if difference is None:
         return []
-    if ours is None:
+    if difference == "unknown":
         return ["this plan does not say which weights it was made for; its quality was not measured on these"]
+    if difference == "older kind":
+        return [
+            "the weights fingerprint of this plan is of an older kind, which sampled query and key projections alone: "
+            "whether its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
+        ]
     return [
         f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
         "another --dtype?); the plan runs, but its quality was not measured on these weights: `sparsekv verify` does"

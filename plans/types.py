@@ -30,6 +30,7 @@ from pydantic import (
 from sparsekv.plans.errors import UsageError
 
 MAX_LENGTH = 1 << 40
+LEAST_CHUNK = 16  # fewest tokens of a prompt that a prefill in pieces gives to a model at once
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _LENGTH = re.compile(r"([0-9]{1,13})([kKmM]?)", re.ASCII)
 
@@ -143,6 +144,7 @@ LayerSet = Annotated[
 
 MAX_JSON_DEPTH = 12
 SHA256 = r"^sha256:[0-9a-f]{64}$"
+SHA256_WEIGHTS = r"^sha256(-all)?:[0-9a-f]{64}$"
 
 Key = TypeVar("Key", str, int)
 Value = TypeVar("Value")
@@ -265,4 +267,5 @@ Text = Annotated[
     AfterValidator(utf8),
 ]
 Digest = Annotated[str, StringConstraints(strict=True, pattern=SHA256)]
+WeightsDigest = Annotated[str, StringConstraints(strict=True, pattern=SHA256_WEIGHTS)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(json_object)]

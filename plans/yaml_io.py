@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sparsekv.plans.errors import PlanError
-from sparsekv.plans.types import SHA256, FieldError, Part, Where
+from sparsekv.plans.types import SHA256, SHA256_WEIGHTS, FieldError, Part, Where
 
 MAX_DEPTH = 24
 # What a file may hold: enough for 128 layers of 128 heads at four lengths, little enough to be refused at once.
@@ -251,7 +251,7 @@ def _message(detail: ErrorDetails) -> str:
 
 def _expected(detail: ErrorDetails) -> str:
     if detail["type"] == "string_pattern_mismatch":
-        digest = detail.get("ctx", {}).get("pattern") == SHA256
+        digest = detail.get("ctx", {}).get("pattern") in (SHA256, SHA256_WEIGHTS)
         return "expected sha256: and 64 hexadecimal digits" if digest else "expected text without control characters"
     message = detail["msg"].replace("Input should be", "expected").replace("a valid ", "a ")
     return message.replace("a integer", "an integer")

@@ -7,14 +7,14 @@ features, fitted to a few timed launches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.planner.options import Family
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import BackendName, DtypeName
-from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text
+from sparsekv.plans.types import Count, FieldError, Length, NonNegative, Part, Text, rounded
 
 # Of each line, as `DeviceCost` has them.
 _PRICES = {
@@ -28,6 +28,10 @@ _PRICES = {
 }
 
 
+# Microseconds of a launch, a tile or a token. No device comes near the bound, which keeps every sum finite.
+Price = Annotated[float, Field(strict=True, ge=0.0, le=1e8, allow_inf_nan=False), AfterValidator(rounded)]
+
+
 class HeadShape(Part):
     """The attention of one layer."""
 
@@ -39,7 +43,7 @@ class HeadShape(Part):
 class Line(Part):
     """A sum of features, each with a price of zero or more."""
 
-    prices: tuple[NonNegative, ...]
+    prices: tuple[Price, ...]
 
     def at(self, *features: float) -> float:
         """The value for these features."""

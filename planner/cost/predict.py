@@ -45,7 +45,8 @@ class ScoreTables:
         """The tables of a profiled length."""
         names = ("error", "tail_error", "tiles", "columns")
         error, tail, tiles, columns = (_table([getattr(scores, name) for scores in entry.layers]) for name in names)
-        return cls(entry, error, tail, tiles, columns, tiles + columns, ~np.isnan(error[:, 0]))
+        density = np.minimum(tiles + columns, 1.0)  # each is rounded by itself
+        return cls(entry, error, tail, tiles, columns, density, ~np.isnan(error[:, 0]))
 
     def take(self, table_LCH: Floats, choice: Choice, dense: float) -> Floats:
         """[L, H]: the entry of each head's candidate; `dense` for dense heads, 0 for absent ones."""

@@ -5,10 +5,13 @@ Every number is rounded to six significant digits when it enters, so that what i
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.planner.options import Family, PlanOptions, asked, flag_of
 from sparsekv.plans.errors import UsageError
@@ -20,16 +23,27 @@ from sparsekv.plans.types import (
     Digest,
     FieldError,
     Index,
-    Length,
     Natural,
-    NonNegative,
     Part,
     Positive,
     Text,
+    Where,
     format_length,
+    rounded,
 )
 
-Row = tuple[NonNegative, ...]
+# Bounds that nothing measured comes near: what is computed from a file stays finite, and takes seconds.
+MAX_MEASURED = 1e12
+MAX_TOKENS = 1 << 24
+MAX_LENGTHS = 64
+LEAST_SHARE = 1e-9  # every pattern computes a few tiles a row
+
+Tokens = Annotated[int, Field(strict=True, ge=1, le=MAX_TOKENS)]
+Measured = Annotated[float, Field(strict=True, ge=0.0, le=MAX_MEASURED, allow_inf_nan=False), AfterValidator(rounded)]
+PartOfAll = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False), AfterValidator(rounded)]
+TileShare = Annotated[float, Field(strict=True, ge=LEAST_SHARE, le=1.0, allow_inf_nan=False), AfterValidator(rounded)]
+
+Row = tuple[Measured, ...]
 Table = tuple[Row, ...]
 
 
@@ -55,8 +69,8 @@ class ScoreParts(Part):
     error: Table = ()
     tail_error: Table = ()
     mass: Table = ()
-    tiles: Table = ()
-    columns: Table = ()
+    tiles: tuple[tuple[TileShare, ...], ...] = ()
+    columns: tuple[tuple[PartOfAll, ...], ...] = ()
 
 
 SCORES = tuple(name for name in ScoreParts.model_fields if name != "layer")
@@ -67,14 +81,28 @@ class LayerScores(ScoreParts):
 
     patterns: tuple[tuple[Natural, ...], ...]
 
-    @model_validator(mode="after")
-    def _rectangular(self) -> LayerScores:
-        shape = [len(row) for row in self.patterns]
-        for name in SCORES:
-            found = [len(row) for row in getattr(self, name)]
-            if found != shape:
-                raise FieldError(f"expected {len(shape)} rows of {shape[:1]} heads, found {found}", name)
-        return self
+
+def check_scores(
+    scores: ScoreParts, patterns: Sequence[Sequence[Pattern]], candidates: Sequence[Candidate], heads: int
+) -> None:
+    """Raises FieldError unless each candidate has a pattern of its family, and scores, for each of the heads."""
+    check_table(patterns, len(candidates), heads, "patterns")
+    for name in SCORES:
+        check_table(getattr(scores, name), len(candidates), heads, name)
+    for number, (candidate, row) in enumerate(zip(candidates, patterns, strict=True)):
+        found = {pattern.pattern for pattern in row}
+        if found != {candidate.family}:
+            message = f"expected patterns of {candidate.family}, found {', '.join(sorted(found))}"
+            raise FieldError(message, "patterns", number)
+
+
+def check_table(table: Sequence[Sequence[Any]], rows: int, columns: int, name: str) -> None:
+    """Raises FieldError unless every one of so many rows has so many entries."""
+    if len(table) != rows:
+        raise FieldError(f"expected {rows} rows, found {len(table)}", name)
+    for number, row in enumerate(table):
+        if len(row) != columns:
+            raise FieldError(f"expected {columns} entries, found {len(row)}", name, number)
 
 
 class TokenChoice(Part):
@@ -83,8 +111,8 @@ class TokenChoice(Part):
 
     sink: Natural
     recent: Positive
-    budgets: tuple[Budget, ...]
-    selectors: tuple[SelectorChoice, ...]
+    budgets: Annotated[tuple[Budget, ...], Field(min_length=1)]
+    selectors: Annotated[tuple[SelectorChoice, ...], Field(min_length=1)]
 
 
 class Reuse(TokenChoice):
@@ -96,24 +124,23 @@ class Reuse(TokenChoice):
     + || residual ||).
     """
 
-    importance: Row
+    importance: tuple[PartOfAll, ...]
     kept: tuple[tuple[Table, ...], ...]
 
-    @model_validator(mode="after")
-    def _triangular(self) -> Reuse:
-        layers = range(len(self.importance))
-        fits = [len(self.kept) == len(self.selectors)]
-        fits += [len(tables) == len(self.budgets) for tables in self.kept]
-        fits += [[len(row) for row in table] == [j + 1 for j in layers] for tables in self.kept for table in tables]
-        if not all(fits):
-            raise FieldError("expected a lower triangle of layers for each selector and budget", "kept")
-        return self
+    def check(self, layers: int) -> None:
+        """Raises FieldError unless there is an entry for each layer, selector and budget."""
+        if len(self.importance) != layers:
+            raise FieldError(f"expected {layers} layers of the model, found {len(self.importance)}", "importance")
+        check_table(self.kept, len(self.selectors), len(self.budgets), "kept")
+        triangle = [j + 1 for j in range(layers)]
+        if not all([len(row) for row in table] == triangle for tables in self.kept for table in tables):
+            raise FieldError(f"expected a lower triangle of {layers} layers for each selector and budget", "kept")
 
 
 class LengthProfile(Part):
     """Everything measured at one context length."""
 
-    length: Length
+    length: Tokens
     prompt_tokens: tuple[Positive, ...]
     candidates: tuple[Candidate, ...] = ()
     patterns: tuple[Pattern, ...] = ()
@@ -125,15 +152,44 @@ class LengthProfile(Part):
         """The ladder of densities that candidates were brought to, ascending."""
         return tuple(sorted({candidate.density for candidate in self.candidates}))
 
-    @model_validator(mode="after")
-    def _consistent(self) -> LengthProfile:
+    def check(self, model: ModelInfo) -> None:
+        """Raises FieldError unless every layer, head and candidate of it is of this model, and fits the others."""
+        if bool(self.layers) != bool(self.candidates):
+            raise FieldError("expected candidates and layers, or none of either", "candidates")
+        check_ascending([scores.layer for scores in self.layers], "layers")
+        shapes = model.by_layer
         for number, scores in enumerate(self.layers):
-            if len(scores.patterns) != len(self.candidates):
-                message = f"expected {len(self.candidates)} candidates, found {len(scores.patterns)}"
-                raise FieldError(message, "layers", number)
-            if any(position >= len(self.patterns) for row in scores.patterns for position in row):
-                raise FieldError(f"expected positions below {len(self.patterns)}", "layers", number)
-        return self
+            if scores.layer not in shapes or shapes[scores.layer].kind != "full":
+                message = f"expected a layer of the model with full attention, found {scores.layer}"
+                raise FieldError(message, "layers", number, "layer")
+            with inside("layers", number):
+                check_scores(scores, self._patterns_of(scores), self.candidates, shapes[scores.layer].heads)
+        if self.reuse:
+            with inside("reuse"):
+                self.reuse.check(model.layers)
+
+    def _patterns_of(self, scores: LayerScores) -> list[list[Pattern]]:
+        most = max((position for row in scores.patterns for position in row), default=-1)
+        if most >= len(self.patterns):
+            raise FieldError(f"expected positions below {len(self.patterns)}, found {most}", "patterns")
+        return [[self.patterns[position] for position in row] for row in scores.patterns]
+
+
+@contextmanager
+def inside(*path: Where) -> Iterator[None]:
+    """Puts the path of what is checked before that of what is wrong in it."""
+    try:
+        yield
+    except FieldError as error:
+        error.path = (*path, *error.path)
+        raise
+
+
+def check_ascending(numbers: Sequence[int], *path: Where) -> None:
+    """Raises FieldError unless each number is larger than the one before it."""
+    for before, after in pairwise(numbers):
+        if before >= after:
+            raise FieldError(f"expected ascending order, found {after} after {before}", *path)
 
 
 class Profile(Part):
@@ -152,7 +208,31 @@ class Profile(Part):
     tasks: tuple[Text, ...] = ()
     calibration: Digest
     versions: dict[Text, Text] = Field(default_factory=dict)
-    lengths: tuple[LengthProfile, ...]
+    lengths: Annotated[tuple[LengthProfile, ...], Field(min_length=1, max_length=MAX_LENGTHS)]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        check_ascending([entry.length for entry in self.lengths], "lengths")
+        for number, entry in enumerate(self.lengths):
+            with inside("lengths", number):
+                entry.check(self.model)
+                _check_alike(self.lengths[0], entry)
+        if self.lengths[-1].length > self.model.context_length:
+            message = f"expected lengths within the model's context of {self.model.context_length}"
+            raise FieldError(f"{message}, found {self.lengths[-1].length}", "lengths")
+        return self
+
+
+def _check_alike(first: LengthProfile, entry: LengthProfile) -> None:
+    """Every length has the same phases, and one way to choose tokens, as one plan serves them all."""
+    if bool(entry.layers) != bool(first.layers):
+        raise FieldError("expected scores of layers at every length or at none", "layers")
+    choices = [
+        one.reuse and (one.reuse.sink, one.reuse.recent, one.reuse.budgets, one.reuse.selectors)
+        for one in (first, entry)
+    ]
+    if choices[0] != choices[1]:
+        raise FieldError("expected the same sink, recent, budgets and selectors at every length", "reuse")
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:

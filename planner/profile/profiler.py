@@ -27,7 +27,7 @@ from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.profile_data import SCORES, Profile
-from sparsekv.planner.profile.resume import LayerRecord, Records, as_table, length_means
+from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
 from sparsekv.planner.profile.search_space import Patterns, Prefix, aims, fit_to_target
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress
@@ -60,7 +60,11 @@ def profile(
     backend = cast(BackendName, chosen.name)
     prompts = calibration_prompts(loaded.tokenizer, options)
     _check_targets(prompts, options)
-    records = Records(resume, _identity(loaded, options, prompts, backend))
+    choice = token_choice(options) if "decode" in options.phases else None
+    candidates = {length: [aim.candidate for aim in aims(options, length)] for length in prompts}
+    searched = candidates if "prefill" in options.phases else dict.fromkeys(prompts, ())
+    shape = RunShape(info, {length: len(some) for length, some in prompts.items()}, searched, choice)
+    records = Records(resume, _identity(loaded, options, prompts, backend), shape)
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
     with (progress or Progress()).stage("profile", total=total) as step:
         for length, some in prompts.items():
@@ -83,8 +87,8 @@ def profile(
             length_means(
                 length,
                 [len(prompt.ids) for prompt in some],
-                [aim.candidate for aim in aims(options, length)],
-                token_choice(options) if "decode" in options.phases else None,
+                candidates[length],
+                choice,
                 [[records[length, sample, layer] for sample in range(len(some))] for layer in range(info.layers)],
             )
             for length, some in prompts.items()

@@ -1,7 +1,7 @@
 """Records of a profiling run, on disk while it runs, so that an interrupted run goes on; and their means over prompts.
 
 One JSON line a layer, appended and flushed as it is measured, under a first line that says what the run is of. A line
-cut short by an interruption is dropped.
+cut short by an interruption is dropped, and so is one that this run cannot have written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ from sparsekv.planner.profile.profile_data import (
     Candidate,
     LayerScores,
     LengthProfile,
+    PartOfAll,
     Reuse,
     Row,
     ScoreParts,
     Table,
     TokenChoice,
+    check_scores,
+    check_table,
 )
 from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern
-from sparsekv.plans.types import Length, Natural, NonNegative, canonical_json
+from sparsekv.plans.types import FieldError, Length, Natural, canonical_json
 
 Key = tuple[int, int, int]
 _PARTIAL = "sparsekv.partial"
@@ -43,7 +48,7 @@ class LayerRecord(ScoreParts):
     length: Length
     sample: Natural
     patterns: tuple[tuple[Pattern, ...], ...] = ()
-    importance: NonNegative = 0.0
+    importance: PartOfAll = 0.0
     kept: tuple[tuple[Row, ...], ...] = ()  # [selector][budget][filter layer]
 
     @property
@@ -52,20 +57,49 @@ class LayerRecord(ScoreParts):
         return self.length, self.sample, self.layer
 
 
+@dataclass(frozen=True, slots=True)
+class RunShape:
+    """What the records of a run are of and hold.
+
+    Attributes:
+        samples: prompts of each length.
+        candidates: of each length; none without the prefill phase.
+        choice: of the decode statistics; None without the decode phase.
+    """
+
+    model: ModelInfo
+    samples: Mapping[int, int]
+    candidates: Mapping[int, Sequence[Candidate]]
+    choice: TokenChoice | None
+
+    def check(self, record: LayerRecord) -> None:
+        """Raises FieldError unless the record is one of such a run."""
+        if record.sample >= self.samples.get(record.length, 0) or record.layer >= self.model.layers:
+            raise FieldError(f"expected a length, a prompt and a layer of this run, found {record.key}")
+        group = self.model.group_of(record.layer)
+        candidates = self.candidates[record.length] if group.kind == "full" else ()
+        check_scores(record, record.patterns, candidates, group.heads)
+        selectors, budgets = (len(self.choice.selectors), len(self.choice.budgets)) if self.choice else (0, 0)
+        check_table(record.kept, selectors, budgets, "kept")
+        for table in record.kept:
+            check_table(table, budgets, record.layer + 1, "kept")
+
+
 class Records:
     """The records of a run, by what they are of; on disk too where there is a path."""
 
-    def __init__(self, path: Path | None, run: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, run: Mapping[str, Any], shape: RunShape) -> None:
         """Takes up the records of an earlier run if it was of the same thing; otherwise starts anew.
 
         Args:
             path: of the partial file; None keeps records in memory only.
             run: what the run is of, as JSON data; the file of another run is renamed.
+            shape: of its records; others are dropped with a warning, and measured again.
 
         Raises:
             UsageError: the file cannot be written.
         """
-        self._path = path
+        self._path, self._shape = path, shape
         self._header = f"{_PARTIAL} {hashlib.sha256(canonical_json(dict(run))).hexdigest()}\n"
         self._found: dict[Key, LayerRecord] = {}
         if path is not None:
@@ -93,9 +127,9 @@ class Records:
         with _told(path, "choose another --profile-out"):
             self._set_aside(path)
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-            whole = self._whole_lines(text)
-            if whole != text:
-                path.write_text(whole, encoding="utf-8")
+            sound = self._sound_lines(text, path)
+            if sound != text:
+                path.write_text(sound, encoding="utf-8")
 
     def _set_aside(self, path: Path) -> None:
         """Renames the file of a run with other options, for when that one is started again, and takes back our own."""
@@ -111,18 +145,23 @@ class Records:
         if _aside(path, self._header).exists():
             _aside(path, self._header).replace(path)
 
-    def _whole_lines(self, text: str) -> str:
+    def _sound_lines(self, text: str, path: Path) -> str:
         if not text.startswith(self._header):
             return self._header
-        end = len(self._header)
-        for line in text[end:].splitlines(keepends=True):
+        sound, damaged = [self._header], 0
+        for line in text[len(self._header) :].split("\n")[:-1]:  # the last one was cut short, or is empty
             try:
                 record = LayerRecord.model_validate_json(line)
-            except ValidationError:
-                break
+                self._shape.check(record)
+            except (ValidationError, FieldError):
+                damaged += 1
+                continue
             self._found[record.key] = record
-            end += len(line)
-        return text[:end]
+            sound.append(f"{line}\n")
+        if damaged:
+            told = f"dropped {damaged} of the records in {path}, which are damaged: they are measured again"
+            warnings.warn(told, PlanWarning, 2)
+        return "".join(sound)
 
 
 def _aside(path: Path, header: str) -> Path:

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
-from sparsekv.plans.errors import PlanWarning, UnsupportedError
+from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported
 from sparsekv.runtime.core.decode import decode
@@ -200,6 +200,13 @@ class Handle:
         self._engine.meter = Meter()
 
     def __enter__(self) -> Handle:
+        """This handle.
+
+        Raises:
+            UsageError: it was closed: the model would run dense.
+        """
+        if self.closed:
+            raise UsageError("expected an open handle, found one that was closed; call apply again")
         return self
 
     def __exit__(

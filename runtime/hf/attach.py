@@ -2,19 +2,21 @@
 
 While attached: the model's attention implementation is `sparsekv`; a hook on the decoder checks the inputs, gives the
 cache our layers, decides the phase and hands all three to the attention function as a keyword argument; long inputs run
-by an executor of our own; and `generate` refuses what cannot be right.
+by an executor of our own; and `generate` refuses what cannot be right. A deep copy has nothing attached.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
@@ -48,6 +50,57 @@ def check_inputs(inputs: dict[str, Any], tokens: torch.Tensor | None, training: 
 
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # rows of several sequences
+
+
+class ChangeCheck:
+    """Refuses a model that is no longer as it was when the engine was attached. Compares objects and names alone, as it
+    runs before every decode step."""
+
+    def __init__(self, decoder: PreTrainedModel, attentions: Sequence[nn.Module]) -> None:
+        self._attentions = attentions
+        self._configs = list({id(config): config for config in (module.config for module in attentions)}.values())
+        self._placed = _placed(decoder)
+
+    def check(self, decoder: Any) -> None:
+        """Checks that the layers are the same ones, call our attention, and lie where they did.
+
+        A module put around a layer is fine.
+
+        Raises:
+            UsageError: they do not.
+        """
+        for config in (decoder.config, *self._configs):
+            if config._attn_implementation != NAME:
+                raise UsageError(
+                    f"expected the attention implementation {NAME!r} while a plan is applied, found "
+                    f"{config._attn_implementation!r:.40}; close the handle before setting another one"
+                )
+        if len(decoder.layers) != len(self._attentions):
+            raise UsageError(
+                f"{_LAYERS}, found {len(decoder.layers)} layers in place of {len(self._attentions)}{_CLOSE}"
+            )
+        for number, (layer, attention) in enumerate(zip(decoder.layers, self._attentions, strict=True)):
+            if layer._modules.get("self_attn") is not attention and all(
+                part is not attention for part in layer.modules()
+            ):
+                raise UsageError(f"{_LAYERS}, found another attention in layer {number}{_CLOSE}")
+        if (placed := _placed(decoder)) != self._placed:
+            was, found = (
+                f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in (self._placed, placed)
+            )
+            raise UsageError(
+                f"expected the model as it was ({was}) when the plan was applied, found it {found}; "
+                f"close the handle before moving or converting it"
+            )
+
+
+_LAYERS = "expected the layers that the plan was applied to"
+_CLOSE = "; close the handle before changing the model"
+
+
+def _placed(decoder: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+    first = next(decoder.parameters())
+    return first.dtype, first.device
 
 
 class MaskCheck:
@@ -176,7 +229,7 @@ def guarded(model: PreTrainedModel, prompt: Prompt) -> Callable[..., Any]:
 
 
 def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None, defaults: GenerationConfig) -> Any:
-    if kwargs.get(name) is not None:
+    if name in kwargs:  # None as well: it goes over the settings of the model
         return kwargs[name]
     given = getattr(config, name, None)
     return given if given is not None else getattr(defaults, name, None)
@@ -221,17 +274,25 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
     check_attachable(model)
     register()
     with ExitStack() as undo:
-        undo.callback(_restore_implementations, _implementations(model))
+        implementations = _implementations(model)
+        undo.callback(_restore_implementations, implementations)
         model.set_attn_implementation(NAME)
         decoder = decoder_of(model)
         prompt = Prompt()
-        hook = _decoder_hook(engine, decoder, len(attention_modules(model)), prompt)
-        undo.callback(decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        hook = decoder.register_forward_pre_hook(
+            _decoder_hook(engine, decoder, attention_modules(model), prompt), with_kwargs=True
+        )
+        undo.callback(hook.remove)
+        shadows = _Shadows()
+        undo.callback(shadows.remove, model)
+        undo.callback(shadows.remove, decoder)
         if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
             long = LongInputs(decoder, engine, chunking or Chunking(), model.config.model_type)
-            _shadow(decoder, "forward", long.forward, undo)
+            shadows.put(decoder, "forward", long.forward)
         if model.can_generate():
-            _shadow(model, "generate", guarded(model, prompt), undo)
+            shadows.put(model, "generate", guarded(model, prompt))
+        for module in {id(module): module for module in (model, decoder)}.values():
+            shadows.put(module, "__deepcopy__", _copier(module, shadows, hook.id, implementations))
         undo.callback(setattr, engine, "open", False)
         return undo.pop_all().close
     raise AssertionError("unreachable")
@@ -253,12 +314,16 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
         config._attn_implementation = implementation
 
 
-def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int, prompt: Prompt) -> Callable[..., Any]:
+def _decoder_hook(
+    engine: Engine, decoder: PreTrainedModel, attentions: Sequence[nn.Module], prompt: Prompt
+) -> Callable[..., Any]:
     """Decides the phase of a forward pass: one token behind a past, and behind the prompt of a `generate` under way,
     is a decode step."""
     names, mask = tuple(inspect.signature(decoder.forward).parameters), MaskCheck()
+    change = ChangeCheck(decoder, attentions)
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        change.check(module)
         inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
@@ -267,7 +332,7 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int, prompt:
         new = 0 if tokens is None else tokens.shape[1]
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
-            cache = inputs["past_key_values"] = sparse_cache(cache, engine, layers)
+            cache = inputs["past_key_values"] = sparse_cache(cache, engine, len(attentions))
             check_even(cache, config.num_hidden_layers)
         past = 0 if cache is None else cache.get_seq_length()
         if new != 1 or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
@@ -283,18 +348,46 @@ def _decoder_hook(engine: Engine, decoder: PreTrainedModel, layers: int, prompt:
     return prepare
 
 
-def _shadow(thing: Any, name: str, function: Callable[..., Any], undo: ExitStack) -> None:
-    """An attribute of this one object, in front of the method of its class."""
-    attributes: dict[str, Any] = thing.__dict__
-    former = attributes.get(name)
-    attributes[name] = function
+class _Shadows:
+    """Attributes of single objects, in front of the methods of their classes."""
 
-    def restore() -> None:
-        if attributes.get(name) is not function:
-            return  # somebody put another one in front since
-        if former is None:
-            del attributes[name]
-        else:
-            attributes[name] = former
+    def __init__(self) -> None:
+        self._placed: list[tuple[str, Callable[..., Any], Any]] = []  # with what was there before
 
-    undo.callback(restore)
+    def put(self, thing: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Puts one there."""
+        self._placed.append((name, function, vars(thing).get(name)))
+        vars(thing)[name] = function
+
+    def remove(self, thing: nn.Module) -> None:
+        """Takes those off that the object, or a copy of it, has; not where somebody has put another one in front."""
+        attributes = vars(thing)
+        for name, function, former in self._placed:
+            if attributes.get(name) is not function:
+                continue
+            if former is None:
+                del attributes[name]
+            else:
+                attributes[name] = former
+
+
+def _copier(
+    module: nn.Module, shadows: _Shadows, hook: int, implementations: list[tuple[PreTrainedConfig, str | None]]
+) -> Callable[[dict[int, Any]], nn.Module]:
+    """`__deepcopy__` of an attached module: a copy has nothing attached and is dense. Everything attached is bound to
+    the original, whose weights the copy would run."""
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        own = vars(module).pop("__deepcopy__")
+        try:
+            twin = deepcopy(module, memo)
+        finally:
+            vars(module)["__deepcopy__"] = own
+        shadows.remove(twin)
+        for hooks in (twin._forward_pre_hooks, twin._forward_pre_hooks_with_kwargs):
+            hooks.pop(hook, None)
+        twins = [(memo[id(config)], former) for config, former in implementations if id(config) in memo]
+        _restore_implementations(twins)
+        return twin
+
+    return copied

@@ -139,15 +139,16 @@ def attention_forward(
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
 
     Raises:
-        UsageError: the model shares its config with one that a plan was applied to, or a layer was called by itself.
+        UsageError: the model shares its config with one that a plan was applied to, or its hooks were removed, or a
+            layer was called by itself.
         UnsupportedError: a mask was handed in.
     """
     context: Context | None = kwargs.get(CONTEXT)
     if context is None:
         raise UsageError(
             "expected a forward pass of a model that sparsekv was applied to, found a layer called by itself, or a "
-            "model that shares its config object; call the model, and load two models separately (or give one a "
-            "copy.deepcopy of the config)"
+            "model that shares its config object, or whose hooks were removed; call the model, load two models "
+            "separately (or give one a copy.deepcopy of the config), and close the handle before removing hooks"
         )
     if attention_mask is not None:
         raise UnsupportedError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [layer.self_attn for layer in layers]
 
 
-_SAMPLES = 16  # values of each projection; enough to tell two trainings apart, and far from all of it
+_SAMPLES = 16  # values of each tensor; enough to tell two trainings apart, and far from all of it
 _TINY = 2.0**-12  # below it float16 keeps fewer bits than bfloat16, so that the digest would depend on the dtype
 
 
@@ -131,32 +131,31 @@ def _number(text: str) -> int | float:
 
 
 def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
-    """Values at fixed coordinates of the query and key projections, rounded to bfloat16: the same for every dtype.
+    """The shape of every tensor, and values at fixed positions, rounded to bfloat16: the same for every dtype.
 
-    Of a quantised projection, which may keep its weights anywhere, only the kind: other weights than any plan has seen.
+    Of a tensor of a quantisation's own type, which may keep its values anywhere, only the shape and that type: other
+    weights than any plan has seen.
     """
-    for layer, module in enumerate(attention_modules(model)):
-        for name in ("q_proj", "k_proj"):
-            projection = getattr(module, name)
-            weight_OI = getattr(projection, "weight", None)
-            if isinstance(weight_OI, torch.Tensor) and weight_OI.dim() == 2:
-                yield f"{layer}.{name}", _rounded(_sampled(weight_OI.detach()))
-            else:
-                yield f"{layer}.{name}", type(projection).__name__.encode()
+    tensors = {name: data for name, data in model.state_dict().items() if isinstance(data, torch.Tensor)}
+    plain = {name: data for name, data in tensors.items() if type(data) is torch.Tensor and data.numel()}
+    values = dict(zip(plain, _rounded([_sampled(data) for data in plain.values()]), strict=True))
+    for name, data in tensors.items():
+        kind = f"{tuple(data.shape)}".encode()
+        yield name, kind + values.get(name, type(data).__name__.encode())
 
 
-def _sampled(weight_OI: torch.Tensor) -> torch.Tensor:
-    rows, columns = weight_OI.shape
-    # multiplicative hashing spreads the coordinates without a random generator
-    row = torch.tensor([(2_654_435_761 * (i + 1) >> 7) % rows for i in range(_SAMPLES)], device=weight_OI.device)
-    column = torch.tensor([(2_246_822_519 * (i + 1) >> 5) % columns for i in range(_SAMPLES)], device=weight_OI.device)
-    return weight_OI[row, column]
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    # multiplicative hashing spreads the positions without a random generator
+    position = (torch.arange(1, _SAMPLES + 1, device=tensor.device) * 2_654_435_761 >> 7) % tensor.numel()
+    readable = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # float8 cannot be indexed everywhere
+    return readable.take(position).float()
 
 
-def _rounded(values: torch.Tensor) -> bytes:
-    exact = values.float()
-    kept = torch.where(exact.abs() < _TINY, 0.0, exact)
-    return kept.to(torch.bfloat16).view(torch.int16).cpu().numpy().astype("<i2").tobytes()
+def _rounded(samples: Sequence[torch.Tensor]) -> list[bytes]:
+    """One copy to the host for all."""
+    exact = torch.stack([values.to(samples[0].device) for values in samples])
+    kept = torch.where(exact.abs() < _TINY, 0.0, exact).to(torch.bfloat16)
+    return [row.tobytes() for row in kept.view(torch.int16).cpu().numpy().astype("<i2")]
 
 
 # What plans, profiles and cost files call a device and a precision. No machine names.

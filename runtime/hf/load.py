@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from torch.nn import Parameter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,6 +70,7 @@ def _is_cached(repository: str, revision: str | None) -> bool:
     return isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str)
 
 
+_NAMED = 3  # tensors that a message names
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -96,7 +102,8 @@ def load_model(
         local_files_only: do not ask the hub.
 
     Raises:
-        UsageError: there is no such model, or no access to it, or no such device or dtype.
+        UsageError: there is no such model, or no access to it, or no such device or dtype; its config or tokenizer
+            cannot be, or its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
     found = resolve_model(source) if isinstance(source, str) else source
@@ -107,10 +114,10 @@ def load_model(
         options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
     config = _read_config(found, options)
     precision = _torch_dtype(dtype, config, target)
-    tokenizer = _guarded(found, "its tokenizer", AutoTokenizer.from_pretrained, options)
-    weights = {"config": config, "dtype": precision}
-    model = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | weights)
+    tokenizer = _read_tokenizer(found, options, config.vocab_size)
+    model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
     model = model.to(target).eval()
+    _check_finite(found, model)
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
@@ -161,9 +168,105 @@ def _torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> 
 
 def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
     data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
+    if not isinstance(data, dict):
+        raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
     check_supported(data.get("model_type", "none"))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
+    _check_config(config, f"in the config.json of {found.path_or_id}")
     return config
+
+
+_COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
+_COUNTS_IF_ANY = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def _check_config(config: PreTrainedConfig, where: str) -> None:
+    for name in (*_COUNTS, *_COUNTS_IF_ANY):
+        count = getattr(config, name, None)
+        if (count is None and name in _COUNTS) or (count is not None and not (isinstance(count, int) and count >= 1)):
+            raise UsageError(f"expected {name} of 1 or more {where}, found {count!r:.40}")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:
+        raise UsageError(f"expected {heads} attention heads {where} to be a multiple of {kv_heads} key-value heads")
+    rope = getattr(config, "rope_parameters", None)
+    try:
+        json.dumps(rope, allow_nan=False, default=str)
+    except ValueError:
+        raise UsageError(f"expected finite rope parameters {where}, found {rope!r:.200}") from None
+
+
+def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
+    folder = Path(found.path_or_id)
+    missing = folder.is_dir() and not (folder / "tokenizer.json").exists()
+    what = f"its tokenizer ({'it has no tokenizer.json' if missing else 'tokenizer.json, tokenizer_config.json'})"
+    tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
+        raise _unreadable(found, what, ValueError("it is empty"))
+    # Tokens added to it, for padding say, may never be used.
+    if tokenizer.vocab_size > vocabulary:
+        raise UsageError(
+            f"expected a tokenizer of at most {vocabulary} entries, the vocabulary of {found.path_or_id}, found "
+            f"{tokenizer.vocab_size}; get the tokenizer that belongs to the model"
+        )
+    return tokenizer
+
+
+def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
+    reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
+    with _without_table():
+        model, report = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported)
+    reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
+    faults = {
+        "missing": report["missing_keys"],
+        "that its config.json knows nothing of": report["unexpected_keys"],
+        "of another shape": reshaped,
+    }
+    told = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
+    if told:
+        raise UsageError(
+            f"expected the tensors that its config.json describes in {found.path_or_id}, found {' and '.join(told)}; "
+            "get the model again, with the config.json that belongs to its weights"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_table() -> Iterator[None]:
+    """Without the table that transformers logs of what it reports: it says that random weights may be fine."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
+    # quantised tensors are types of their own
+    named = [(name, data) for name, data in model.named_parameters() if type(data) is Parameter and _is_real(data)]
+    bounds = [torch.stack(data.detach().aminmax()).float() for _, data in named]
+    finite = torch.stack(bounds).isfinite().all(1).tolist()  # waits for the device once
+    names = {name for (name, _), whole in zip(named, finite, strict=True) if not whole}
+    if names:
+        raise UsageError(
+            f"expected finite weights in {found.path_or_id}, found NaN or infinity in {len(names)} of {len(named)} "
+            f"tensors ({_first(names)}); get the model again, or where a narrower dtype overflows, load it in float32"
+        )
+
+
+def _is_real(data: torch.Tensor) -> bool:
+    return data.dtype in _DTYPES.values() and data.numel() > 0
+
+
+def _first(names: Iterable[str]) -> str:
+    """The first few of them, for a message."""
+    ordered = sorted(names)
+    return ", ".join((*ordered[:_NAMED], "...")[: len(ordered)])
 
 
 def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) -> Any:
@@ -174,7 +277,21 @@ def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) 
 
 
 def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if Path(found.path_or_id).is_dir():
-        return UsageError(f"expected a Hugging Face model in {found.path_or_id}, cannot read {what}: {reason}")
+    reason = " ".join(str(error).split())[:_REASON] or type(error).__name__
+    folder = Path(found.path_or_id)
+    if folder.is_dir():
+        broken = next((f"its {name}" for name in _OBJECTS if not _is_object(folder / name)), what)
+        return UsageError(f"expected a Hugging Face model in {folder}, cannot read {broken}: {reason}")
     return UsageError(without_model(found.path_or_id, f"{what} cannot be had ({reason})"))
+
+
+_REASON = 300  # characters of another library's message
+_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def _is_object(path: Path) -> bool:
+    """Whether a file holds a JSON object, or is not there at all."""
+    try:
+        return not path.exists() or isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False

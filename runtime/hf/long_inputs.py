@@ -19,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -103,18 +102,19 @@ class LongInputs:
         self._model_type = model_type
         self._agree: dict[type, bool] = {}
 
-        def forward(decoder: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if not args and self._takes(decoder, kwargs):
                 return self._run(decoder, kwargs)
             return type(decoder).forward(decoder, *args, **kwargs)
 
-        # bound, so that a copy of the model gets a forward of its own
-        self.forward = MethodType(forward, decoder)
+        self.forward = forward
 
     def _takes(self, decoder: Any, inputs: dict[str, Any]) -> bool:
         """Whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
         given = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if len(given) != 1 or not self._is_long(given[0]) or decoder.config.output_hidden_states:
+            return False
+        if inputs.get(CONTEXT) is None:  # somebody removed the hook: the attention function says so
             return False
         asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
         plain = asked.pop("return_dict", None) is not False

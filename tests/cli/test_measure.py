@@ -1,10 +1,13 @@
 """eval and verify: a model on held-out samples, dense and with its plan."""
 
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from model_folders import save_model, sparse_plan
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
@@ -63,6 +66,8 @@ def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
         (("--length", "soon"), "--length"),
         (("--tasks", "juggling", "--length", "1k"), "juggling"),
         (("--phase", "third"), "third"),
+        (("--samples", "9" * 30), "--samples"),
+        (("--prefill-chunk", "1"), "--prefill-chunk"),
     ],
 )
 def test_eval_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word):
@@ -81,6 +86,26 @@ def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsek
     assert "nats" in done.data["reasons"][0]
     assert "misses its gate" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
+def test_verify_finds_out_before_it_measures_that_the_plan_cannot_be_written(sparsekv, folder, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_bytes, (folder / "sparsekv.yaml").read_bytes())
+        done = sparsekv(*call_on("verify", folder, pipe), "--write")
+        written.result()
+    assert (done.code, done.out) == (2, "")
+    assert "not a regular file" in done.err
+    assert "evaluate" not in done.err
+
+
+@pytest.mark.parametrize("command", ["eval", "verify"])
+def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsekv, folder, ctrl_c_in, command):
+    with ctrl_c_in("evaluate"):  # what would end a measurement that had begun
+        done = sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--backend", "flash")
+    assert done.code == 2
+    assert "flash" in done.err
 
 
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
@@ -104,6 +129,16 @@ def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, fold
     assert done.code == 2
     assert "--write" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == (folder / "sparsekv.yaml").read_bytes()
+
+
+def test_verify_refuses_a_checkpoint_that_lacks_a_layers_mlp(sparsekv, copy):
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name: data for name, data in tensors.items() if "layers.1.mlp" not in name}, copy / "model.safetensors")
+    before = (copy / "sparsekv.yaml").read_bytes()
+    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", "--max-kl", 100, "--write")
+    assert done.code == 2
+    assert "3 missing (model.layers.1.mlp.down_proj.weight" in done.err
+    assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +188,17 @@ def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, 
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
-def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy):
+@pytest.mark.parametrize(("weights", "said"), [(None, "other weights"), ("sha256:" + "0" * 64, "the older one")])
+def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy, weights, said):
     plan = load_plan(copy / "sparsekv.yaml")
-    unknown = plan.model.fingerprint.model_copy(update={"weights": None})
+    unknown = plan.model.fingerprint.model_copy(update={"weights": weights})
     write_plan(
         plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": unknown})}),
         copy / "sparsekv.yaml",
     )
     done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write")
     assert done.code == 2
+    assert said in done.err
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
 
 

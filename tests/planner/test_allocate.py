@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_models import made_up_cost
-from planner_profiles import made_up_length, made_up_profile
+from planner_profiles import made_up_length, made_up_model, made_up_profile
 
 from sparsekv.planner.allocate import TAIL_WEIGHT, allocate
 from sparsekv.planner.cost.device_cost import Line
@@ -15,7 +15,7 @@ from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Dense
 
-SCORES = ("error", "tail_error", "tiles", "columns", "patterns")
+SCORES = ("error", "tail_error", "mass", "tiles", "columns", "patterns")
 ALWAYS = PlanOptions(target_density=(0.3,), crossover=False)
 
 
@@ -111,7 +111,10 @@ def test_what_other_families_come_down_to_is_not_named(heads: int) -> None:
         return scores.model_copy(update={name: tuple(rows) for name, rows in tables.items()})
 
     layers = tuple(dear(scores, heads if place == 1 else 4) for place, scores in enumerate(entry.layers))
-    profile = made_up_profile(entry.model_copy(update={"layers": layers}))
+    (wide,) = made_up_model().attention
+    groups = (wide.model_copy(update={"layers": (0, 2)}), wide.model_copy(update={"layers": (1,), "heads": heads}))
+    model = made_up_model().model_copy(update={"attention": groups})
+    profile = made_up_profile(entry.model_copy(update={"layers": layers}), model=model)
     only = PlanOptions(target_density=(0.3,), families=("vertical_slash",))
     with pytest.raises(UsageError, match=r"candidates of vertical_slash .*found 0\.5 with"):
         allocate(profile, made_up_cost(), only)

@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import os
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from planner_models import made_up_cost
-from planner_profiles import made_up_length, made_up_profile, made_up_reuse
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.data_files import check_model, digest_of, read_measured, write_measured
@@ -36,7 +39,8 @@ def test_the_same_profile_gives_the_same_bytes(profile: Profile, tmp_path: Path)
 
 def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Path) -> None:
     levels = tuple(0.05 * level for level in range(1, 13))
-    profile = made_up_profile(made_up_length(4096, np.random.default_rng(0), layers=24, heads=32, levels=levels))
+    entry = made_up_length(4096, np.random.default_rng(0), layers=24, heads=32, levels=levels)
+    profile = made_up_profile(entry, model=made_up_model(24, 32))
     for name in ("a", "b"):
         write_measured(profile, tmp_path / name)
     written = (tmp_path / "a").read_bytes()
@@ -50,9 +54,13 @@ def test_a_large_profile_is_compressed_to_the_same_bytes_each_time(tmp_path: Pat
 
 def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: Profile, tmp_path: Path) -> None:
     write_measured(profile, tmp_path / "p")
-    for part in ("weights", "architecture"):
-        prints = profile.model.fingerprint.model_copy(update={part: "sha256:" + "1" * 64})
-        with pytest.raises(PlanMismatchError, match=part):
+    for part, digest, said in (
+        ("weights", "sha256:", "other weights"),
+        ("weights", "sha256-all:", "of an older kind"),
+        ("architecture", "sha256:", "other architecture"),
+    ):
+        prints = profile.model.fingerprint.model_copy(update={part: digest + "1" * 64})
+        with pytest.raises(PlanMismatchError, match=said):
             check_model(
                 read_measured(Profile, tmp_path / "p"), profile.model.model_copy(update={"fingerprint": prints})
             )
@@ -81,6 +89,32 @@ def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, 
     path.write_text(changed)
     with pytest.raises(PlanError, match=r"p\.json"):
         read_measured(Profile, path)
+
+
+def test_a_small_file_that_unpacks_to_more_than_a_profile_may_hold_is_refused_without_holding_it(tmp_path) -> None:
+    block = zlib.compressobj(wbits=-15)
+    packed = block.compress(bytes(1 << 20)) + block.flush(zlib.Z_FULL_FLUSH)  # may be repeated
+    (tmp_path / "bomb").write_bytes(gzip.compress(b"")[:10] + packed * 600)
+    tracemalloc.start()
+    with pytest.raises(PlanError, match="at most 512 MiB, found more"):
+        read_measured(Profile, tmp_path / "bomb")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 32 << 20
+
+
+def test_a_device_that_never_ends_is_no_profile() -> None:
+    with pytest.raises(PlanError, match="/dev/zero"):
+        read_measured(Profile, Path("/dev/zero"))
+
+
+def test_a_profile_may_come_through_a_pipe(profile: Profile, tmp_path: Path) -> None:
+    write_measured(profile, tmp_path / "p.json")
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as file:
+        file.write((tmp_path / "p.json").read_bytes())
+    assert read_measured(Profile, Path(f"/dev/fd/{read}")) == profile
+    os.close(read)
 
 
 def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:

@@ -109,6 +109,13 @@ def test_other_weights_only_warn() -> None:
     assert "my/tune has other weights than the example/model" in warnings[0]
 
 
+def test_a_weights_digest_of_an_older_kind_says_so_and_does_not_claim_other_weights() -> None:
+    newer = model_info(fingerprint=Fingerprint(architecture=digest_of("a"), weights=weights_fingerprint([])))
+    (warning,) = check_model(small_plan(), newer)
+    assert "is of an older kind" in warning
+    assert "sparsekv plan" in warning
+
+
 def test_weights_that_nobody_knows_are_said_so() -> None:
     plan = small_plan(model=model_info(fingerprint=UNKNOWN_WEIGHTS))
     assert "does not say which weights" in check_model(plan, model_info())[0]

@@ -229,7 +229,7 @@ def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
 
 
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e9, 0.0, 1.0, 1.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0)))
     plan = allocate(two_lengths(), cost, PlanOptions(target_density=(0.4, 0.3)))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(16384, True), (None, False)]
     assert plan.bucket(1 << 20).dense
@@ -272,7 +272,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
 
 
 def test_without_a_crossover_nothing_is_dense() -> None:
-    cost = made_up_cost(prefill_sparse=Line(prices=(1e9, 0.0, 10.0, 10.0)))
+    cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 10.0, 10.0)))
     plan = sparse_everywhere(two_lengths(), cost)
     patterns = [
         p for length in (1, 4096, 5000, 16384) for layer in range(3) for p in plan.bucket(length).patterns(layer, 4)

@@ -1,5 +1,6 @@
 """Profiling a model: what is measured, the same bytes each time, and going on after an interruption."""
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +110,23 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     assert found[0] != expected[0]
     assert found[1:] == expected[1:]
     assert partial.read_text().splitlines(keepends=True)[1:] == [told, *others, last]
+
+
+def test_damaged_records_are_dropped_and_measured_again(
+    loaded: LoadedModel, finished: Finished, tmp_path: Path
+) -> None:
+    partial = tmp_path / "profile.partial"
+    records = [json.loads(line) for line in finished.records.splitlines()[1:]]
+    records[0]["kept"][0][0] = []
+    records[1]["error"][0] = records[1]["error"][0][:-1]
+    records[2]["layer"] = 99
+    records[3]["patterns"][0] = [{"pattern": "dense"}] * 4
+    records[4]["sample"] = 7
+    lines = [finished.records.splitlines()[0], *map(json.dumps, records[:5]), "{", *finished.records.splitlines()[6:]]
+    partial.write_text("\n".join(lines) + "\n")
+    with pytest.warns(PlanWarning, match=r"dropped 6 of the records in .*profile\.partial.*measured again"):
+        assert profile(loaded, QUICK, resume=partial) == finished.profile
+    assert sorted(partial.read_text().splitlines()) == sorted(finished.records.splitlines())
 
 
 @pytest.mark.parametrize("change", [{"seed": 7}, {"target_density": (0.6,)}, {"phases": ("prefill",)}], ids=str)

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from planner_profiles import made_up_model
 
-from sparsekv.planner.profile.resume import LayerRecord, Records
+from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape
 from sparsekv.plans.errors import PlanWarning
+
+SHAPE = RunShape(made_up_model(layers=8), {64: 1}, {64: ()}, None)
 
 
 def record(layer: int) -> LayerRecord:
@@ -14,22 +17,22 @@ def record(layer: int) -> LayerRecord:
 
 def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml.profile.partial"
-    first = Records(path, {"seed": 0})
+    first = Records(path, {"seed": 0}, SHAPE)
     first.add(record(3))
     with pytest.warns(PlanWarning, match=r"a run with other options had stopped here; its profile is in .*partial\."):
-        second = Records(path, {"seed": 1})
+        second = Records(path, {"seed": 1}, SHAPE)
     second.add(record(5))
     assert record(3).key not in second
     with pytest.warns(PlanWarning, match="other options"):
-        again = Records(path, {"seed": 0})
+        again = Records(path, {"seed": 0}, SHAPE)
     assert record(3).key in again
     assert record(5).key not in again
     with pytest.warns(PlanWarning, match="other options"):
-        assert record(5).key in Records(path, {"seed": 1})
+        assert record(5).key in Records(path, {"seed": 1}, SHAPE)
 
 
 def test_a_partial_profile_without_records_is_not_kept_aside(tmp_path: Path) -> None:
     path = tmp_path / "partial"
-    Records(path, {"seed": 0})
-    Records(path, {"seed": 1})
+    Records(path, {"seed": 0}, SHAPE)
+    Records(path, {"seed": 1}, SHAPE)
     assert list(tmp_path.iterdir()) == [path]

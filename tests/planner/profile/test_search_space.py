@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE, blocky_head, loaded_tiny, local_head, made_up_cost, quick_options, striped_head
+from planner_models import TILE, blocky_head, local_head, made_up_cost, quick_options, striped_head
+from planner_profiles import made_up_model
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
@@ -56,7 +57,9 @@ def profile_of(prefix: Prefix, found: tuple[Aim, ...], scores: list[CandidateSco
         columns=table([score.columns_H for score in scores]),
     )
     entry = length_means(LENGTH, [LENGTH], [aim.candidate for aim in found], None, [[record]])
-    model = loaded_tiny(layers=1).info
+    (group,) = made_up_model(layers=1).attention
+    shape = group.model_copy(update={"heads": len(scores[0].error_H), "kv_heads": 1})
+    model = made_up_model().model_copy(update={"attention": (shape,)})
     digest = "sha256:" + "0" * 64
     return Profile(
         model=model,

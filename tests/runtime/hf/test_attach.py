@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.long_inputs import Chunking
 
 SPARSE = AShape(sink=tokens(1), window=tokens(1))
 
@@ -74,6 +75,108 @@ def test_inner_configs_get_their_own_implementation_back():
     before = traces(model)
     apply(model, some_plan(model)).close()
     assert traces(model) == before
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model], ids=["model", "decoder"])
+def test_a_deep_copy_of_a_planned_model_is_a_plain_one(part):
+    model, prompt = tiny_model(), random_tokens(1, 200)
+    before, dense = traces(part(model)), part(model)(prompt)[0]
+    with apply(model, some_plan(model)):
+        twin, sparse = copy.deepcopy(part(model)), model(prompt).logits
+        assert traces(twin) == before
+        assert torch.equal(twin(prompt)[0], dense)
+        assert torch.equal(model(prompt).logits, sparse)
+    assert traces(part(model)) == before
+    assert torch.equal(twin(prompt)[0], dense)
+    with apply(twin, some_plan(twin)):
+        assert not torch.allclose(twin(prompt)[0], dense)
+
+
+def test_a_deep_copy_of_a_planned_model_generates_with_its_own_weights():
+    model, other, prompt = tiny_model(), tiny_model(seed=1), random_tokens(1, 50)
+    expected = other.generate(prompt, max_new_tokens=5)
+    with apply(model, some_plan(model)):
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(other.state_dict())
+        assert torch.equal(twin.generate(prompt, max_new_tokens=5), expected)
+    assert torch.equal(twin.generate(prompt, max_new_tokens=5), expected)
+
+
+def test_an_attention_implementation_set_under_a_plan_is_refused_at_the_next_call():
+    model, prompt = tiny_model(), random_tokens(1, 20)
+    with torch.no_grad(), apply(model, some_plan(model)):
+        cache = model(prompt).past_key_values
+        model.set_attn_implementation("sdpa")
+        for call in (
+            lambda: model(prompt[:, :1], past_key_values=cache),
+            lambda: model.generate(prompt, max_new_tokens=2),
+        ):
+            with pytest.raises(UsageError, match=r"found 'sdpa'.*close the handle"):
+                call()
+    assert model(prompt).logits.shape == (1, 20, 128)
+
+
+def test_an_attention_implementation_of_inner_configs_is_seen_as_well():
+    model = tiny_model()
+    model.model.config = copy.deepcopy(model.config)  # the layers keep the outer one
+    with torch.no_grad(), apply(model, some_plan(model)):
+        model.config._attn_implementation = "eager"
+        model.model.config._attn_implementation = "sparsekv"
+        with pytest.raises(UsageError, match="found 'eager'"):
+            model(random_tokens(1, 20))
+
+
+def replace_layer(layers, other):
+    layers[1] = other.model.layers[1]
+
+
+def replace_attention(layers, other):
+    layers[1].self_attn = other.model.layers[1].self_attn
+
+
+def swap(layers, other):
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@pytest.mark.parametrize("change", [replace_layer, replace_attention, swap, lambda layers, other: layers.pop(1)])
+def test_layers_replaced_under_a_plan_are_refused_at_the_next_call(change):
+    model = tiny_model()
+    with torch.no_grad(), apply(model, some_plan(model)):
+        change(model.model.layers, tiny_model(seed=1))
+        with pytest.raises(UsageError, match=r"layers that the plan was applied to.*close the handle"):
+            model(random_tokens(1, 20))
+
+
+@pytest.mark.parametrize("chunking", [None, Chunking(above=10, rows=10)], ids=["short", "long"])
+def test_hooks_cleared_under_a_plan_are_refused_at_the_next_call(chunking):
+    model, prompt = tiny_model(), random_tokens(1, 20)
+    with torch.no_grad(), apply(model, some_plan(model), chunking=chunking):
+        cache = model(prompt).past_key_values
+        model.model._forward_pre_hooks.clear()
+        for given in (cache, None):
+            with pytest.raises(UsageError, match="hooks were removed"):
+                model(prompt, past_key_values=given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_model_converted_under_a_plan_is_refused_at_the_next_call(dtype):
+    model, prompt = tiny_model(), random_tokens(1, 20)
+    with torch.no_grad(), apply(model, some_plan(model)):
+        cache = model(prompt).past_key_values
+        model.to(dtype)
+        for given in (cache, None):
+            with pytest.raises(UsageError, match=r"as it was \(float32 on cpu\).*close the handle"):
+                model(prompt[:, :1], past_key_values=given)
+        model.float()
+        model(prompt[:, :1], past_key_values=cache)
+
+
+def test_a_closed_handle_is_not_entered_again():
+    model = tiny_model()
+    with apply(model, some_plan(model)) as handle:
+        pass
+    with pytest.raises(UsageError, match="was closed; call apply again"), handle:
+        pytest.fail("runs dense")
 
 
 def test_a_second_plan_on_one_model_is_refused():

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
 
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.load import load_model
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -42,6 +43,38 @@ def test_the_weights_digest_tells_two_trainings_apart():
     first, second = (describe_model(tiny_model(seed=seed)).fingerprint for seed in (1, 2))
     assert first.architecture == second.architecture
     assert first.weights != second.weights
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_the_weights_digest_sees_every_tensor(name: str):
+    model = tiny_model()
+    before = describe_model(model).fingerprint
+    with torch.no_grad():
+        model.get_parameter(name).add_(0.5)
+    assert describe_model(model).fingerprint.weights != before.weights
+
+
+def test_the_weights_digest_sees_shapes_where_values_are_the_same():
+    prints = []
+    for width in (96, 192):
+        model = tiny_model(ffn=width)
+        for value in model.parameters():
+            torch.nn.init.ones_(value)
+        prints.append(describe_model(model).fingerprint)
+    assert prints[0].architecture == prints[1].architecture
+    assert prints[0].weights != prints[1].weights
+
+
+def test_the_weights_digest_does_not_depend_on_how_files_are_split(tmp_path):
+    model = tiny_model(dtype=torch.bfloat16)
+    expected = describe_model(model).fingerprint
+    for size in ("1GB", "20KB"):
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        tiny_tokenizer().save_pretrained(tmp_path / size)
+        assert load_model(str(tmp_path / size)).info.fingerprint == expected
+    assert len(list((tmp_path / "20KB").glob("*.safetensors"))) > 1
 
 
 def test_a_path_is_never_recorded(tmp_path):

@@ -1,10 +1,13 @@
 """Loading: from a folder in any dtype, and errors that say what to type."""
 
 import json
+import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.plans.aliases import resolve_model
@@ -15,12 +18,21 @@ from sparsekv.runtime.hf.load import load_model, torch_device
 HUB_ID = "some-organisation/some-model"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("models") / "tiny"
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "models" / "tiny"
     tiny_model(dtype=torch.bfloat16).save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)
     return place
+
+
+@contextmanager
+def weights_of(folder):
+    """The tensors of a checkpoint, written back as they are at the end."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    yield tensors
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
@@ -53,11 +65,134 @@ def test_a_broken_folder_says_what_cannot_be_read(folder, tmp_path):
         load_model(str(tmp_path))
 
 
-def test_a_folder_without_a_tokenizer_says_so(folder, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(UsageError, match="cannot read its tokenizer"):
-        load_model(str(tmp_path))
+MLP = "model.layers.1.mlp.{}_proj.weight"
+
+
+def without(names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (without([MLP.format("up")]), ["1 missing (model.layers.1.mlp.up_proj.weight)"]),
+        (
+            without([f"model.layers.{layer}.mlp.{kind}_proj.weight" for layer in (0, 1) for kind in ("up", "down")]),
+            ["4 missing (model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.up_proj.weight, ", ", ...)"],
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.1.extra.bias": torch.ones(3)}),
+            ["1 that its config.json knows nothing of (model.layers.1.extra.bias)"],
+        ),
+        (
+            lambda tensors: tensors.update({MLP.format("up"): torch.ones(96, 32)}),
+            [f"1 of another shape ({MLP.format('up')}: (96, 32) in place of (96, 64))"],
+        ),
+    ],
+    ids=["missing", "many missing", "unexpected", "another shape"],
+)
+def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
+    folder, change, found: list[str], caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to where caplog listens
+    with weights_of(folder) as tensors:
+        change(tensors)
+    with pytest.raises(UsageError, match="expected the tensors that its config") as refused:
+        load_model(str(folder))
+    assert all(part in str(refused.value) for part in found), str(refused.value)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder, value: float):
+    with weights_of(folder) as tensors:
+        tensors[MLP.format("up")][3, 5] = value
+    with pytest.raises(UsageError, match=r"finite weights.*1 of 30 tensors.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(folder))
+
+
+def test_tied_embeddings_and_buffers_of_old_checkpoints_are_not_missed(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with weights_of(tmp_path) as tensors:
+        assert "lm_head.weight" not in tensors
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    assert torch.equal(load_model(str(tmp_path)).model.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_hidden_layers": 0}, r"num_hidden_layers of 1 or more in the config\.json of .*, found 0"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings of 1 or more .* found -5"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"head_dim": 0}, "head_dim of 1 or more"),
+        ({"num_attention_heads": 0}, r"config\.json.*zero|num_attention_heads of 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads of 1 or more"),
+        ({"num_key_value_heads": 3}, "4 attention heads .* multiple .* 3 key-value heads"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window of 1 or more .* found 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "finite rope parameters .*nan"),
+        ({"num_hidden_layers": "three"}, r"cannot read its config\.json.*num_hidden_layers"),
+    ],
+    ids=str,
+)
+def test_a_config_that_no_model_can_have_is_named_before_the_weights_are_read(folder, fields: dict, said: str):
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(UsageError, match=said):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("content", ["[1]", '"llama"', "null"])
+def test_a_config_that_is_no_object_says_so(folder, content: str):
+    (folder / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"cannot read its config\.json"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_a_broken_file_is_named(folder, name: str, content: str):
+    (folder / name).write_text(content)
+    with pytest.raises(UsageError, match=f"cannot read its {name}"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"tokenizer_class": "LlamaTokenizer"}])  # the last: an empty one
+def test_a_folder_without_a_tokenizer_says_which_file_is_missing(folder, settings):
+    (folder / "tokenizer.json").unlink()
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=r"cannot read its tokenizer \(it has no tokenizer\.json\)"):
+        load_model(str(folder))
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder):
+    model = tiny_model()
+    model.resize_token_embeddings(60)
+    model.save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"at most 60 entries, .* found 98"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "a\x1b[31mred", "b\x9bc", "d\udcff"])
+def test_a_folder_whose_name_is_no_text_is_refused_without_printing_it(folder, tmp_path, name: str, monkeypatch):
+    folder.rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    for source in (str(tmp_path / name), "."):
+        with pytest.raises(UsageError, match="control characters") as refused:
+            load_model(source)
+        assert str(refused.value).isprintable()
 
 
 def answer(monkeypatch, error):

@@ -1,0 +1,175 @@
+"""Plans, profiles and device costs that were changed anywhere: used whole, or refused by an error of ours.
+
+`pytest -m fuzz` is the long run; FUZZ_COUNT is how many documents of each kind it makes, FUZZ_FIRST their first number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mutations import Mutations, survey
+from planner_models import made_up_cost
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
+from plans_samples import full_plan, model_info, small_plan
+from rich.console import Console
+
+from sparsekv.planner.cost.device_cost import DeviceCost, Line, Timing
+from sparsekv.planner.cost.remarks import plan_remarks
+from sparsekv.planner.data_files import record_of
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import check_cost, compile_once
+from sparsekv.planner.profile.profile_data import Profile, for_profile
+from sparsekv.plans.errors import PlanMismatchError
+from sparsekv.plans.files import dump_plan, parse_plan, plan_of, sign
+from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.schema import check_model, to_data, unsupported
+from sparsekv.plans.show import describe, summary
+from sparsekv.plans.yaml_io import Tree, to_yaml
+from sparsekv.runtime.core.program import Program, Rank
+
+PATH = Path("measured")
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def runnable_plan() -> dict[str, Any]:
+    """The full plan without what this version only reads."""
+    data = to_data(full_plan())
+    del data["model"]["attention"][3], data["kv_cache"], data["prefill"]["lengths"][1]["reuse"]
+    data["targets"][0]["tensor_parallel"] = 1
+    return data
+
+
+PLANS = Mutations(to_data(sign(full_plan())), to_data(sign(small_plan())), runnable_plan(), runnable_plan())
+
+
+def use_plan(data: Any) -> None:
+    """Everything that needs no GPU; the slower the thing is, the rarer."""
+    draw = random.Random(json.dumps(data))
+    plan = plan_of(Tree(data, {}, "a.yaml"), signed=False)
+    with contextlib.suppress(PlanMismatchError):
+        check_model(plan, model_info(layers=draw.choice((6, 12)), heads=2), allow_mismatch=draw.random() < 0.8)
+    if not unsupported(plan):
+        Program.of(plan.prefill, plan.decode, plan.model, Rank(1, 2) if draw.random() < 0.5 else None)
+    if draw.random() < 0.05:
+        json.dumps(summary(plan), allow_nan=False)
+        console = Console(file=io.StringIO(), width=110)
+        for part in describe(plan, full=draw.random() < 0.5):
+            console.print(part)
+    if draw.random() < 0.05:
+        assert parse_plan(dump_plan(plan)) == sign(plan)
+
+
+def use_plan_text(data: Any) -> None:
+    """The same from text: what the reader says about lines, what the data looks like as YAML."""
+    plan = parse_plan(to_yaml(data) if _is_yaml(data) else json.dumps(data), "a.yaml", signed=False)
+    assert parse_plan(dump_plan(plan)) == sign(plan)
+
+
+def _is_yaml(data: Any) -> bool:
+    try:
+        return bool(json.dumps(data, allow_nan=False))
+    except ValueError:
+        return False
+
+
+# --- profiles and device costs ----------------------------------------------------------------------------------------
+
+
+def _profile(seed: int, **fields: Any) -> Profile:
+    draw = np.random.default_rng(seed)
+    made = made_up_model()
+    sliding = made.attention[0].model_copy(update={"layers": (1,), "kind": "sliding", "window": 512})
+    full = made.attention[0].model_copy(update={"layers": (0, 2)})
+    model = made.model_copy(update={"attention": (full, sliding)}) if seed % 2 else made
+    kept = made_up_reuse(draw.uniform(0.5, 1.0, (3, 3)))
+    lengths = [made_up_length(length, draw, drift=0.05) for length in (1024, 4096)]
+    if seed % 2:
+        lengths = [one.model_copy(update={"layers": (one.layers[0], one.layers[2])}) for one in lengths]
+    lengths = [one.model_copy(update={"reuse": kept}) for one in lengths]
+    return made_up_profile(*lengths, model=model).model_copy(update=fields)
+
+
+def _cost() -> DeviceCost:
+    return made_up_cost(
+        prefill_sparse=Line(prices=(5.0, 0.1, 1.0, 1.5)),
+        decode_host=Line(prices=(5.0, 0.001, 0.01)),
+        timings=(Timing(what="a", length=1024, features=(1.0, 2.0), us=3.0),),
+    )
+
+
+PROFILES = Mutations(*(_profile(seed).model_dump(mode="json") for seed in (0, 1)))
+COSTS = Mutations(_cost().model_dump(mode="json"))
+WANTED = tuple(
+    PlanOptions(**({"verify_samples": 0} | given))
+    for given in (
+        {"target_density": (0.3,), "decode_loss": 1.0},
+        {"target_density": (0.4,), "crossover": False, "filter_rule": "omnikv"},
+        {"target_density": (0.3,), "filter_rule": "fixed", "filter_layers": (0,), "decode_budget": tokens(100)},
+        {"target_speedup": 1.2, "decode_loss": 0.5, "decode_budget": fraction(0.2)},
+        {"target_density": (0.25,), "offload": True, "decode_loss": 1.0, "crossover": False},
+        {"target_density": (0.3,), "families": ("a_shape", "vertical_slash"), "phases": ("prefill",)},
+        {"phases": ("decode",), "decode_selectors": ("last", "uniform"), "decode_loss": 1.0, "lengths": (4096,)},
+        {},
+    )
+)
+
+
+def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
+    """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
+    asked, own = for_profile(wanted, profile)
+    settled = asked.settled(profile.model.context_length, "cpu")
+    check_cost(cost, profile, settled)
+    plan = compile_once(profile.model, settled, own, cost)
+    plan_remarks(plan, settled, own, cost)
+    assert parse_plan(dump_plan(plan)) == sign(plan)
+
+
+def use_profile(data: Any) -> None:
+    profile = record_of(Profile, data, PATH)
+    wanted = random.Random(json.dumps(data)).choice(WANTED)
+    recompile(profile, _cost(), wanted)
+
+
+def use_cost(data: Any) -> None:
+    cost = record_of(DeviceCost, data, PATH)
+    draw = random.Random(json.dumps(data))
+    recompile(_profile(draw.randrange(2)), cost, draw.choice(WANTED))
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "plan": (PLANS, use_plan, 1500),
+    "plan text": (PLANS, use_plan_text, 100),
+    "profile": (PROFILES, use_profile, 250),
+    "cost": (COSTS, use_cost, 200),
+}
+
+
+def check(kind: str, first: int, count: int) -> None:
+    documents, work, _ = KINDS[kind]
+    ends, faults = survey(documents, work, range(first, first + count))
+    print(kind, dict(ends))
+    assert not faults, faults
+    assert ends["passed"] > count // 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_documents_are_used_or_refused(kind: str) -> None:
+    check(kind, 0, KINDS[kind][2])
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_changed_documents_are_used_or_refused(kind: str) -> None:
+    check(kind, int(os.environ.get("FUZZ_FIRST", "10000")), int(os.environ.get("FUZZ_COUNT", "20000")))
