@@ -99,11 +99,11 @@ def _all_attend_to_everything(segment: SegmentProgram, state: DecodeState) -> bo
 
 def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
     """Counts what one decode step attends to, at lengths with the new token included."""
-    for length in lengths:
-        for layer in program.layers:
-            segment, visible = layer.follows, length if layer.window is None else min(length, layer.window)
+    for (segment, window), layers in program.alike_in_decode:
+        for length in lengths:
+            visible = length if window is None else min(length, window)
             chosen = ALL if segment is None else segment.count(length)
-            if segment is None or chosen == ALL:
-                meter.add_decode(visible, visible)
-            else:
-                meter.add_decode(min(visible, segment.sink + chosen + segment.recent), visible)
+            attended = visible
+            if segment is not None and chosen != ALL:
+                attended = min(visible, segment.sink + chosen + segment.recent)
+            meter.add_decode(layers * attended, layers * visible)

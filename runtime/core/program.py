@@ -8,7 +8,9 @@ Shapes: B batch, H query heads, G KV heads.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from sparsekv.kernels.decode.selection import ALL
@@ -97,7 +99,7 @@ class LayerProgram:
         return replace(self, heads=queries.stop - queries.start, kv_heads=kv.stop - kv.start, patterns=patterns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What every layer of a model computes on one rank."""
 
@@ -123,6 +125,13 @@ class Program:
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
         return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
+
+    @cached_property
+    def alike_in_decode(self) -> tuple[tuple[tuple[SegmentProgram | None, int | None], int], ...]:
+        """How many layers follow the same segment with the same window."""
+        filters = Counter((layer.follows and layer.follows.filter, layer.window) for layer in self.layers)
+        segments = {layer.layer: layer.filters for layer in self.layers}
+        return tuple(((None if at is None else segments[at], window), n) for (at, window), n in filters.items())
 
     @property
     def filters(self) -> tuple[LayerProgram, ...]:

@@ -11,7 +11,7 @@ Shapes: B batch, G KV heads, C tokens a row has room for, D head size, E hidden 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import contains, is_
@@ -91,6 +91,7 @@ class StepGraph:
         self._copied = torch.cuda.Event()
         self.shapes = [self._shape(store.tensors[0]) for store in stores]
         self._bound: list[torch.Tensor] = []
+        self._room = 0
         self._state = DecodeState(program)
         self._graph = torch.cuda.CUDAGraph()
         self._out_B1E: torch.Tensor | None = None
@@ -109,11 +110,16 @@ class StepGraph:
         """The one state of the graph."""
         return self._state
 
+    def serves(self, ids_B1: torch.Tensor, stores: Sequence[DeviceStore], length: int) -> bool:
+        """Whether the next step is of the very stores that it is bound to, and these have room for it."""
+        if ids_B1.shape != self.ids_B1.shape or length > self._room:
+            return False
+        return len(stores) == len(self._bound) and all(
+            store.keys is bound for store, bound in zip(stores, self._bound, strict=True)
+        )
+
     def bind(self, stores: Sequence[DeviceStore]) -> None:
         """The next step reads and writes these."""
-        now = [store.tensors[0] for store in stores]
-        if len(now) == len(self._bound) and all(map(is_, now, self._bound)):
-            return
         self._copied.synchronize()  # the last copy has left the pinned memory
         for layer, store in enumerate(stores):
             k_BGCD, v_BGCD = store.tensors
@@ -123,7 +129,8 @@ class StepGraph:
             self._where_host_L3[layer, 2] = k_BGCD.shape[2]
         self.where_L3.copy_(self._where_host_L3, non_blocking=True)
         self._copied.record()
-        self._bound = now
+        self._bound = [store.tensors[0] for store in stores]
+        self._room = min(k_BGCD.shape[2] for k_BGCD in self._bound)
 
     def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, past: int) -> None:
         """What the next step is of."""
@@ -201,11 +208,18 @@ class StepGraphs:
             warnings.warn(f"decode steps run one launch at a time, not captured: {found}", GraphWarning, stacklevel=2)
         return not found
 
-    def run(self, decoder: nn.Module, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
-        """What the decoder's own forward returns. `takes` has made the step ready."""
+    def run(self, decoder: Any, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns. `takes` has made the step ready.
+
+        Whether the model still is what was captured is looked at while the device works: asking first would take as
+        long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights.
+        """
         assert self._next is not None, "takes() comes first"
         cache: Cache = inputs[CONTEXT].cache
         hidden_B1E = self._next.run()
+        if self._parts.changed():
+            self.release()  # captured anew, where it can be
+            return type(decoder).forward(decoder, **inputs)
         for store in _stores(cache):
             store.length += 1
         return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=cache)
@@ -214,6 +228,7 @@ class StepGraphs:
         """Frees the graphs and their memory."""
         self._graphs.clear()
         self._next = self._pool = None
+        self._parts.forget()
 
     def _obstacle(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
         """Why the step has to run as the model's own forward; empty where it does not."""
@@ -230,26 +245,27 @@ class StepGraphs:
             return "keys and values do not all lie on the device of the tokens"
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"
-        if self._parts.touched():
-            return "a module of the decoder has a hook, or a forward of its own"
-        if self._graphs and self._parts.replaced():
-            self.release()  # captured anew
         return ""
 
     def _ready(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
         ids_B1, stores = inputs["input_ids"], _stores(inputs[CONTEXT].cache)
-        past = stores[0].length
+        past, positions = stores[0].length, inputs.get("position_ids")
+        if self._next is not None and self._next.serves(ids_B1, stores, past + 1):
+            self._next.load(ids_B1, positions, past)
+            return ""
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
             for store in stores:
                 store.reserve(past + 1)
-            rows, needed = ids_B1.shape[0], stores[0].tensors[0].shape[2]
+            rows, needed = ids_B1.shape[0], max(store.tensors[0].shape[2] for store in stores)
             fitting = [capacity for batch, capacity in self._graphs if batch == rows and capacity >= needed]
             graph = self._graphs[rows, min(fitting)] if fitting else None
+            if graph is None and self._parts.touched():
+                return "a module of the decoder has a hook, or a forward of its own"
             try:
                 self._next = graph or StepGraph(stores, _bucket(needed), self._program)
                 self._next.bind(stores)
-                self._next.load(ids_B1, inputs.get("position_ids"), past)
+                self._next.load(ids_B1, positions, past)
                 if graph is None:
                     self._capture(decoder, self._next)
             except Exception as error:  # out of memory, or what a model does cannot be captured: it runs all the same
@@ -282,36 +298,41 @@ class _Parts:
     """The modules and tensors that a graph has captured, to notice when others take their place."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        inner = [module for module in decoder.modules() if module is not decoder]
-        self._hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._attributes = [vars(module) for module in inner]
-        self._inner = inner
+        self._inner = [module for module in decoder.modules() if module is not decoder]
+        self._hooks = [hooks for module in self._inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [vars(module) for module in self._inner]
         kinds = ("_modules", "_parameters", "_buffers")
         self._members = [vars(module)[kind] for module in decoder.modules() for kind in kinds]
         self._seen: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._addresses: list[int] = []
 
     def remember(self) -> None:
         """What is captured now."""
         self._seen = self._flat()
-        self._addresses = _addresses(self._seen)
+        self._tensors = [member for member in self._seen if isinstance(member, torch.Tensor)]
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def forget(self) -> None:
+        """Lets go of what was captured."""
+        self._seen, self._tensors, self._storages, self._addresses = [], [], [], []
 
     def touched(self) -> bool:
-        """Whether modules have hooks, or forwards of their own. Runs in every step."""
+        """Whether modules have hooks, or forwards of their own."""
         if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
             return True
         if any(self._hooks) or any(map(contains, self._attributes, repeat("forward"))):
             return any(map(is_touched, self._inner))
         return False
 
-    def replaced(self) -> bool:
-        """Whether a module or a tensor is another one, or lies elsewhere. Runs in every step."""
+    def changed(self) -> bool:
+        """Whether the model would compute something else than what was captured."""
         now = self._flat()
-        return len(now) != len(self._seen) or not all(map(is_, now, self._seen)) or _addresses(now) != self._addresses
+        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        same = same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        return not same or self.touched()
 
     def _flat(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._members)))
-
-
-def _addresses(members: Iterable[Any]) -> list[int]:
-    return [member.data_ptr() for member in members if isinstance(member, torch.Tensor)]

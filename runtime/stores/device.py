@@ -67,6 +67,11 @@ class DeviceStore:
         assert self._v_BGCD is not None
         return self._k_BGCD, self._v_BGCD
 
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The first of `tensors`: another one once the store has grown."""
+        return self._k_BGCD
+
     def _slices(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         k_BGCD, v_BGCD = self.tensors
         return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
