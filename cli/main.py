@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 import warnings
@@ -13,7 +14,16 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
-from sparsekv.cli.output import emit, emit_json, end_by_signals, failure_data, prepare_streams, report, show_warning
+from sparsekv.cli.output import (
+    SIGNALS,
+    emit,
+    emit_json,
+    ending_by_signals,
+    failure_data,
+    prepare_streams,
+    report,
+    show_warning,
+)
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -30,7 +40,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with warnings.catch_warnings(), _telling_usage(ctx):
+            with ending_by_signals(), warnings.catch_warnings(), _telling_usage(ctx):
                 warnings.showwarning = show_warning
                 result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a reader that has left is noticed here
@@ -100,9 +110,12 @@ app.add_typer(bench.app, name="bench")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line `arguments` (those of the process where None) and exits."""
     prepare_streams()
-    end_by_signals()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
     except (KeyboardInterrupt, OSError) as error:  # outside a command, which reports its own
         sys.exit(report(error, ""))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.exit(0)
