@@ -5,6 +5,7 @@ Whatever turns a text into a value raises UsageError where it means nothing; `fl
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -208,11 +209,16 @@ class Subject:
             model: the model, instead of the target or the plan's own.
 
         Raises:
-            UsageError: nothing was named, or the plan cannot be read.
+            UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
             PlanError: it is no plan.
         """
         from sparsekv.plans.files import load_plan
 
+        if target is not None and os.path.isfile(target):
+            raise UsageError(
+                f"expected a model (a folder, hub id or alias), found the file {target}; if it is a plan, write "
+                f"--plan {target}"
+            )
         path = plan or _plan_beside(target)
         found = None if path is None else load_plan(path)
         name = target if model is None else model
@@ -243,11 +249,12 @@ class Subject:
         """
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_model
+        from sparsekv.runtime.hf.load import load_model, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
         asked = settings(device, dtype)
+        torch_device(asked.device)  # what is wrong with it is not the model
         try:
             return load_model(self.model, device=asked.device, dtype=asked.dtype)
         except UsageError as error:

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import warnings
@@ -35,20 +36,30 @@ def prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: file names need not be text
 
 
+# What does more to a terminal than print: all control characters but tab and line end, and what turns text around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    """`text` as it can be shown: names of files and what else comes from outside may hold anything."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def tell(message: str) -> None:
     """Says something to the user, on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    print(escaped(message), file=sys.stderr, flush=True)
 
 
 def emit(text: str) -> None:
     """Writes data, on standard output."""
-    print(text)
+    print(escaped(text))
 
 
 def emit_json(data: Any) -> None:
     """Writes data as JSON; numbers that JSON does not know become null."""
     narrow = "utf" not in (sys.stdout.encoding or "").lower()
-    print(json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False))
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False)
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _finite(data: Any) -> Any:

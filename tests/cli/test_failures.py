@@ -204,6 +204,38 @@ def test_names_that_are_no_text_can_be_printed(tmp_path):
         assert json.loads(done.stdout.decode(encoding))["error"]["message"].startswith("a\udcffé.yaml: ")
 
 
+CONTROLS = "\x1b[31m\x9b\u202e\x07"
+ESCAPED = r"\x1b[31m\x9b\u202e\x07"
+
+
+@pytest.mark.parametrize("call", [("show", "{}.yaml"), ("validate", "{}.yaml"), ("plan", "{}", "-o", "a"), ("{}",)])
+@pytest.mark.parametrize("flag", [(), ("--json",)])
+def test_control_characters_of_a_name_never_reach_the_terminal(sparsekv, call, flag):
+    done = sparsekv(*(word.format(CONTROLS) for word in call), *flag)
+    assert done.code == 2
+    assert not set(CONTROLS) - set("[31m") & set(done.err + done.out)
+    assert ESCAPED in done.err or repr(CONTROLS)[1:-1] in done.err
+    if flag:
+        assert done.data["error"]["exit_code"] == 2
+
+
+def test_what_a_command_prints_about_a_file_is_escaped_too(sparsekv, tmp_path):
+    write_plan(small_plan(), tmp_path / f"{CONTROLS}.yaml")
+    done = sparsekv("validate", tmp_path / f"{CONTROLS}.yaml")
+    assert done.code == 0
+    assert ESCAPED in done.out
+
+
+@pytest.mark.parametrize("arguments", [("schema",), ("validate", "plan.yaml", "--json")])
+def test_a_working_folder_that_was_removed_is_told(sparsekv, tmp_path, monkeypatch, arguments):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = sparsekv(*arguments)
+    assert done.code == 2
+    assert "the working folder no longer exists" in done.err
+
+
 def test_json_has_no_numbers_that_json_does_not_know(capsys):
     emit_json({"a": float("nan"), "b": [float("inf"), 1.5]})
     assert capsys.readouterr().out == '{\n  "a": null,\n  "b": [\n    null,\n    1.5\n  ]\n}\n'

@@ -65,6 +65,27 @@ def test_a_plan_whose_model_is_not_at_hand_asks_for_it(sparsekv, tmp_path):
     assert "--model" in done.err
 
 
+@pytest.mark.parametrize("by", ["flag", "variable"])
+@pytest.mark.parametrize("device", ["cuda:77", "quantum"])
+def test_a_device_that_is_not_there_is_no_reason_to_ask_for_the_model(sparsekv, tmp_path, monkeypatch, by, device):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
+    if by == "variable":
+        monkeypatch.setenv("SPARSEKV_DEVICE", device)
+    flags = ("--device", device) if by == "flag" else ()
+    done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--prompt", "a", *flags)
+    assert done.code == 2
+    assert device in done.err
+    assert "--model" not in done.err
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "eval"])
+def test_a_plan_in_place_of_the_model_is_told_how_it_is_named(sparsekv, tmp_path, command):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
+    done = sparsekv(command, tmp_path / "plan.yaml")
+    assert (done.code, done.out) == (2, "")
+    assert f"--plan {tmp_path}/plan.yaml" in done.err
+
+
 def test_verify_needs_a_plan(sparsekv):
     done = sparsekv("verify")
     assert done.code == 2
