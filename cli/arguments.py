@@ -170,20 +170,26 @@ def _share(text: str) -> float:
 
 
 def settings(device: str | None = None, dtype: str | None = None, backend: str | None = None) -> Settings:
-    """Flags over SPARSEKV_* over "auto"."""
-    from sparsekv.runtime.settings import read_settings
+    """Flags over SPARSEKV_* over "auto".
+
+    Raises:
+        UsageError: one of them cannot be meant, on any machine.
+    """
+    from sparsekv.runtime.settings import check_device, read_settings
 
     flags = {"device": device, "dtype": dtype, "backend": backend}
-    return replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+    found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+    check_device(found.device)
+    return found
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
+    asked = settings(device, dtype)
     import torch
 
     from sparsekv.runtime.hf.load import torch_device
 
-    asked = settings(device, dtype)
     hardware = torch_device(asked.device)
     default = "bfloat16" if hardware.type == "cuda" else "float32"
     precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
@@ -247,13 +253,13 @@ class Subject:
         Raises:
             UsageError: there is no such model, or a setting is none of those allowed.
         """
+        asked = settings(device, dtype)
         from transformers.utils import logging
 
         from sparsekv.runtime.hf.load import load_model, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        asked = settings(device, dtype)
         torch_device(asked.device)  # what is wrong with it is not the model
         try:
             return load_model(self.model, device=asked.device, dtype=asked.dtype)

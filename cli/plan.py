@@ -87,20 +87,13 @@ def plan(
     as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.options import check_used
+    from sparsekv.planner.options import Gate, PlanOptions, check_used
 
     check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
     from sparsekv.cli.prompts import own_prompts
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.options import Gate, PlanOptions
-    from sparsekv.planner.plan import compile_files, compile_plan
-    from sparsekv.planner.profile.profile_data import Profile, for_profile
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
 
     asked: dict[str, Any] = {
         "lengths": _read(arguments.lengths_from, lengths, "--lengths"),
@@ -124,9 +117,17 @@ def plan(
         "seed": seed,
         "batch": batch,
         "prefill_chunk": prefill_chunk,
-        "backend": arguments.settings(backend=backend).backend,
+        "backend": arguments.settings(device, dtype, backend).backend,
     }
     wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
+    # Imports torch, which takes seconds: what is wrong with the options was said by now.
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.data_files import read_measured
+    from sparsekv.planner.plan import compile_files, compile_plan
+    from sparsekv.planner.profile.profile_data import Profile, for_profile
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
+
     profiled = read_measured(Profile, profile) if profile else None
     measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:

@@ -24,6 +24,7 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.describe import check_supported, describe_model
+from sparsekv.runtime.settings import check_device
 
 # Whether a model can be had from the hub, and what to type when it cannot.
 
@@ -138,17 +139,17 @@ def torch_device(device: str) -> torch.device:
     Raises:
         UsageError: there is no such device on this machine.
     """
+    check_device(device)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    expected = f"expected a device that this machine has, found {device!r:.40}"
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"{expected} (neither cpu nor cuda); try cpu")
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{expected} ({reason:.120}); try cpu") from error
+        raise UsageError(
+            f"expected a device that this machine has, found {device!r:.40} ({reason:.120}); try cpu"
+        ) from error
     return target
 
 
