@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,10 +85,10 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource | str,
+    source: ModelSource | str | os.PathLike[str],
     *,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> LoadedModel:
@@ -106,14 +107,14 @@ def load_model(
             cannot be, or its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
-    found = resolve_model(source) if isinstance(source, str) else source
-    target = torch_device(device)
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
+    target = torch_device(str(device))
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["revision"] = revision
         options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
     config = _read_config(found, options)
-    precision = _torch_dtype(dtype, config, target)
+    precision = _torch_dtype(str(dtype).removeprefix("torch."), config, target)
     tokenizer = _read_tokenizer(found, options, config.vocab_size)
     model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
     model = model.to(target).eval()
@@ -121,14 +122,14 @@ def load_model(
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
-def load_config(source: ModelSource | str) -> PreTrainedConfig:
+def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of a model, without its weights.
 
     Raises:
         UsageError: there is no such model, or no access to it.
         UnsupportedError: its architecture is not supported.
     """
-    found = resolve_model(source) if isinstance(source, str) else source
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["local_files_only"] = needs_cache(found.path_or_id, None, False)

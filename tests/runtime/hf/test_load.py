@@ -13,7 +13,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf import load as hub
-from sparsekv.runtime.hf.load import load_model, torch_device
+from sparsekv.runtime.hf.load import load_config, load_model, torch_device
 
 HUB_ID = "some-organisation/some-model"
 
@@ -43,6 +43,18 @@ def test_a_folder_loads_with_tokenizer_and_description(folder, dtype: str):
     assert loaded.info.id == "tiny"
     assert loaded.tokenizer("abc")["input_ids"] == [0, 1, 2]
     assert loaded.info == load_model(resolve_model(str(folder)), device="cpu").info
+
+
+def test_a_model_may_be_a_path_and_device_and_dtype_those_of_torch(folder):
+    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert (loaded.info.id, loaded.model.dtype) == ("tiny", torch.bfloat16)
+    assert load_config(folder).model_type == "llama"
+
+
+@pytest.mark.parametrize("source", [None, 3, b"tiny"])
+def test_a_model_that_is_no_name_is_refused(source):
+    with pytest.raises(UsageError, match="model folder, a hub id"):
+        load_model(source)
 
 
 def test_an_unsupported_architecture_is_named_before_its_weights_are_looked_for(tmp_path):
