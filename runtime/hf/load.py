@@ -174,6 +174,8 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     check_supported(data.get("model_type", "none"))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
     _check_config(config, f"in the config.json of {found.path_or_id}")
+    if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
+        raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
     return config
 
 
@@ -203,11 +205,12 @@ def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int
     tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
         raise _unreadable(found, what, ValueError("it is empty"))
-    # Tokens added to it, for padding say, may never be used.
-    if tokenizer.vocab_size > vocabulary:
+    # Tokens added to it, for padding say, may never be used; those that start every prompt are.
+    entries = max(tokenizer.vocab_size, *(number + 1 for number in tokenizer("a")["input_ids"]))
+    if entries > vocabulary:
         raise UsageError(
             f"expected a tokenizer of at most {vocabulary} entries, the vocabulary of {found.path_or_id}, found "
-            f"{tokenizer.vocab_size}; get the tokenizer that belongs to the model"
+            f"{entries}; get the tokenizer that belongs to the model"
         )
     return tokenizer
 
@@ -287,7 +290,13 @@ def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
 
 
 _REASON = 300  # characters of another library's message
-_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+)
 
 
 def _is_object(path: Path) -> bool:
