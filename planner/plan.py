@@ -333,7 +333,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
 def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
         return load_model(model, device=options.device, dtype=options.dtype)
     if tokenizer is None:
         raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")

@@ -34,6 +34,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
@@ -164,6 +165,8 @@ class Pass:
         with torch.no_grad(), _residuals(model, self._prompt.decode_rows) as residuals:
 
             def observe(call: AttentionCall) -> None:
+                where = f"queries, keys and values of layer {call.layer}"
+                check_numbers(model, where, call.q_BHSD, call.k_BGKD, call.v_BGKD)
                 layer = self._layer(call, projections[call.layer])
                 if self._reuse is not None:
                     self._reuse.choose(call.layer, layer)

@@ -251,6 +251,11 @@ def test_sizes_read_well():
     ]
 
 
+def test_what_a_file_puts_into_a_message_cannot_steer_the_terminal(capsys):
+    report(UsageError("expected a,\nfound \x1b[31m\x9b1mé\x07"), "run")
+    assert capsys.readouterr().err == "error: expected a,\nfound \\x1b[31m\\x9b1mé\\x07\n"
+
+
 def test_progress_never_reaches_standard_output(capsys):
     from sparsekv.cli.output import tell
 

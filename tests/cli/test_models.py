@@ -102,3 +102,21 @@ def test_a_truncated_checkpoint_is_named(sparsekv, tmp_path):
     done = sparsekv("run", tmp_path, "--dense", "--prompt", "a")
     assert done.code == 2
     assert "weights" in done.err
+
+
+def test_a_model_that_overflows_is_told_to_take_another_dtype(sparsekv, tmp_path):
+    from model_folders import save_model
+    from tiny_models import tiny_model
+
+    model = tiny_model(context=2048)
+    for name in ("up", "gate"):
+        model.get_submodule(f"model.layers.1.mlp.{name}_proj").weight.data.mul_(1e37)
+    save_model(model, tmp_path / "tiny")
+    for call in (
+        ("run", tmp_path / "tiny", "--dense", "--prompt", "hello", "--max-new-tokens", 2),
+        ("plan", tmp_path / "tiny", "-o", tmp_path / "plan.yaml", "--lengths", "1k"),
+        ("eval", tmp_path / "tiny", "--length", "1k", "--samples", 1, "--tasks", "perplexity"),
+    ):
+        done = sparsekv(*call)
+        assert (done.code, done.out) == (2, ""), done.err
+        assert "found NaN: this model overflows in float32" in done.err
