@@ -5,6 +5,7 @@ Whatever turns a text into a value raises UsageError where it means nothing; `fl
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import typer
 
 from sparsekv.plans.aliases import PLAN_NAME, resolve_model
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from sparsekv.runtime.settings import Settings
 
 Value = TypeVar("Value")
+
+MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
 # Flags are named after their parameters.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
@@ -50,17 +54,23 @@ Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of sampl
 Lengths = Annotated[str | None, typer.Option(metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")]
 Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
 Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Most samples run at once.")]
-HeldOut = Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out samples a task and length.")]
+Batch = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once.")]
+HeldOut = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Held-out samples a task and length.")]
 MaxAccuracyDrop = Annotated[
-    float | None, typer.Option(min=0.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
+    float | None, typer.Option(min=0.0, max=100.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
 ]
 MaxKl = Annotated[
     float | None, typer.Option(min=0.0, metavar="NATS", help="Most mean divergence; no bound by default.")
 ]
 Chunk = Annotated[
     int | None,
-    typer.Option("--prefill-chunk", min=1, metavar="N", help="Prefill in pieces of N tokens, which bounds memory."),
+    typer.Option(
+        "--prefill-chunk",
+        min=LEAST_CHUNK,
+        max=MAX_LENGTH,
+        metavar="N",
+        help="Prefill in pieces of N tokens, which bounds memory.",
+    ),
 ]
 
 
@@ -78,6 +88,17 @@ def names_from(text: str, flag: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if "" in names:
         raise UsageError(f"{flag}: expected names separated by commas, found {text!r:.40}")
+    return names
+
+
+def tasks_from(text: str, flag: str) -> tuple[str, ...]:
+    """Names of tasks."""
+    from sparsekv.planner.tasks import TASKS
+
+    names = names_from(text, flag)
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise UsageError(f"{flag}: expected tasks of {', '.join(TASKS)}, found {unknown[0]!r:.40}")
     return names
 
 
@@ -149,20 +170,26 @@ def _share(text: str) -> float:
 
 
 def settings(device: str | None = None, dtype: str | None = None, backend: str | None = None) -> Settings:
-    """Flags over SPARSEKV_* over "auto"."""
-    from sparsekv.runtime.settings import read_settings
+    """Flags over SPARSEKV_* over "auto".
+
+    Raises:
+        UsageError: one of them cannot be meant, on any machine.
+    """
+    from sparsekv.runtime.settings import check_device, read_settings
 
     flags = {"device": device, "dtype": dtype, "backend": backend}
-    return replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+    found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+    check_device(found.device)
+    return found
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
+    asked = settings(device, dtype)
     import torch
 
     from sparsekv.runtime.hf.load import torch_device
 
-    asked = settings(device, dtype)
     hardware = torch_device(asked.device)
     default = "bfloat16" if hardware.type == "cuda" else "float32"
     precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
@@ -188,11 +215,16 @@ class Subject:
             model: the model, instead of the target or the plan's own.
 
         Raises:
-            UsageError: nothing was named, or the plan cannot be read.
+            UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
             PlanError: it is no plan.
         """
         from sparsekv.plans.files import load_plan
 
+        if target is not None and os.path.isfile(target):
+            raise UsageError(
+                f"expected a model (a folder, hub id or alias), found the file {target}; if it is a plan, write "
+                f"--plan {target}"
+            )
         path = plan or _plan_beside(target)
         found = None if path is None else load_plan(path)
         name = target if model is None else model
@@ -221,13 +253,14 @@ class Subject:
         Raises:
             UsageError: there is no such model, or a setting is none of those allowed.
         """
+        asked = settings(device, dtype)
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_model
+        from sparsekv.runtime.hf.load import load_model, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        asked = settings(device, dtype)
+        torch_device(asked.device)  # what is wrong with it is not the model
         try:
             return load_model(self.model, device=asked.device, dtype=asked.dtype)
         except UsageError as error:

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 from sparsekv.cli.output import size
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
-from sparsekv.runtime.hf.generate import Generation, Sampling, encode_prompt, generate_stream
+from sparsekv.runtime.hf.generate import Generation, Sampling, encode_chat, encode_prompt, generate_stream
 from sparsekv.runtime.hf.load import LoadedModel
 
 # How much of a prompt is run before a comparison is timed. Kernels that are compiled are specialised on sizes that
@@ -172,6 +172,5 @@ class Conversation:
         if len(messages) == 1:
             return encode_prompt(tokenizer, text, chat=self.session.chat)
         if self.session.chat and tokenizer.chat_template is not None:
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+            return encode_chat(tokenizer, messages)
         return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -19,11 +20,13 @@ from sparsekv.cli.output import (
     emit,
     emit_json,
     ending_by_signals,
+    escaped,
     failure_data,
     prepare_streams,
     report,
     show_warning,
 )
+from sparsekv.plans.errors import UsageError
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -42,6 +45,7 @@ class _Commands(TyperGroup):
         try:
             with ending_by_signals(), warnings.catch_warnings(), _telling_usage(ctx):
                 warnings.showwarning = show_warning
+                _check_working_folder()
                 result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a reader that has left is noticed here
             return result
@@ -53,12 +57,20 @@ class _Commands(TyperGroup):
             raise typer.Exit(report(error, ctx.invoked_subcommand or "", ctx.meta[_JSON])) from error
 
 
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder no longer exists; change into one that does") from None
+
+
 @contextmanager
 def _telling_usage(ctx: Any) -> Iterator[None]:
-    """Wrong usage as JSON, once, where that is asked for; people are told by typer."""
+    """Wrong usage as JSON, once, where that is asked for; people are told by typer, and nothing that moves a cursor."""
     try:
         yield
     except _WrongUsage as error:
+        error.message = escaped(error.message)  # type: ignore[attr-defined]
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
             told = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -37,20 +38,30 @@ def prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: file names need not be text
 
 
+# What does more to a terminal than print: all control characters but tab and line end, and what turns text around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    """`text` as it can be shown: names of files and what else comes from outside may hold anything."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def tell(message: str) -> None:
     """Says something to the user, on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    print(escaped(message), file=sys.stderr, flush=True)
 
 
 def emit(text: str) -> None:
     """Writes data, on standard output."""
-    print(text)
+    print(escaped(text))
 
 
 def emit_json(data: Any) -> None:
     """Writes data as JSON; numbers that JSON does not know become null."""
     narrow = "utf" not in (sys.stdout.encoding or "").lower()
-    print(json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False))
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False)
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _finite(data: Any) -> Any:
@@ -125,7 +136,8 @@ def ending_by_signals() -> Iterator[None]:
     is said whole. Those that were ignored before stay ignored.
 
     Signals shortly after the first are ignored too: `timeout` sends each one twice, and temporary files are being
-    removed. Whatever an interrupted import or callback makes of it, the first one is what is raised.
+    removed. One that was swallowed on its way, as some imports and callbacks do, is raised again. Whatever comes out
+    of it, the first signal is what is raised.
     """
     received: list[tuple[int, float]] = []
 
@@ -133,6 +145,8 @@ def ending_by_signals() -> Iterator[None]:
         if received and time.monotonic() - received[-1][1] < _SAME:
             return
         received.append((number, time.monotonic()))
+        signal.signal(signal.SIGALRM, lambda *_: end(number, None))
+        signal.setitimer(signal.ITIMER_REAL, 1.1 * _SAME, 1.1 * _SAME)
         raise Terminated(number)
 
     handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -148,6 +162,8 @@ def ending_by_signals() -> Iterator[None]:
             stop.add_note(note)
         raise stop from error
     finally:
+        if received:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,11 +55,13 @@ def plan(
         str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
     ] = None,
     decode_loss: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SHARE", help="Most attention mass lost to the choice.")
+        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice.")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Calibration samples a length.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Calibration samples a length.")
+    ] = None,
     tasks: arguments.Tasks = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
@@ -83,20 +87,13 @@ def plan(
     as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.options import check_used
+    from sparsekv.planner.options import Gate, PlanOptions, check_used
 
     check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
     from sparsekv.cli.prompts import own_prompts
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.options import Gate, PlanOptions
-    from sparsekv.planner.plan import compile_files, compile_plan
-    from sparsekv.planner.profile.profile_data import Profile, for_profile
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
 
     asked: dict[str, Any] = {
         "lengths": _read(arguments.lengths_from, lengths, "--lengths"),
@@ -114,15 +111,23 @@ def plan(
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
-        "tasks": _read(arguments.names_from, tasks, "--tasks"),
+        "tasks": _read(arguments.tasks_from, tasks, "--tasks"),
         "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
         "batch": batch,
         "prefill_chunk": prefill_chunk,
-        "backend": arguments.settings(backend=backend).backend,
+        "backend": arguments.settings(device, dtype, backend).backend,
     }
     wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
+    # Imports torch, which takes seconds: what is wrong with the options was said by now.
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.data_files import read_measured
+    from sparsekv.planner.plan import compile_files, compile_plan
+    from sparsekv.planner.profile.profile_data import Profile, for_profile
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
+
     profiled = read_measured(Profile, profile) if profile else None
     measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:
@@ -206,24 +211,28 @@ class PlanFiles:
         """Finds out before hours of work whether the outputs can be written.
 
         Raises:
-            UsageError: a file is to be written where none can be, over one that is read, or two to one file.
+            UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
+                to one file.
         """
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
         outputs = (
-            ("--out", self.out),
-            ("--profile-out", self.profile_out),
-            ("an unfinished --profile-out", self.resume),
-            ("--cost-out", self.cost_out),
+            ("--out", self.out, "plan"),
+            ("--profile-out", self.profile_out, "profile"),
+            ("an unfinished --profile-out", self.resume, "partial"),
+            ("--cost-out", self.cost_out, "cost"),
         )
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
-        for flag, path in outputs:
+        for flag, path, _ in outputs:
             if path is None:
                 continue
             real = os.path.realpath(path)
             if real in taken:
                 raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
-            _check_writable(Path(real), path)
+            check_writable(path)
             taken[real] = f"{flag} {path}"
+        for flag, path, kind in outputs:
+            if path is not None:
+                _check_replaceable(path, flag, kind)
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -248,7 +257,13 @@ class PlanFiles:
         return f"{self.out} was not written, and nothing was profiled yet"
 
 
-def _check_writable(real: Path, path: Path) -> None:
+def check_writable(path: Path) -> None:
+    """Finds out whether a file can be written at `path`, or in place of what is there.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    real = Path(os.path.realpath(path))
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -264,3 +279,42 @@ def _check_writable(real: Path, path: Path) -> None:
         raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
     if not os.access(real.parent, os.W_OK):
         raise UsageError(f"expected a folder that can be written, found {real.parent}; choose another one")
+
+
+_HEAD = 1 << 20  # bytes of a file that tell its kind
+_WHAT = {"plan": "a plan", "profile": "a profile", "partial": "an unfinished profile", "cost": "a device cost"}
+
+
+def _check_replaceable(path: Path, flag: str, kind: str) -> None:
+    """Refuses a file that nothing of sparsekv wrote. One that is damaged, or of another schema, still tells its kind.
+
+    Raises:
+        UsageError: naming the file.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if head.startswith(b"\x1f\x8b"):
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
+    except FileNotFoundError:
+        return
+    except zlib.error:
+        head = b"\x1f\x8b"
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read before it is replaced: {error.strerror}; name another one") from None
+    if head and not _tells(head, kind):
+        raise UsageError(
+            f"expected {_WHAT[kind]}, or nothing, to write {flag} over in {path}, found another file; choose another "
+            "name, or remove it first"
+        )
+
+
+def _tells(head: bytes, kind: str) -> bool:
+    if kind == "partial":
+        return head.startswith(b"sparsekv.partial"[: len(head)])
+    # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
+    lines = [line for line in head.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
+    at_start = rb"" if lines and lines[0].lstrip().startswith(b"{") else rb"^"
+    field = at_start + rb"""["']?kind["']?\s*:\s*["']?sparsekv\.%b\b""" % kind.encode()
+    is_mapping = bool(lines) and re.match(rb"""\s*\{|["']?\w+["']?\s*:""", lines[0]) is not None
+    return is_mapping and re.search(field, head, re.MULTILINE) is not None

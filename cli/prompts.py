@@ -9,6 +9,8 @@ from typing import Any, TextIO
 
 from sparsekv.plans.errors import PromptError, UsageError
 
+MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills the memory of a machine
+
 
 def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = None) -> str | None:
     """The prompt of a call, or None where a person at a terminal is to be asked for it.
@@ -30,7 +32,17 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         return _text_of(file)
     if file is None and stream.isatty():
         return None
-    return _text(stream.buffer.read(), "standard input")
+    return _text(stream.buffer.read(MAX_BYTES + 1), "standard input")
+
+
+def typed_prompt() -> str | None:
+    """The next line on standard input, which may be blank; None at its end.
+
+    Raises:
+        PromptError: it is not text.
+    """
+    line = sys.stdin.buffer.readline(MAX_BYTES + 1)
+    return _decoded(line, "what was typed") if line else None
 
 
 def own_prompts(file: Path) -> tuple[str, ...]:
@@ -66,20 +78,27 @@ def _prompt(file: Path, number: int, line: str) -> str:
 
 def _text_of(file: Path) -> str:
     try:
-        data = file.read_bytes()
+        with file.open("rb") as opened:  # may be a pipe
+            data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
     return _text(data, str(file))
 
 
 def _text(data: bytes, source: str) -> str:
-    advice = "give a text file in UTF-8"
-    if b"\0" in data:
-        raise PromptError(f"expected text in {source}, found binary data (a zero byte at {data.index(0)}); {advice}")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"expected UTF-8 text in {source}, found other bytes at {error.start}; {advice}") from error
+    text = _decoded(data, source)
     if not text.strip():
         raise PromptError(f"expected a prompt, found nothing but blanks in {source}; write a question")
     return text
+
+
+def _decoded(data: bytes, source: str) -> str:
+    advice = "give text in UTF-8"
+    if len(data) > MAX_BYTES:
+        raise PromptError(f"expected at most {MAX_BYTES:,} bytes of text in {source}, found more; shorten it")
+    if b"\0" in data:
+        raise PromptError(f"expected text in {source}, found binary data (a zero byte at {data.index(0)}); {advice}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"expected UTF-8 text in {source}, found other bytes at {error.start}; {advice}") from error

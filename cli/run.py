@@ -13,9 +13,13 @@ import typer
 from sparsekv.cli import arguments
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.types import MAX_ID, MAX_LENGTH
 
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
+
+# Logits over a temperature below this leave float32; one token has all of the probability long before.
+_COLDEST, _HOTTEST = 0.01, 100.0
 
 
 def run(
@@ -38,8 +42,12 @@ def run(
             "so that neither pays for being first.",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_LENGTH, metavar="N", help="Most tokens to generate.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=_HOTTEST, metavar="T", help=f"0 is greedy; else from {_COLDEST} on.")
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
     seed: arguments.Seed = 0,
     chunk: arguments.Chunk = None,
@@ -62,6 +70,11 @@ def run(
 
     if dense and compare:
         raise UsageError("expected --dense or --compare, found both; --compare runs dense as well")
+    if 0.0 < temperature < _COLDEST:
+        raise UsageError(
+            f"expected --temperature 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found {temperature:g}"
+        )
+    machine = arguments.settings(device, dtype, backend)
     on_host = _host_layers(kv_host_layers, dense)
     subject = arguments.Subject.named(target, plan, model)
     used = None if dense else subject.need_plan()
@@ -76,7 +89,7 @@ def run(
         plan=used,
         prefill=not dense_prefill,
         decode=not dense_decode,
-        backend=arguments.settings(backend=backend).backend,
+        backend=machine.backend,
         allow_mismatch=allow_mismatch,
         chat=not raw,
         max_new_tokens=max_new_tokens,
@@ -106,29 +119,28 @@ def _host_layers(text: str | None, dense: bool) -> int | tuple[int, ...] | None:
             "expected --kv-host-layers with a plan applied, found --dense; "
             "--dense-prefill and --dense-decode together run dense and place keys and values"
         )
-    return int(text) if text.isdecimal() else arguments.layers_from(text, "--kv-host-layers")
+    is_count = text.isdecimal() and len(text) <= len(str(MAX_ID))
+    return int(text) if is_count else arguments.layers_from(text, "--kv-host-layers")
 
 
 def _talk(session: Session) -> None:
     """Turn after turn over one cache, until the end of the input."""
     from sparsekv.cli.chat import Conversation
+    from sparsekv.cli.prompts import typed_prompt
 
     tell("type a prompt; Ctrl-D ends")
     with session.applied() as handle:
         conversation = Conversation(session, handle)
-        while (text := _typed()) is not None:
-            if not text.strip():
-                continue
+        while True:
+            print("> ", end="", file=sys.stderr, flush=True)
             try:
-                _tell(conversation.ask(text, _stream))
+                text = typed_prompt()
+                if text is None:
+                    return
+                if text.strip():
+                    _tell(conversation.ask(text.rstrip("\n"), _stream))
             except PromptError as error:
                 tell(f"error: {error}")
-
-
-def _typed() -> str | None:
-    print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
 
 
 def _stream(text: str) -> None:

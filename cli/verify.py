@@ -8,6 +8,7 @@ import typer
 
 from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
+from sparsekv.cli.plan import check_writable
 from sparsekv.plans.errors import GateError, UsageError
 
 if TYPE_CHECKING:
@@ -39,23 +40,26 @@ def verify(
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
     subject = arguments.Subject.named(target, plan, model)
     found = subject.need_plan()
+    if write and subject.path is not None:
+        check_writable(subject.path)
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.verify import verify as measure
-    from sparsekv.plans.files import write_plan
-    from sparsekv.plans.schema import check_model, to_data
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
     asked = PlanOptions(
         lengths=tuple(own) if lengths is None else arguments.lengths_from(lengths, "--lengths"),
-        tasks=TASKS if tasks is None else arguments.names_from(tasks, "--tasks"),
+        tasks=TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks"),
         verify_samples=samples,
         gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,
-        backend=arguments.settings(backend=backend).backend,
+        backend=arguments.settings(device, dtype, backend).backend,
     )
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.verify import verify as measure
+    from sparsekv.plans.files import write_plan
+    from sparsekv.plans.schema import check_model, to_data
+
     loaded = subject.load(device, dtype)
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:

@@ -12,6 +12,7 @@ the target bounds the whole.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
-from sparsekv.planner.options import ROUNDING, PlanOptions, mandatory_density, too_low
+from sparsekv.planner.options import ROUNDING, Family, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
@@ -61,6 +62,36 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
 
 
+def check_profiled(profile: Profile, options: PlanOptions) -> None:
+    """Finds out, without a device cost, whether anything was profiled within the target densities.
+
+    Args:
+        options: settled for the profile.
+
+    Raises:
+        UsageError: a target lies below all that was profiled.
+    """
+    entries = [entry for entry in profile.lengths if entry.layers]
+    for entry, target in zip(entries, options.target_density, strict=False):
+        _rays_within(entry, options.families, target)
+
+
+def _rays_within(entry: LengthProfile, families: Collection[Family], target: float) -> dict[str, int]:
+    """Of each ray the candidate of highest density within the target."""
+    numbered = enumerate(entry.candidates)
+    within = [
+        (candidate.density, number, candidate.ray)
+        for number, candidate in numbered
+        if candidate.family in families and candidate.density <= target * (1.0 + ROUNDING)
+    ]
+    if not within:
+        raise UsageError(
+            f"expected a target density of at least {entry.densities[0]:g} at {entry.length} tokens, "
+            f"the least that was profiled, found {target:g}; raise it, or profile again with it"
+        )
+    return {ray: number for _, number, ray in sorted(within)}
+
+
 class _Length:
     """The allocation of one length."""
 
@@ -71,6 +102,7 @@ class _Length:
         self._tables = ScoreTables.of(entry)
         self._savings = Savings(cost, self._tables, profile.tile) if options.crossover else None
         self._error_LCH = (1.0 - TAIL_WEIGHT) * self._tables.error_LCH + TAIL_WEIGHT * self._tables.tail_error_LCH
+        self._families = options.families
         self._own_C = np.array([candidate.family in options.families for candidate in entry.candidates])
 
     def at_density(self, target: float) -> Choice:
@@ -126,14 +158,7 @@ class _Length:
 
     def _usable(self, target: float) -> Mask:
         """[L, C, H]: of each ray the highest density within the target."""
-        candidates = self._entry.candidates
-        within = [c for c in np.flatnonzero(self._own_C) if candidates[c].density <= target * (1.0 + ROUNDING)]
-        allowed = {candidates[c].ray: c for c in sorted(within, key=lambda c: candidates[c].density)}
-        if not allowed:
-            raise UsageError(
-                f"expected a target density of at least {self._entry.densities[0]:g} at {self._entry.length} tokens, "
-                f"the least that was profiled, found {target:g}; raise it, or profile again with it"
-            )
+        allowed = _rays_within(self._entry, self._families, target)
         usable_LCH = np.zeros(self._error_LCH.shape, bool)
         usable_LCH[:, list(allowed.values())] = True
         # A ray whose smallest pattern costs more than the target is not at the target cost.

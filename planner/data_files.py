@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
+import os
+import stat
 import zlib
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,6 +29,7 @@ from sparsekv.runtime.hf.describe import dtype_name as dtype_name
 
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20
+_PIECE = 1 << 20
 _GZIP = b"\x1f\x8b"
 _SIGNATURE = "integrity"
 
@@ -120,21 +125,34 @@ def _digest(data: dict[str, Any]) -> str:
 
 def _content(path: Path, what: str) -> bytes:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise PlanError(f"expected a {what} of at most {MAX_BYTES >> 20} MiB, found a larger file: {path}")
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):  # such as /dev/zero, which has no end
+                raise PlanError(f"expected a {what}, found the device {path}; name a file")
+            content = b"".join(_pieces(file))
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror or error}") from error
-    if not content.startswith(_GZIP):
-        return content
+    size = len(content)
     try:
-        inflated = zlib.decompressobj(wbits=31)
-        plain = inflated.decompress(content, MAX_BYTES)
-    except zlib.error as error:
+        if size <= MAX_BYTES and content.startswith(_GZIP):
+            # Counted before it is held: a small file may hold a thousand times its size.
+            with gzip.open(io.BytesIO(content)) as unpacked:
+                size = sum(map(len, _pieces(unpacked)))
+            content = gzip.decompress(content) if size <= MAX_BYTES else b""
+    except EOFError:
+        raise PlanError(f"expected a whole {what} in {path}, found one cut short; make it again") from None
+    except (OSError, zlib.error) as error:
         raise PlanError(f"expected a whole {what} in {path}, found a damaged one: {error}; make it again") from error
-    if not inflated.eof:
-        raise PlanError(f"expected a whole {what} in {path}, found one cut short; make it again")
-    return plain
+    if size > MAX_BYTES:
+        raise PlanError(f"expected a {what} of at most {MAX_BYTES >> 20} MiB, found more in {path}; make it again")
+    return content
+
+
+def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    """What is in a file, up to a little more than MAX_BYTES."""
+    left = MAX_BYTES
+    while left >= 0 and (piece := file.read(_PIECE)):
+        left -= len(piece)
+        yield piece
 
 
 def versions() -> dict[str, str]:

@@ -12,11 +12,12 @@ Shapes: B batch, S tokens of a prompt, A tokens of the answer, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -26,13 +27,15 @@ from transformers import PreTrainedModel
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.progress import Progress, Step
-from sparsekv.planner.tasks import Kit, Sample, Split, matches, prepare
+from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, matches, prepare
 from sparsekv.planner.tasks.perplexity import Perplexity
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import attention_groups
-from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.generate import check_numbers, piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
@@ -105,6 +108,25 @@ class EvalSamples:
     seed: int = 0
     prefill_chunk: int | None = None
 
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.tasks) - set(TASKS))
+        if unknown:
+            raise UsageError(f"expected tasks of {', '.join(sorted(TASKS))}, found {', '.join(unknown)}")
+        if self.prefill_chunk is not None and self.prefill_chunk < LEAST_CHUNK:
+            raise UsageError(
+                f"expected a prefill chunk of at least {LEAST_CHUNK} tokens, found {self.prefill_chunk}; thousands are "
+                "sensible"
+            )
+
+    def check_fit(self, kit: Kit) -> None:
+        """Finds out, without running a model, whether every task fits every length.
+
+        Raises:
+            PromptError: one does not.
+        """
+        for length, task in product(self.lengths, self.tasks):
+            next(held_out(kit, task, length, 1, self.seed))
+
     def batches(self, kit: Kit, model: PreTrainedModel) -> Iterator[tuple[Sample, ...]]:
         """The samples in batches, one length after the other."""
         for length in self.lengths:
@@ -130,18 +152,20 @@ def evaluate(
         A result a length for each mode, and for "dense" with dense on both sides.
 
     Raises:
-        UsageError: an unknown task.
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
     """
     found = {name: _Findings() for name in (DENSE, *modes)}
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    asked.check_fit(source)
+    _check_modes(modes, loaded.model)
     total = asked.samples * len(asked.tasks) * len(asked.lengths) * len(found)
     with (progress or Progress()).stage("evaluate", total=total) as step, torch.no_grad():
         for some in _rounds(asked.batches(source, loaded.model), loaded.model):
             dense = []
             for samples in some:
                 logits_BAV = _measure(loaded, samples, asked, found[DENSE])
+                check_numbers(loaded.model, "logits", logits_BAV)
                 dense.append((samples, logits_BAV.to("cpu", loaded.model.dtype)))
                 step.advance(len(samples), f"{samples[0].length} tokens, dense")
             for name, mode in modes.items():
@@ -150,6 +174,15 @@ def evaluate(
         name: tuple(own.result(found[DENSE], length, asked.tasks) for length in asked.lengths)
         for name, own in found.items()
     }
+
+
+def _check_modes(modes: Mapping[str, Mode], model: PreTrainedModel) -> None:
+    """Switches each on and off, so that one that cannot be is found out before dense is measured."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again
+        for mode in modes.values():
+            with mode.running(model):
+                pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

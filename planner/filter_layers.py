@@ -30,8 +30,10 @@ from sparsekv.planner.cost.predict import decode_share, step_us
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, Reuse
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment
+from sparsekv.plans.types import format_ids
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -51,8 +53,10 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     are offloaded: an offloaded layer that runs dense reads all its rows back in every step.
 
     Raises:
-        UsageError: a fixed layer does not exist, or the budget is below all that were profiled.
+        UsageError: see `check_filters` and `check_budget`.
     """
+    check_filters(profile.model, options)
+    check_budget(profile, options)
     chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
     segments, sparse = chooser.choose()
     buckets = chooser.buckets(segments, sparse)
@@ -91,7 +95,7 @@ class _Chooser:
     def __init__(self, profile: Profile, cost: DeviceCost, options: PlanOptions) -> None:
         model = profile.model
         self._cost, self._options, self._layers = cost, options, model.layers
-        self._full = [layer for layer in range(model.layers) if model.group_of(layer).kind == "full"]
+        self._full = model.full_layers
         reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
         self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
         self._longest = self._lengths[-1].length
@@ -100,7 +104,7 @@ class _Chooser:
     def choose(self) -> tuple[tuple[Segment, ...], list[bool]]:
         """Segments, and which of the lengths they are for."""
         if self._options.filter_rule == "fixed":
-            given = _after(_known(self._options.filter_layers, self._full), self._full, wait=0)
+            given = _after(sorted(self._options.filter_layers), self._full, wait=0)
             return self._where_it_pays(given, range(len(self._lengths)))
         if self._options.filter_rule == "omnikv":
             similar = _after(similar_layers(self._lengths[-1].kept[0], self._full), self._full, wait=_WAIT)
@@ -214,16 +218,32 @@ def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[Filt
     return tuple(span for span in spans if span.layers)
 
 
-def _known(filters: Sequence[int], full: Sequence[int]) -> tuple[int, ...]:
-    unknown = sorted(set(filters) - set(full[:-1]))
+def check_filters(model: ModelInfo, options: PlanOptions) -> None:
+    """Finds out, from the model alone, whether it has the filter layers that are given.
+
+    Raises:
+        UsageError: one of them does not exist, has a window of its own, or has no layer with full attention above it.
+    """
+    full = model.full_layers
+    unknown = sorted(set(options.filter_layers) - set(full[:-1]))
     if unknown and not full:
         raise UsageError("expected filter layers with full attention, found a model without such layers; plan prefill")
     if unknown:
         raise UsageError(
-            f"expected filter layers with full attention below the last layer, {full[-1]}, found {unknown}; "
-            "choose others"
+            f"expected filter layers with full attention below the last such layer, {full[-1]}, found "
+            f"{format_ids(unknown)}; choose others"
         )
-    return tuple(sorted(set(filters)))
+
+
+def check_budget(profile: Profile, options: PlanOptions) -> None:
+    """Finds out whether a profile says what the budget loses.
+
+    Raises:
+        UsageError: the budget is below all that were profiled.
+    """
+    for entry in profile.lengths:
+        if entry.reuse:
+            _budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
 
 
 def _square(reuse: Reuse, budget: int) -> Floats:

@@ -17,11 +17,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
-from sparsekv.plans.types import format_length
+from sparsekv.plans.types import LEAST_CHUNK, format_length
 
 Family = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
 
@@ -260,6 +259,8 @@ def mandatory_a_row(tile: TileShape) -> int:
 
 def mandatory_density(length: int, tile: TileShape, family: Family) -> float:
     """The least share of the causal tiles of a prompt of `length` tokens that a head of a family computes."""
+    from sparsekv.kernels.tiles import Chunk  # here, since it brings torch: options are read before that is imported
+
     rows = [_row(first, min(first + tile.query, length) - 1, tile, family) for first in range(0, length, tile.query)]
     return sum(rows) / Chunk.uniform(1, 0, length).causal_tiles(tile)
 
@@ -334,7 +335,7 @@ def _check(options: PlanOptions) -> None:
         options.verify_lengths,
     )
     drop, max_kl = options.gate.max_accuracy_drop, options.gate.max_kl
-    expect(0.0 <= drop < math.inf, "an accuracy drop of zero or more points", drop)
+    expect(0.0 <= drop <= 100.0, "an accuracy drop of 0 to 100 points", drop)
     expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
     expect(options.decode_sink >= 0, "zero or more sink tokens", options.decode_sink)
     expect(options.decode_recent >= 1, "at least one recent token", options.decode_recent)
@@ -344,12 +345,13 @@ def _check(options: PlanOptions) -> None:
     expect(options.preset in (None, *PRESETS), f"a preset of {_told(PRESETS)}", options.preset)
     expect(options.decode_budget.tokens != 0, "a decode budget of one token or more", options.decode_budget)
     expect(options.batch is None or options.batch >= 1, "a batch of one or more", options.batch)
-    expect(options.prefill_chunk is None or options.prefill_chunk >= 1, "a positive chunk", options.prefill_chunk)
+    chunk = options.prefill_chunk
+    expect(chunk is None or chunk >= LEAST_CHUNK, f"a prefill chunk of at least {LEAST_CHUNK} tokens", chunk)
     expect(options.seed >= 0, "a seed of zero or more", options.seed)
     for name in ("tasks", "families", "verify_lengths"):
         given = getattr(options, name)
         expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
-    expect(0.0 <= options.decode_loss < math.inf, "a decode loss of zero or more", options.decode_loss)
+    expect(0.0 <= options.decode_loss <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
 

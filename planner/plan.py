@@ -15,19 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.planner.allocate import allocate
+from sparsekv.planner.allocate import allocate, check_profiled
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
-from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
-from sparsekv.planner.tasks import Split, prepare
-from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened, tightened_remarks, verify
+from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.planner.verify import (
+    Verification,
+    after_a_missed_gate,
+    held_out_samples,
+    tightened,
+    tightened_remarks,
+    verify,
+)
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
@@ -91,13 +98,13 @@ def compile_plan(
         check_model(profile_in, loaded.info)
         options, own = for_profile(options, profile_in)  # of the lengths that are asked for
     asked = options.settled(loaded.info.context_length, loaded.model.device.type)
+    kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
+    _check(loaded.info, asked, own, cost_in, kit)
     measured = own or profile(loaded, asked, stages, resume)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
         if resume is not None:
             resume.unlink(missing_ok=True)
-    if cost_in is not None:
-        check_cost(cost_in, measured, asked)
     cost = cost_in or measure_cost(
         _head_shape(loaded.info),
         asked.lengths,
@@ -113,7 +120,6 @@ def compile_plan(
         write_measured(cost, cost_out)
     used, attempts, verdict = asked, 0, None
     plan = compile_once(loaded.info, used, measured, cost, stages)
-    kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
     while kit is not None:
         verdict, attempts = verify(loaded, plan, used, stages, kit), attempts + 1
         if verdict.passed:
@@ -155,7 +161,7 @@ def compile_files(
     told = _checked(name, measured)
     asked, own = for_profile(options, measured)
     settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
-    check_cost(cost, measured, settled)
+    _check(measured.model, settled, own, cost, None)
     plan = compile_once(measured.model, settled, own, cost)
     if profile_out is not None:
         write_measured(measured, profile_out)
@@ -237,13 +243,43 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def check_cost(cost: DeviceCost, profile: Profile, options: PlanOptions) -> None:
-    """Refuses prices that are not of this profile's tiles and heads, or lack a family of the plan.
+def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: DeviceCost | None, kit: Kit | None) -> None:
+    """What can be found out before anything is measured.
+
+    Args:
+        asked: settled.
+        own, cost: the profile and the device cost where they are given.
+        kit: of the prompts for verification, where there is to be one.
+
+    Raises:
+        UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
+        PromptError: a task does not fit a length.
+    """
+    if not model.full_layers:
+        windows = ", ".join(sorted({str(group.window) for group in model.attention}))
+        raise UsageError(
+            f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
+            f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
+        )
+    if "decode" in asked.phases:
+        check_filters(model, asked)
+        if own is not None:
+            check_budget(own, asked)
+    if "prefill" in asked.phases and own is not None and asked.target_speedup is None:
+        check_profiled(own, asked)
+    if cost is not None:
+        check_cost(cost, model, asked)
+    if kit is not None:
+        held_out_samples(asked).check_fit(kit)
+
+
+def check_cost(cost: DeviceCost, model: ModelInfo, options: PlanOptions) -> None:
+    """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan.
 
     Raises:
         UsageError: naming what differs.
     """
-    expected, found = (_head_shape(profile.model), profile.tile), (cost.shape, cost.tile)
+    expected, found = (_head_shape(model), options.tile_shape), (cost.shape, cost.tile)
     if expected != found:
         raise UsageError(
             f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
@@ -268,7 +304,7 @@ def _tightened(options: PlanOptions, measured: Profile, verdict: Verification, a
 
 
 def _head_shape(model: ModelInfo) -> HeadShape:
-    group = next((group for group in model.attention if group.kind == "full"), model.attention[0])
+    group = model.group_of(model.full_layers[0])
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
 
 
@@ -297,7 +333,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
 def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
         return load_model(model, device=options.device, dtype=options.dtype)
     if tokenizer is None:
         raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")

@@ -91,15 +91,7 @@ def verify(
     if not phases:
         raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
     modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in phases}
-    samples = EvalSamples(
-        options.tasks,
-        options.verify_lengths,
-        options.verify_samples or 0,
-        options.batch,
-        options.seed + _SEED_APART,
-        options.prefill_chunk,
-    )
-    parts = evaluate(loaded, modes, samples, kit, progress)
+    parts = evaluate(loaded, modes, held_out_samples(options), kit, progress)
     pooled = {phase: merged(parts[phase]) for phase in phases}
     for phase, result in pooled.items():
         _check_finite(result, phase)
@@ -112,6 +104,18 @@ def verify(
         *_untouched(plan, options.verify_lengths),
     )
     return Verification(quality, not missed, not remarks, reasons or remarks, missed)
+
+
+def held_out_samples(options: PlanOptions) -> EvalSamples:
+    """What a plan is verified on; `options` are settled."""
+    return EvalSamples(
+        options.tasks,
+        options.verify_lengths,
+        options.verify_samples or 0,
+        options.batch,
+        options.seed + _SEED_APART,
+        options.prefill_chunk,
+    )
 
 
 def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:

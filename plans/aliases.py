@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from sparsekv.plans.errors import UsageError
 PLAN_NAME = "sparsekv.yaml"
 SHIPPED = "tiny-retriever"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+_NO_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff]")  # cannot stand in a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,18 @@ ALIASES = (
 )
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     """What `name` stands for. A folder with a model in it goes before an alias.
 
     Raises:
-        UsageError: it is a folder without a model, a file, or nothing known.
+        UsageError: it is a folder without a model or with a name that is no text, a file, or nothing known.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise UsageError(f"expected the name of a model folder, a hub id or an alias, found {name!r:.80}")
+    name = os.fspath(name)
     path = _path(name)
     if name and _is_model(path):
-        return ModelSource(str(path))
+        return ModelSource(_readable(path))
     if name.lower() == SHIPPED:
         return ModelSource(str(_shipped()))
     checkpoint = next((alias.checkpoint for alias in ALIASES if alias.name == name.lower()), None)
@@ -82,6 +87,13 @@ def _is_model(path: Path) -> bool:
         return (path / "config.json").is_file()
     except (OSError, ValueError):  # no name that a file could have
         return False
+
+
+def _readable(path: Path) -> str:
+    found = path.resolve().name
+    if _NO_TEXT.search(found):
+        raise UsageError(f"expected a folder whose name has no control characters, found {found!r:.80}; rename it")
+    return str(path)
 
 
 def _refuse_path(name: str, path: Path) -> None:

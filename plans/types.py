@@ -30,6 +30,7 @@ from pydantic import (
 from sparsekv.plans.errors import UsageError
 
 MAX_LENGTH = 1 << 40
+LEAST_CHUNK = 16  # fewest tokens of a prompt that a prefill in pieces gives to a model at once
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _LENGTH = re.compile(r"([0-9]{1,13})([kKmM]?)", re.ASCII)
 

@@ -229,7 +229,7 @@ def guarded(model: PreTrainedModel, prompt: Prompt) -> Callable[..., Any]:
 
 
 def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None, defaults: GenerationConfig) -> Any:
-    if kwargs.get(name) is not None:
+    if name in kwargs:  # None as well: it goes over the settings of the model
         return kwargs[name]
     given = getattr(config, name, None)
     return given if given is not None else getattr(defaults, name, None)

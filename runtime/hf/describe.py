@@ -13,7 +13,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, weights_fingerprint
+from sparsekv.plans.model import (
+    AttentionGroup,
+    Fingerprint,
+    ModelInfo,
+    architecture_fingerprint,
+    is_model_id,
+    weights_fingerprint,
+)
 from sparsekv.plans.schema import DtypeName
 
 # Each of them calls its attention through `AttentionInterface`, passes unknown keyword arguments on to it from the
@@ -115,8 +122,9 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 def _identifier(source: str) -> str:
     """A hub id as it is; of a path only the last name, so that a plan holds no path of the machine it was made on."""
     path = Path(source)
-    is_path = source.startswith((".", "/", "~")) or path.is_dir()
-    return path.resolve().name or "model" if is_path else source
+    if is_model_id(source) and not path.is_dir():
+        return source
+    return path.resolve().name.lstrip("~") or "model"
 
 
 def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    Cache,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
+from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import reserve
+from sparsekv.runtime.hf.describe import dtype_name
 from sparsekv.runtime.hf.load import LoadedModel
-
-_LEAST_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +56,29 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool =
     """Token ids of a prompt, as one user turn of the tokenizer's chat template where it has one and `chat` is on.
 
     Raises:
-        PromptError: there is no text.
+        PromptError: there is no text, or the chat template fails on it.
     """
     if not text.strip():
         raise PromptError("expected a prompt, found only white space; give it some text")
     if chat and tokenizer.chat_template is not None:
-        turn = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+        return encode_chat(tokenizer, [{"role": "user", "content": text}])
     return tuple(tokenizer(text, verbose=False)["input_ids"])
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> tuple[int, ...]:
+    """Token ids of a conversation by the tokenizer's chat template, up to where the next answer starts.
+
+    Raises:
+        PromptError: the template fails on it.
+    """
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise PromptError(
+            f"expected a chat template that renders these messages, found one that fails ({error!s:.200}); "
+            "run without it: --raw, or chat=False"
+        ) from error
+    return tuple(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def generate_stream(
@@ -82,10 +104,13 @@ def generate_stream(
         on_text: called with each piece of text as it is final.
 
     Raises:
-        PromptError: the prompt is empty or leaves no room in the context for a new token.
+        PromptError: the prompt is empty, leaves no room in the context for a new token, or has tokens that the model
+            does not know.
         UsageError: the chunk is too small to be sensible.
+        UnsupportedError: the model overflows in its dtype.
     """
     room = _room(loaded, len(prompt_ids))
+    _check_vocabulary(loaded.model, prompt_ids)
     stream = _TimedStream(loaded.tokenizer, on_text)
     chosen = sampling or Sampling()
     ids_BS = torch.tensor([list(prompt_ids)], device=loaded.model.device)
@@ -106,6 +131,8 @@ def generate_stream(
             max_new_tokens=new_tokens,
             past_key_values=cache,
             streamer=stream,
+            logits_processor=LogitsProcessorList([_FirstChecked(loaded.model)]),
+            **_one_sequence(loaded.model),
             **_sampling_options(chosen),
             **_pad_option(loaded),
         )
@@ -132,8 +159,8 @@ def piece_sizes(tokens: int, chunk: int) -> list[int]:
     Raises:
         UsageError: the chunk is too small to be sensible.
     """
-    if chunk < _LEAST_CHUNK:
-        raise UsageError(f"expected a chunk of at least {_LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
+    if chunk < LEAST_CHUNK:
+        raise UsageError(f"expected a chunk of at least {LEAST_CHUNK} tokens, found {chunk}; thousands are sensible")
     sizes = []
     while tokens > chunk:
         sizes.append(min(chunk, tokens - 2))
@@ -151,6 +178,33 @@ def _room(loaded: LoadedModel, prompt_tokens: int) -> int:
             f"shorten it or choose a model with a longer context"
         )
     return context - prompt_tokens
+
+
+def _check_vocabulary(model: PreTrainedModel, prompt_ids: Sequence[int]) -> None:
+    embedding: Any = model.get_input_embeddings()
+    known, last = embedding.weight.shape[0], max(prompt_ids)
+    if last >= known:
+        raise PromptError(
+            f"expected tokens below {known}, the model's vocabulary, found {last}; use the tokenizer of this model"
+        )
+
+
+# What a checkpoint's generation_config.json may ask for, and what is left of it here: one sequence, token by token.
+_PLAIN = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "diversity_penalty": 0.0,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+    "dola_layers": None,
+    "cache_implementation": None,
+    "prefill_chunk_size": None,
+}
+
+
+def _one_sequence(model: PreTrainedModel) -> dict[str, Any]:
+    return {name: value for name, value in _PLAIN.items() if getattr(model.generation_config, name, None) is not None}
 
 
 def _sampling_options(sampling: Sampling) -> dict[str, Any]:
@@ -179,6 +233,34 @@ def _seeded(sampling: Sampling, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
         yield
+
+
+def check_numbers(model: PreTrainedModel, what: str, *found: torch.Tensor) -> None:
+    """Refuses what overflow leaves of a forward pass. Waits for the device.
+
+    Raises:
+        UnsupportedError: there is NaN in it.
+    """
+    if any(bool(values.isnan().any()) for values in found):
+        raise UnsupportedError(
+            f"expected numbers as {what}, found NaN: this model overflows in {dtype_name(model.dtype)}, or its weights "
+            "are damaged; try another --dtype, float32 or bfloat16"
+        )
+
+
+class _FirstChecked(LogitsProcessor):
+    """Checks the logits of the first new token; those of later ones would have to be waited for."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._checked = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores as they are."""
+        if not self._checked:
+            check_numbers(self._model, "logits", scores)
+            self._checked = True
+        return scores
 
 
 class _TimedStream(TextStreamer):

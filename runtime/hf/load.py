@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.describe import check_supported, describe_model
+from sparsekv.runtime.settings import check_device
 
 # Whether a model can be had from the hub, and what to type when it cannot.
 
@@ -81,10 +86,10 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource | str,
+    source: ModelSource | str | os.PathLike[str],
     *,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> LoadedModel:
@@ -99,33 +104,33 @@ def load_model(
         local_files_only: do not ask the hub.
 
     Raises:
-        UsageError: there is no such model, or no access to it, or no such device or dtype; its tensors are not those
-            of its config, or not finite.
+        UsageError: there is no such model, or no access to it, or no such device or dtype; its config or tokenizer
+            cannot be, or its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
-    found = resolve_model(source) if isinstance(source, str) else source
-    target = torch_device(device)
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
+    target = torch_device(str(device))
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["revision"] = revision
         options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
     config = _read_config(found, options)
-    precision = _torch_dtype(dtype, config, target)
-    tokenizer = _guarded(found, "its tokenizer", AutoTokenizer.from_pretrained, options)
+    precision = _torch_dtype(str(dtype).removeprefix("torch."), config, target)
+    tokenizer = _read_tokenizer(found, options, config.vocab_size)
     model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
     model = model.to(target).eval()
     _check_finite(found, model)
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
-def load_config(source: ModelSource | str) -> PreTrainedConfig:
+def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of a model, without its weights.
 
     Raises:
         UsageError: there is no such model, or no access to it.
         UnsupportedError: its architecture is not supported.
     """
-    found = resolve_model(source) if isinstance(source, str) else source
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["local_files_only"] = needs_cache(found.path_or_id, None, False)
@@ -138,17 +143,17 @@ def torch_device(device: str) -> torch.device:
     Raises:
         UsageError: there is no such device on this machine.
     """
+    check_device(device)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    expected = f"expected a device that this machine has, found {device!r:.40}"
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"{expected} (neither cpu nor cuda); try cpu")
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{expected} ({reason:.120}); try cpu") from error
+        raise UsageError(
+            f"expected a device that this machine has, found {device!r:.40} ({reason:.120}); try cpu"
+        ) from error
     return target
 
 
@@ -165,15 +170,57 @@ def _torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> 
 
 def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
     data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
+    if not isinstance(data, dict):
+        raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
     check_supported(data.get("model_type", "none"))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
+    _check_config(config, f"in the config.json of {found.path_or_id}")
+    if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
+        raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
     return config
+
+
+_COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
+_COUNTS_IF_ANY = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def _check_config(config: PreTrainedConfig, where: str) -> None:
+    for name in (*_COUNTS, *_COUNTS_IF_ANY):
+        count = getattr(config, name, None)
+        if (count is None and name in _COUNTS) or (count is not None and not (isinstance(count, int) and count >= 1)):
+            raise UsageError(f"expected {name} of 1 or more {where}, found {count!r:.40}")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:
+        raise UsageError(f"expected {heads} attention heads {where} to be a multiple of {kv_heads} key-value heads")
+    rope = getattr(config, "rope_parameters", None)
+    try:
+        json.dumps(rope, allow_nan=False, default=str)
+    except ValueError:
+        raise UsageError(f"expected finite rope parameters {where}, found {rope!r:.200}") from None
+
+
+def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
+    folder = Path(found.path_or_id)
+    missing = folder.is_dir() and not (folder / "tokenizer.json").exists()
+    what = f"its tokenizer ({'it has no tokenizer.json' if missing else 'tokenizer.json, tokenizer_config.json'})"
+    tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
+        raise _unreadable(found, what, ValueError("it is empty"))
+    # Tokens added to it, for padding say, may never be used; those that start every prompt are.
+    entries = max(tokenizer.vocab_size, *(number + 1 for number in tokenizer("a")["input_ids"]))
+    if entries > vocabulary:
+        raise UsageError(
+            f"expected a tokenizer of at most {vocabulary} entries, the vocabulary of {found.path_or_id}, found "
+            f"{entries}; get the tokenizer that belongs to the model"
+        )
+    return tokenizer
 
 
 def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
     """The model with its weights. Without the report, transformers would fill what is missing with random numbers."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # into the report as well, by name
-    model, report = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported)
+    with _without_table():
+        model, report = _guarded(found, "its weights", AutoModelForCausalLM.from_pretrained, options | reported)
     reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
     faults = {
         "missing": report["missing_keys"],
@@ -187,6 +234,21 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
             "get the model again, with the config.json that belongs to its weights"
         )
     return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_table() -> Iterator[None]:
+    """Without the table that transformers logs of what it reports: it says that random weights may be fine."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
@@ -220,7 +282,27 @@ def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) 
 
 
 def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if Path(found.path_or_id).is_dir():
-        return UsageError(f"expected a Hugging Face model in {found.path_or_id}, cannot read {what}: {reason}")
+    reason = " ".join(str(error).split())[:_REASON] or type(error).__name__
+    folder = Path(found.path_or_id)
+    if folder.is_dir():
+        broken = next((f"its {name}" for name in _OBJECTS if not _is_object(folder / name)), what)
+        return UsageError(f"expected a Hugging Face model in {folder}, cannot read {broken}: {reason}")
     return UsageError(without_model(found.path_or_id, f"{what} cannot be had ({reason})"))
+
+
+_REASON = 300  # characters of another library's message
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+)
+
+
+def _is_object(path: Path) -> bool:
+    """Whether a file holds a JSON object, or is not there at all."""
+    try:
+        return not path.exists() or isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False

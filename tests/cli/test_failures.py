@@ -1,11 +1,13 @@
 """What a failure looks like: one message, the right exit code, and a traceback only when asked for."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from plans_samples import small_plan
@@ -172,6 +174,17 @@ def test_what_a_signal_makes_of_a_command_is_told_as_the_signal(sparsekv, on_out
     assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
 
 
+def test_a_signal_that_is_swallowed_ends_the_command_all_the_same(sparsekv, on_output):
+    def swallowed():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(20)
+
+    on_output(swallowed)
+    done = sparsekv("schema")
+    assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_before_the_command_line_is_read_is_told_as_well(number):
     program = f"import sparsekv.__main__, signal; signal.raise_signal({int(number)})"
@@ -247,6 +260,38 @@ def test_names_that_are_no_text_can_be_printed(tmp_path):
         assert json.loads(done.stdout.decode(encoding))["error"]["message"].startswith("a\udcffé.yaml: ")
 
 
+CONTROLS = "\x1b[31m\x9b\u202e\x07"
+ESCAPED = r"\x1b[31m\x9b\u202e\x07"
+
+
+@pytest.mark.parametrize("call", [("show", "{}.yaml"), ("validate", "{}.yaml"), ("plan", "{}", "-o", "a"), ("{}",)])
+@pytest.mark.parametrize("flag", [(), ("--json",)])
+def test_control_characters_of_a_name_never_reach_the_terminal(sparsekv, call, flag):
+    done = sparsekv(*(word.format(CONTROLS) for word in call), *flag)
+    assert done.code == 2
+    assert not set(CONTROLS) - set("[31m") & set(done.err + done.out)
+    assert ESCAPED in done.err or repr(CONTROLS)[1:-1] in done.err
+    if flag:
+        assert done.data["error"]["exit_code"] == 2
+
+
+def test_what_a_command_prints_about_a_file_is_escaped_too(sparsekv, tmp_path):
+    write_plan(small_plan(), tmp_path / f"{CONTROLS}.yaml")
+    done = sparsekv("validate", tmp_path / f"{CONTROLS}.yaml")
+    assert done.code == 0
+    assert ESCAPED in done.out
+
+
+@pytest.mark.parametrize("arguments", [("schema",), ("validate", "plan.yaml", "--json")])
+def test_a_working_folder_that_was_removed_is_told(sparsekv, tmp_path, monkeypatch, arguments):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = sparsekv(*arguments)
+    assert done.code == 2
+    assert "the working folder no longer exists" in done.err
+
+
 def test_json_has_no_numbers_that_json_does_not_know(capsys):
     emit_json({"a": float("nan"), "b": [float("inf"), 1.5]})
     assert capsys.readouterr().out == '{\n  "a": null,\n  "b": [\n    null,\n    1.5\n  ]\n}\n'
@@ -260,6 +305,11 @@ def test_sizes_read_well():
         "12.3 MB",
         "137.0 GB",
     ]
+
+
+def test_what_a_file_puts_into_a_message_cannot_steer_the_terminal(capsys):
+    report(UsageError("expected a,\nfound \x1b[31m\x9b1mé\x07"), "run")
+    assert capsys.readouterr().err == "error: expected a,\nfound \\x1b[31m\\x9b1mé\\x07\n"
 
 
 def test_progress_never_reaches_standard_output(capsys):

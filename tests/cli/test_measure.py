@@ -1,6 +1,8 @@
 """eval and verify: a model on held-out samples, dense and with its plan."""
 
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,8 @@ def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
         (("--length", "soon"), "--length"),
         (("--tasks", "juggling", "--length", "1k"), "juggling"),
         (("--phase", "third"), "third"),
+        (("--samples", "9" * 30), "--samples"),
+        (("--prefill-chunk", "1"), "--prefill-chunk"),
     ],
 )
 def test_eval_refuses_what_it_cannot_measure(sparsekv, folder, arguments, word):
@@ -82,6 +86,26 @@ def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsek
     assert "nats" in done.data["reasons"][0]
     assert "misses its gate" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
+
+
+def test_verify_finds_out_before_it_measures_that_the_plan_cannot_be_written(sparsekv, folder, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(pipe.write_bytes, (folder / "sparsekv.yaml").read_bytes())
+        done = sparsekv(*call_on("verify", folder, pipe), "--write")
+        written.result()
+    assert (done.code, done.out) == (2, "")
+    assert "not a regular file" in done.err
+    assert "evaluate" not in done.err
+
+
+@pytest.mark.parametrize("command", ["eval", "verify"])
+def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsekv, folder, ctrl_c_in, command):
+    with ctrl_c_in("evaluate"):  # what would end a measurement that had begun
+        done = sparsekv(*call_on(command, folder, folder / "sparsekv.yaml"), "--backend", "flash")
+    assert done.code == 2
+    assert "flash" in done.err
 
 
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):

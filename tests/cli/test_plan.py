@@ -15,6 +15,7 @@ from sparsekv.plans.files import load_plan
 
 TASK = ("--tasks", "kv_retrieval")
 FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)
+OLDER = "kind: sparsekv.plan\n"
 KEYS = {"path", "status", "prefill_density", "predicted_speedup", "filter_layers", "quality", "seconds"}
 
 
@@ -67,7 +68,7 @@ def test_without_verification_the_plan_says_that_nobody_measured_it(sparsekv, mo
 
 
 def test_the_same_files_give_the_same_bytes_and_replace_what_was_there(sparsekv, model, measured, out):
-    out.write_text("older")
+    out.write_text(OLDER)
     assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
     first = out.read_bytes()
     assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
@@ -120,14 +121,14 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
 
 @pytest.mark.parametrize("stage", ["allocate", "filter layers"])
 def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, out, ctrl_c_in, stage):
-    out.write_text("older")
+    out.write_text(OLDER)
     with ctrl_c_in(stage):
         done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--json")
     assert done.code == 130
     assert done.data["error"] == {**done.data["error"], "kind": "Interrupted", "exit_code": 130}
     assert "interrupted" in done.err
     assert list(out.parent.iterdir()) == [out]
-    assert out.read_text() == "older"
+    assert out.read_text() == OLDER
 
 
 @pytest.mark.parametrize("stage", ["profile", "evaluate"])
@@ -174,16 +175,21 @@ def test_progress_says_which_of_how_many_stages_is_under_way(sparsekv, model, pr
 def test_a_full_disk_leaves_the_older_file_as_it_was_whatever_is_written(
     sparsekv, model, measured, out, full_disk, name
 ):
-    files = [out, out.with_name("b.profile"), out.with_name("b.cost")]
-    for file in files:
-        file.write_text("older")
+    files = {
+        out: OLDER,
+        out.with_name("b.profile"): '{"kind":"sparsekv.profile"}',
+        out.with_name("b.cost"): '{"kind":"sparsekv.cost"}',
+    }
+    for file, older in files.items():
+        file.write_text(older)
     full_disk(name)
-    kept = ("--profile-out", files[1], "--cost-out", files[2])
+    kept = ("--profile-out", out.with_name("b.profile"), "--cost-out", out.with_name("b.cost"))
     done = sparsekv("plan", model, "-o", out, *measured, "--no-verify", *kept)
     assert (done.code, done.out) == (2, "")
     assert "No space left" in done.err
     assert "unchanged" in done.err
-    assert out.with_name(name).read_text() == out.read_text() == "older"
+    for file in (out, out.with_name(name)):
+        assert file.read_text() == files[file]
     assert sorted(out.parent.iterdir()) == sorted(files)  # no temporary file stays
 
 

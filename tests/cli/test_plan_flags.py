@@ -1,5 +1,6 @@
 """plan: options and files that cannot work together, or at all, are refused before any work."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -49,8 +50,15 @@ def refused(sparsekv, model, out):
         (("--lengths", "1k,2k", "--target-density", "0.1,0.2,0.3"), "one for each of the 2 lengths"),
         (("--target-speedup", "nan"), "speedup"),
         (("--target-speedup", "inf"), "speedup"),
-        (("--decode-loss", "inf"), "decode loss"),
-        (("--max-accuracy-drop", "inf"), "accuracy drop"),
+        (("--decode-loss", "5"), "--decode-loss"),
+        (("--max-accuracy-drop", "inf"), "--max-accuracy-drop"),
+        (("--max-accuracy-drop", "101"), "--max-accuracy-drop"),
+        (("--prefill-chunk", "1"), "--prefill-chunk"),
+        (("--filter-layers", "99"), "found 99"),
+        (("--batch", "9" * 5000), "--batch"),
+        (("--samples", "9" * 30), "--samples"),
+        (("--verify-samples", "9" * 30), "--verify-samples"),
+        (("--decode-budget", "9" * 5000), "--decode-budget"),
         (("--decode-budget", "-3"), "--decode-budget"),
         (("--decode-budget", "200%"), "up to 100%"),
         (("--decode-budget", "0"), "--decode-budget"),
@@ -126,6 +134,70 @@ def test_two_files_at_one_place_are_refused(refused, out, monkeypatch, arguments
     assert Path("plan.yaml").read_text() == Path("kept").read_text() == "older"
 
 
+@pytest.fixture
+def target(tmp_path):
+    """A file that is in the way of an output, and what it holds."""
+
+    def put(data: bytes) -> Path:
+        path = tmp_path / "target"
+        path.write_bytes(data)
+        return path
+
+    return put
+
+
+NO_PLAN = {
+    "a model's config.json": b'{"model_type": "llama"}',
+    "a profile": b'{"backend":"cpu","kind":"sparsekv.profile"}',
+    "a text that shows a plan": b"# Plans\nThey look like this:\nkind: sparsekv.plan\n",
+    "weights": b"\x88\0\0\0" * 100,
+}
+
+
+@pytest.mark.parametrize("held", NO_PLAN)
+def test_a_file_that_is_no_plan_is_never_overwritten_by_one(refused, target, held):
+    path = target(NO_PLAN[held])
+    message = refused("--filter-layers", "x", out=path)  # before anything else is looked at
+    assert "expected a plan" in message
+    assert str(path) in message
+    assert path.read_bytes() == NO_PLAN[held]
+
+
+@pytest.mark.parametrize("flag", ["--profile-out", "--cost-out"])
+def test_a_file_that_is_no_measurement_is_never_overwritten_by_one(refused, target, flag):
+    path = target(b'{"kind": "sparsekv.plan"}')
+    assert flag in refused(flag, path)
+    assert path.read_bytes() == b'{"kind": "sparsekv.plan"}'
+
+
+def test_a_file_that_is_no_part_of_a_profile_is_never_overwritten_by_one(refused, out):
+    path = out.with_name("a.partial")
+    path.write_text("mine")
+    assert str(path) in refused("--profile-out", out.with_name("a"))
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"# a comment\n\nkind: sparsekv.plan\nschema_version: 99\n",
+        b"schema_version: 1\nkind: 'sparsekv.plan'\nmodel: {",  # cut short
+        b'{"status": "verified",\n "kind": "sparsekv.plan"}',
+    ],
+    ids=["empty", "of another schema", "cut short", "JSON"],
+)
+def test_any_plan_and_an_empty_file_may_be_overwritten(refused, target, data):
+    assert "--filter-layers" in refused("--filter-layers", "x", out=target(data))
+
+
+def test_measurements_may_be_overwritten_by_such_measurements(refused, target, tmp_path):
+    other = tmp_path / "b"
+    other.write_bytes(gzip.compress(b'{"backend":"cpu","kind":"sparsekv.cost"}'))
+    profile = target(b'{"backend":"cpu","kind":"sparsekv.profile"}')
+    assert "--filter-layers" in refused("--filter-layers", "x", "--profile-out", profile, "--cost-out", other)
+
+
 def test_out_must_be_a_file_in_a_folder(refused, tmp_path):
     assert "name a file in it" in refused(out=tmp_path)
     assert "make it first" in refused(out=tmp_path / "none" / "plan.yaml")
@@ -154,6 +226,11 @@ def test_calibration_prompts_that_are_no_text_are_refused(refused, tmp_path_fact
         file = tmp_path_factory.mktemp("prompts") / name
         file.write_bytes(data)
         assert str(file) in refused("--prompts", file)
+
+
+@pytest.mark.parametrize("what", ["--profile", "--cost", "--prompts"])
+def test_a_file_without_end_is_refused(refused, what):
+    assert "/dev/zero" in refused(what, "/dev/zero")
 
 
 @pytest.mark.parametrize("what", ["--profile", "--cost"])

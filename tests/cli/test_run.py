@@ -1,6 +1,7 @@
 """run: prompts from everywhere, answers on standard output, everything said about them on standard error."""
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -74,6 +75,23 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
     assert sparsekv("run", folder, "--prompt-file", "-", *FEW).out == expected
 
 
+def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
+    read, write = os.pipe()
+    os.write(write, PROMPT.encode())
+    os.close(write)
+    assert sparsekv("run", folder, "--prompt-file", f"/dev/fd/{read}", *FEW).code == 0
+    os.close(read)
+
+
+def test_a_prompt_without_end_is_refused(sparsekv, copy, stdin):
+    (copy / "model.safetensors").unlink()
+    stdin(b"a" * ((64 << 20) + 1))
+    for arguments in (("--prompt-file", "/dev/zero"), ()):
+        done = sparsekv("run", copy, *arguments)
+        assert (done.code, done.out) == (2, "")
+        assert "at most 67,108,864 bytes" in done.err
+
+
 @pytest.mark.parametrize(
     ("data", "word"),
     [(b"", "blanks"), (b" \n\t", "blanks"), (b"\x89PNG\0\0", "binary"), (b"abc\xff\xfe", "UTF-8")],
@@ -101,7 +119,13 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv
         (("--prompt", "a" * 2048), "2048"),
         (("--prompt", "a\udcff"), "UTF-8"),  # as an argument that is no text reaches us
         (("--prompt", "a", "--model", ""), "model folder"),
-        (("--prompt", "a", "--prefill-chunk", "1"), "at least 16"),
+        (("--prompt", "a", "--prefill-chunk", "1"), "--prefill-chunk"),
+        (("--prompt", "a", "--max-new-tokens", "9" * 5000), "--max-new-tokens"),
+        (("--prompt", "a", "--kv-host-layers", "9" * 5000), "--kv-host-layers"),
+        (("--prompt", "a", "--kv-host-layers", "7"), "layers"),
+        (("--prompt", "a", "--temperature", "1e-300"), "--temperature"),
+        (("--prompt", "a", "--temperature", "inf"), "--temperature"),
+        (("--prompt", "a", "--top-p", "nan"), "--top-p"),
         (("--prompt", "a", "--seed", "9" * 30), "--seed"),
         (("--prompt", "a", "--temperature", "nan"), "--temperature"),
         (("--prompt", "a", "--device", "quantum"), "device"),
@@ -228,6 +252,14 @@ def test_at_a_terminal_turns_but_no_empty_ones_follow_each_other_over_one_cache(
     assert done.code == 0
     assert "100 tokens in" in done.err
     assert f"{100 + 6 + 1 + 50} tokens in" in done.err
+
+
+def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparsekv, folder, stdin):
+    stdin(b"abc\xff\xfe\n\0\n" + b"a" * 100 + b"\n", terminal=True)
+    done = sparsekv("run", folder, *FEW)
+    assert done.code == 0
+    assert done.err.count("error: expected") == 2
+    assert "100 tokens in" in done.err
 
 
 def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):

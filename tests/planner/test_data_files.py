@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +89,32 @@ def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, 
     path.write_text(changed)
     with pytest.raises(PlanError, match=r"p\.json"):
         read_measured(Profile, path)
+
+
+def test_a_small_file_that_unpacks_to_more_than_a_profile_may_hold_is_refused_without_holding_it(tmp_path) -> None:
+    block = zlib.compressobj(wbits=-15)
+    packed = block.compress(bytes(1 << 20)) + block.flush(zlib.Z_FULL_FLUSH)  # may be repeated
+    (tmp_path / "bomb").write_bytes(gzip.compress(b"")[:10] + packed * 600)
+    tracemalloc.start()
+    with pytest.raises(PlanError, match="at most 512 MiB, found more"):
+        read_measured(Profile, tmp_path / "bomb")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 32 << 20
+
+
+def test_a_device_that_never_ends_is_no_profile() -> None:
+    with pytest.raises(PlanError, match="/dev/zero"):
+        read_measured(Profile, Path("/dev/zero"))
+
+
+def test_a_profile_may_come_through_a_pipe(profile: Profile, tmp_path: Path) -> None:
+    write_measured(profile, tmp_path / "p.json")
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as file:
+        file.write((tmp_path / "p.json").read_bytes())
+    assert read_measured(Profile, Path(f"/dev/fd/{read}")) == profile
+    os.close(read)
 
 
 def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from sparsekv.planner.evaluation import (
 )
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import BackendError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -83,11 +83,13 @@ class Counted:
 TWICE = EvalSamples(("kv_retrieval", "niah_single"), (LENGTH, 2 * LENGTH), 2, batch=1)  # answers of few tokens
 
 
-def test_a_plan_is_applied_once_for_all_batches_tasks_and_lengths(loaded: LoadedModel, kit: Kit) -> None:
+def test_a_plan_is_applied_once_to_be_checked_and_once_for_all_batches_tasks_and_lengths(
+    loaded: LoadedModel, kit: Kit
+) -> None:
     plan = sparse_plan(loaded)
     modes = {phase: Counted(PlanMode(plan, phase)) for phase in ("prefill", "decode")}
     found = evaluate(loaded, modes, TWICE, kit)
-    assert [mode.times for mode in modes.values()] == [1, 1]
+    assert [mode.times for mode in modes.values()] == [2, 2]
     for place, length in enumerate(TWICE.lengths):
         alone = evaluate(loaded, {"prefill": PlanMode(plan, "prefill")}, replace(TWICE, lengths=(length,)), kit)
         assert found["prefill"][place] == alone["prefill"][0]
@@ -98,7 +100,7 @@ def test_logits_that_cannot_wait_all_at_once_give_the_same_results(loaded, kit, 
     whole = evaluate(loaded, modes, TWICE, kit)
     monkeypatch.setattr(evaluation, "_WAITING_BYTES", 1)
     assert evaluate(loaded, modes, TWICE, kit) == whole
-    assert modes["both"].times == 1 + 2 * 2 * 2
+    assert modes["both"].times == 1 + 1 + 1 + 2 * 2 * 2
 
 
 def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: Kit) -> None:
@@ -207,6 +209,29 @@ def test_evaluation_samples_are_not_those_of_calibration(loaded: LoadedModel, ki
     for task in ("kv_retrieval", "perplexity"):
         (a,), (b,) = (list(held_out(source, task, LENGTH, 1, 0)) for source in (kit, calibration))
         assert a.prompt_ids.tolist() != b.prompt_ids.tolist()
+
+
+class Refused:
+    """A mode that cannot be switched on."""
+
+    stepwise = False
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        raise BackendError("not here")
+        yield
+
+
+def test_what_cannot_be_measured_is_found_out_before_any_forward_pass(loaded: LoadedModel, kit: Kit) -> None:
+    passes: list[object] = []
+    with loaded.model.register_forward_pre_hook(lambda *call: passes.append(call)):
+        with pytest.raises(BackendError):
+            evaluate(loaded, {"both": Refused()}, TWICE, kit)
+        with pytest.raises(PromptError, match="kv_retrieval at 32 tokens"):  # the other task and length fit
+            evaluate(loaded, {}, EvalSamples(("perplexity", "kv_retrieval"), (LENGTH, 32), 1), kit)
+        with pytest.raises(UsageError, match="chunk"):
+            evaluate(loaded, {}, replace(TWICE, prefill_chunk=4), kit)
+    assert passes == []
 
 
 def test_an_unknown_task_and_a_length_too_short_are_named(loaded: LoadedModel, kit: Kit) -> None:

@@ -25,7 +25,7 @@ from sparsekv.plans.patterns import TileShape, tokens
         ({"decode_budget": tokens(0)}, "decode budget"),
         ({"preset": "x"}, "a preset of minference"),
         ({"batch": 0}, "batch"),
-        ({"prefill_chunk": 0}, "chunk"),
+        ({"prefill_chunk": 15}, "chunk of at least 16"),
         ({"seed": -1}, "seed"),
         ({"tasks": ("kv_retrieval", "kv_retrieval")}, "each of the tasks once"),
         ({"lengths": (4096,), "verify_lengths": (4096, 4096)}, "each of the verify lengths once"),
@@ -35,6 +35,8 @@ from sparsekv.plans.patterns import TileShape, tokens
         ({"lengths": (1024,), "verify_lengths": (2048,)}, "verification lengths"),
         ({"levels": (0.0,)}, "levels"),
         ({"decode_loss": -0.1}, "loss"),
+        ({"decode_loss": 1.1}, "loss"),
+        ({"gate": Gate(max_accuracy_drop=101.0)}, "accuracy drop"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked: dict, message: str) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from planner_models import loaded_tiny, quick_options
 from progress import Counting, CtrlC
+from tiny_models import tiny_model, tiny_tokenizer
 
 import sparsekv
 from sparsekv.planner import plan as planning
@@ -14,9 +15,11 @@ from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.plans.errors import GateError, PlanMismatchError, UsageError
+from sparsekv.plans.errors import GateError, PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.files import dump_plan
+from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
 LOOSE = Gate(max_kl=50.0)
@@ -113,6 +116,57 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, me
     assert any("with the 0.56 that was asked for" in line for line in result.remarks)
     assert result.prefill_density > first.prefill_density
     assert result.plan.quality.prefill.kl < kl
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"filter_rule": "fixed", "filter_layers": (99,)}, "below the last such layer, 2, found 99"),
+        ({"filter_rule": "fixed", "filter_layers": (2,)}, "found 2"),
+        ({"tasks": ("perplexity", "kv_retrieval"), "lengths": (32,), "target_density": ()}, "kv_retrieval at 32"),
+        ({"lengths": (8192,)}, "context"),
+    ],
+)
+def test_what_can_never_be_planned_is_found_out_before_anything_is_measured(loaded, changes, message) -> None:
+    progress = Counting()
+    with pytest.raises((UsageError, PromptError), match=message):
+        compile_plan(loaded, quick_options(**changes), progress=progress)
+    assert progress.stages == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_density": (0.1,)}, "least that was profiled"),
+        ({"decode_budget": tokens(1)}, "least that was profiled"),
+        ({"families": ("adaptive",)}, "--families"),
+    ],
+)
+def test_what_a_profile_does_not_hold_is_found_out_before_the_device_is_measured(
+    loaded, measured, changes, message
+) -> None:
+    progress = Counting()
+    with pytest.raises(UsageError, match=message):
+        compile_plan(loaded, quick_options(**changes), profile_in=measured[0], progress=progress)
+    assert progress.stages == []
+
+
+def test_a_device_cost_that_does_not_fit_is_found_out_before_the_model_is_profiled(loaded, measured) -> None:
+    progress = Counting()
+    with pytest.raises(UsageError, match="expected a device cost measured for"):
+        compile_plan(loaded, quick_options(tile=TileShape()), cost_in=measured[1], progress=progress)
+    assert progress.stages == []
+
+
+def test_a_model_of_windows_alone_is_refused_as_having_nothing_to_plan() -> None:
+    model = tiny_model("mistral", sliding_window=128)
+    sliding = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/sliding"))
+    progress = Counting()
+    with pytest.raises(
+        UsageError, match=r"each layer of tests/sliding attends to a window of 128 tokens.*without a plan"
+    ):
+        compile_plan(sliding, quick_options(), progress=progress)
+    assert progress.stages == []
 
 
 def test_a_profile_of_another_model_is_refused(measured) -> None:

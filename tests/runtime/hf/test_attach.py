@@ -171,6 +171,14 @@ def test_a_model_converted_under_a_plan_is_refused_at_the_next_call(dtype):
         model(prompt[:, :1], past_key_values=cache)
 
 
+def test_a_model_moved_under_a_plan_is_refused_at_the_next_call():
+    model = tiny_model()
+    with torch.no_grad(), apply(model, some_plan(model)):
+        model.to("meta")
+        with pytest.raises(UsageError, match="found it float32 on meta"):
+            model(random_tokens(1, 20))
+
+
 def test_a_closed_handle_is_not_entered_again():
     model = tiny_model()
     with apply(model, some_plan(model)) as handle:

@@ -1,13 +1,14 @@
 """One prompt, streamed and timed, gives the model's own tokens."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import END, tiny_model, tiny_tokenizer
 from tiny_plans import decode_plan, info_of, plan_for, segment
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.runtime.hf.apply import apply
@@ -52,6 +53,41 @@ def test_only_the_last_token_gets_logits(loaded, prompt):
         generate_stream(loaded, prompt, max_new_tokens=3, chunk=50)
     hook.remove()
     assert set(rows) == {1}
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_beams": 4},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "static"},
+        {"dola_layers": "high"},
+    ],
+    ids=str,
+)
+def test_it_is_one_greedy_sequence_whatever_the_checkpoint_asks_for(loaded, prompt, own, planned, monkeypatch):
+    expected = own_tokens(loaded, prompt, 4)
+    monkeypatch.setattr(loaded.model, "generation_config", GenerationConfig(**own))
+    with apply(loaded.model, plan_for(loaded.model)) if planned else nullcontext():
+        assert generate_stream(loaded, prompt, max_new_tokens=4).token_ids == expected
+
+
+def test_tokens_that_the_model_has_no_embedding_of_are_refused(loaded):
+    with pytest.raises(PromptError, match="tokens below 128, the model's vocabulary, found 130"):
+        generate_stream(loaded, [1, 130, 2])
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% if %}", "{{ 1 / 0 }}", "{{ messages[7].a }}"])
+def test_a_chat_template_that_fails_says_so(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(PromptError, match=r"chat template.*--raw"):
+        encode_prompt(tokenizer, "hello")
+    assert encode_prompt(tokenizer, "a", chat=False) == (0,)
 
 
 def test_it_runs_whatever_is_applied(loaded, prompt):

@@ -1,18 +1,20 @@
 """Loading: from a folder in any dtype, and errors that say what to type."""
 
 import json
-from contextlib import contextmanager
+import logging
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf import load as hub
-from sparsekv.runtime.hf.load import load_model, torch_device
+from sparsekv.runtime.hf.load import load_config, load_model, torch_device
 
 HUB_ID = "some-organisation/some-model"
 
@@ -42,6 +44,18 @@ def test_a_folder_loads_with_tokenizer_and_description(folder, dtype: str):
     assert loaded.info.id == "tiny"
     assert loaded.tokenizer("abc")["input_ids"] == [0, 1, 2]
     assert loaded.info == load_model(resolve_model(str(folder)), device="cpu").info
+
+
+def test_a_model_may_be_a_path_and_device_and_dtype_those_of_torch(folder):
+    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert (loaded.info.id, loaded.model.dtype) == ("tiny", torch.bfloat16)
+    assert load_config(folder).model_type == "llama"
+
+
+@pytest.mark.parametrize("source", [None, 3, b"tiny"])
+def test_a_model_that_is_no_name_is_refused(source):
+    with pytest.raises(UsageError, match="model folder, a hub id"):
+        load_model(source)
 
 
 def test_an_unsupported_architecture_is_named_before_its_weights_are_looked_for(tmp_path):
@@ -90,12 +104,16 @@ def without(names):
     ],
     ids=["missing", "many missing", "unexpected", "another shape"],
 )
-def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(folder, change, found: list[str]):
+def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
+    folder, change, found: list[str], caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to where caplog listens
     with weights_of(folder) as tensors:
         change(tensors)
     with pytest.raises(UsageError, match="expected the tensors that its config") as refused:
         load_model(str(folder))
     assert all(part in str(refused.value) for part in found), str(refused.value)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -116,11 +134,95 @@ def test_tied_embeddings_and_buffers_of_old_checkpoints_are_not_missed(tmp_path)
     assert torch.equal(load_model(str(tmp_path)).model.lm_head.weight, model.lm_head.weight)
 
 
-def test_a_folder_without_a_tokenizer_says_so(folder, tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(UsageError, match="cannot read its tokenizer"):
-        load_model(str(tmp_path))
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_hidden_layers": 0}, r"num_hidden_layers of 1 or more in the config\.json of .*, found 0"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings of 1 or more .* found -5"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"head_dim": 0}, "head_dim of 1 or more"),
+        ({"num_attention_heads": 0}, r"config\.json.*zero|num_attention_heads of 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads of 1 or more"),
+        ({"num_key_value_heads": 3}, "4 attention heads .* multiple .* 3 key-value heads"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window of 1 or more .* found 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "finite rope parameters .*nan"),
+        ({"num_hidden_layers": "three"}, r"cannot read its config\.json.*num_hidden_layers"),
+    ],
+    ids=str,
+)
+def test_a_config_that_no_model_can_have_is_named_before_the_weights_are_read(folder, fields: dict, said: str):
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(UsageError, match=said):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("content", ["[1]", '"llama"', "null"])
+def test_a_config_that_is_no_object_says_so(folder, content: str):
+    (folder / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"cannot read its config\.json"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", "{"),
+        ("model.safetensors.index.json", "[]"),
+    ],
+)
+def test_a_broken_file_is_named(folder, name: str, content: str):
+    (folder / name).write_text(content)
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=f"cannot read its {name}"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"tokenizer_class": "LlamaTokenizer"}])  # the last: an empty one
+def test_a_folder_without_a_tokenizer_says_which_file_is_missing(folder, settings):
+    (folder / "tokenizer.json").unlink()
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=r"cannot read its tokenizer \(it has no tokenizer\.json\)"):
+        load_model(str(folder))
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder):
+    model = tiny_model()
+    model.resize_token_embeddings(60)
+    model.save_pretrained(folder)
+    with pytest.raises(UsageError, match=r"at most 60 entries, .* found 98"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(("starts", "refused"), [(True, True), (False, False)])
+def test_a_token_added_beyond_the_vocabulary_is_refused_only_where_prompts_start_with_it(folder, starts, refused):
+    tokenizer = tiny_tokenizer()
+    for number in range(60):  # 98 entries, 128 embeddings
+        tokenizer.add_special_tokens({"bos_token": f"<added {number}>"})
+    if starts:
+        beginning = ("<bos>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[beginning])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match="at most 128 entries") if refused else nullcontext():
+        assert load_model(folder).tokenizer("a")["input_ids"] == [0]
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "a\x1b[31mred", "b\x9bc", "d\udcff"])
+def test_a_folder_whose_name_is_no_text_is_refused_without_printing_it(folder, tmp_path, name: str, monkeypatch):
+    folder.rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    for source in (str(tmp_path / name), "."):
+        with pytest.raises(UsageError, match="control characters") as refused:
+            load_model(source)
+        assert str(refused.value).isprintable()
 
 
 def answer(monkeypatch, error):
