@@ -34,7 +34,7 @@ def plan(
         str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,
     target_speedup: Annotated[
-        float | None, typer.Option(metavar="X", help="How much faster prefill attention must become, instead.")
+        float | None, typer.Option(max=1e4, metavar="X", help="How much faster prefill attention must become, instead.")
     ] = None,
     only: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Plan this phase alone.")] = None,
     no_crossover: Annotated[
@@ -214,6 +214,10 @@ class PlanFiles:
             UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
                 to one file.
         """
+        for path in (self.out, self.profile_out, self.cost_out):
+            if path is not None:
+                check_writable(path)
+        check_writable(self.resume)
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
         outputs = (
             ("--out", self.out, "plan"),
@@ -228,7 +232,6 @@ class PlanFiles:
             real = os.path.realpath(path)
             if real in taken:
                 raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
-            check_writable(path)
             taken[real] = f"{flag} {path}"
         for flag, path, kind in outputs:
             if path is not None:
@@ -304,8 +307,8 @@ def _check_replaceable(path: Path, flag: str, kind: str) -> None:
         raise UsageError(f"{path}: cannot be read before it is replaced: {error.strerror}; name another one") from None
     if head and not _tells(head, kind):
         raise UsageError(
-            f"expected {_WHAT[kind]}, or nothing, to write {flag} over in {path}, found another file; choose another "
-            "name, or remove it first"
+            f"expected {_WHAT[kind]} or no file yet in {path}, where {flag} is to be written, found another file; "
+            "choose another name, or remove it first"
         )
 
 

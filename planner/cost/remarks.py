@@ -120,10 +120,13 @@ def dense_decode_remarks(
         f"decode at {_listed(slower)} runs dense, {budget}: it is not predicted to be faster there on {cost.device} "
         f"({cost.backend}, {cost.dtype}); --no-crossover keeps it sparse"
     ]
-    lines += [
-        f"decode at {_listed(lossy)} runs dense, {budget}: there every choice of tokens loses more than "
-        f"{options.decode_loss:g} of the attention; raise --decode-loss or --decode-budget"
-    ]
+    why = f"the {options.filter_rule} rule found no layers that could share a choice"
+    if options.filter_rule == "dp":
+        why = (
+            f"no choice of fewer tokens than all is known to lose at most {options.decode_loss:g} of the attention "
+            "there; change --decode-loss or --decode-budget"
+        )
+    lines += [f"decode at {_listed(lossy)} runs dense, {budget}: {why}"]
     return tuple(line for line, lengths in zip(lines, (slower, lossy), strict=True) if lengths)
 
 

@@ -45,8 +45,18 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention module of each layer, in order; module i has `layer_idx` i."""
+    """The attention module of each layer, in order; module i has `layer_idx` i.
+
+    Raises:
+        UnsupportedError: a layer is not one of transformers' own.
+    """
     layers: Any = decoder_of(model).layers
+    for number, layer in enumerate(layers):
+        if not hasattr(layer, "self_attn"):
+            raise UnsupportedError(
+                f"expected decoder layers with a self_attn, found a {type(layer).__name__} as layer {number}; "
+                "apply the plan first, and put a module around a layer then"
+            )
     return [layer.self_attn for layer in layers]
 
 
