@@ -5,6 +5,7 @@ Whatever turns a text into a value raises UsageError where it means nothing; `fl
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -169,20 +170,26 @@ def _share(text: str) -> float:
 
 
 def settings(device: str | None = None, dtype: str | None = None, backend: str | None = None) -> Settings:
-    """Flags over SPARSEKV_* over "auto"."""
-    from sparsekv.runtime.settings import read_settings
+    """Flags over SPARSEKV_* over "auto".
+
+    Raises:
+        UsageError: one of them cannot be meant, on any machine.
+    """
+    from sparsekv.runtime.settings import check_device, read_settings
 
     flags = {"device": device, "dtype": dtype, "backend": backend}
-    return replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+    found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
+    check_device(found.device)
+    return found
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
+    asked = settings(device, dtype)
     import torch
 
     from sparsekv.runtime.hf.load import torch_device
 
-    asked = settings(device, dtype)
     hardware = torch_device(asked.device)
     default = "bfloat16" if hardware.type == "cuda" else "float32"
     precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
@@ -208,11 +215,16 @@ class Subject:
             model: the model, instead of the target or the plan's own.
 
         Raises:
-            UsageError: nothing was named, or the plan cannot be read.
+            UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
             PlanError: it is no plan.
         """
         from sparsekv.plans.files import load_plan
 
+        if target is not None and os.path.isfile(target):
+            raise UsageError(
+                f"expected a model (a folder, hub id or alias), found the file {target}; if it is a plan, write "
+                f"--plan {target}"
+            )
         path = plan or _plan_beside(target)
         found = None if path is None else load_plan(path)
         name = target if model is None else model
@@ -241,13 +253,14 @@ class Subject:
         Raises:
             UsageError: there is no such model, or a setting is none of those allowed.
         """
+        asked = settings(device, dtype)
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_model
+        from sparsekv.runtime.hf.load import load_model, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        asked = settings(device, dtype)
+        torch_device(asked.device)  # what is wrong with it is not the model
         try:
             return load_model(self.model, device=asked.device, dtype=asked.dtype)
         except UsageError as error:

@@ -60,14 +60,16 @@ def kernels(
     as_json: arguments.Json = False,
 ) -> None:
     """Index building and sparse attention of one layer on planted structure."""
+    given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
+    densities = arguments.shares_from(density, "--density")
+    hardware, precision = arguments.device_and_dtype(device, dtype)
     from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
-    hardware, precision = arguments.device_and_dtype(device, dtype)
     bench = KernelBench(
-        lengths=arguments.lengths_from(lengths or _LENGTHS[hardware.type], "--lengths"),
-        densities=arguments.shares_from(density, "--density"),
-        backends=arguments.names_from(backend, "--backend") if backend else (),
+        lengths=given or arguments.lengths_from(_LENGTHS[hardware.type], "--lengths"),
+        densities=densities,
+        backends=() if backend is None else arguments.names_from(backend, "--backend"),
         patterns=arguments.names_from(patterns, "--patterns"),
         heads=heads,
         kv_heads=kv_heads,
@@ -123,14 +125,8 @@ def prefill(
     as_json: arguments.Json = False,
 ) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
-    from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
-    from sparsekv.planner.bench.random_model import BenchModel, hand_plan, random_model
-    from sparsekv.planner.options import density_for
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.runtime.hf.describe import dtype_name
-
-    hardware, precision = arguments.device_and_dtype(device, dtype)
-    wanted = arguments.lengths_from(lengths or _PREFILL_LENGTHS[hardware.type], "--lengths")
+    given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
+    named = arguments.settings(device, dtype, backend).backend
     if layers is not None and not random_weights:
         raise UsageError("expected --layers only with --random-weights, found it alone; add --random-weights")
     by_hand = density is not None or patterns is not None
@@ -144,6 +140,14 @@ def prefill(
         )
     if not used and allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
+    hardware, precision = arguments.device_and_dtype(device, dtype)
+    wanted = given or arguments.lengths_from(_PREFILL_LENGTHS[hardware.type], "--lengths")
+    from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
+    from sparsekv.planner.bench.random_model import BenchModel, hand_plan, random_model
+    from sparsekv.planner.options import density_for
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.runtime.hf.describe import dtype_name
+
     if random_weights:
         subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
         tell(subject.note)
@@ -152,11 +156,10 @@ def prefill(
         subject = BenchModel(loaded.model, loaded.info, model, "loaded")
     words = "given"
     if used is None:
-        families = arguments.names_from(patterns, "--patterns") if patterns else ("vertical_slash", "a_shape")
-        shares = arguments.shares_from(density, "--density") if density else tuple(map(density_for, wanted))
+        families = ("vertical_slash", "a_shape") if patterns is None else arguments.names_from(patterns, "--patterns")
+        shares = tuple(map(density_for, wanted)) if density is None else arguments.shares_from(density, "--density")
         used, words = hand_plan(subject.info, wanted, shares, arguments.tile_from(tile), families)
-    name = arguments.settings(backend=backend).backend
-    bench = PrefillBench(wanted, repeats, chunk, name, kv_host_layers, dense_layers, seed, allow_mismatch)
+    bench = PrefillBench(wanted, repeats, chunk, named, kv_host_layers, dense_layers, seed, allow_mismatch)
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
     title = f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}"
     _print(rows, title, _PREFILL_COLUMNS, 2, as_json)

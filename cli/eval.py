@@ -46,13 +46,15 @@ def evaluate(
     lengths = arguments.lengths_from(length, "--length")
     if len(lengths) != 1:
         raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
+    from sparsekv.planner.options import TASKS
+
+    names = TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks")
+    asked_backend = arguments.settings(device, dtype, backend).backend
     from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
-    from sparsekv.planner.options import TASKS
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    names = TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks")
     loaded = subject.load(device, dtype)
     if lengths[0] > loaded.info.context_length:
         raise PromptError(
@@ -62,7 +64,7 @@ def evaluate(
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:
-        modes[phase] = PlanMode(subject.plan, phase, arguments.settings(backend=backend).backend, allow_mismatch)
+        modes[phase] = PlanMode(subject.plan, phase, asked_backend, allow_mismatch)
     asked = EvalSamples(tuple(names), lengths, samples, batch, seed, chunk)
     (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
     if as_json:

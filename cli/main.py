@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 import warnings
@@ -13,7 +15,18 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
-from sparsekv.cli.output import emit, emit_json, end_by_signals, failure_data, prepare_streams, report, show_warning
+from sparsekv.cli.output import (
+    SIGNALS,
+    emit,
+    emit_json,
+    ending_by_signals,
+    escaped,
+    failure_data,
+    prepare_streams,
+    report,
+    show_warning,
+)
+from sparsekv.plans.errors import UsageError
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -30,8 +43,9 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with warnings.catch_warnings(), _telling_usage(ctx):
+            with ending_by_signals(), warnings.catch_warnings(), _telling_usage(ctx):
                 warnings.showwarning = show_warning
+                _check_working_folder()
                 result = super().invoke(ctx)
             sys.stdout.flush()  # here, so that a reader that has left is noticed here
             return result
@@ -43,12 +57,20 @@ class _Commands(TyperGroup):
             raise typer.Exit(report(error, ctx.invoked_subcommand or "", ctx.meta[_JSON])) from error
 
 
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder no longer exists; change into one that does") from None
+
+
 @contextmanager
 def _telling_usage(ctx: Any) -> Iterator[None]:
-    """Wrong usage as JSON, once, where that is asked for; people are told by typer."""
+    """Wrong usage as JSON, once, where that is asked for; people are told by typer, and nothing that moves a cursor."""
     try:
         yield
     except _WrongUsage as error:
+        error.message = escaped(error.message)  # type: ignore[attr-defined]
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
             told = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
@@ -100,9 +122,12 @@ app.add_typer(bench.app, name="bench")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line `arguments` (those of the process where None) and exits."""
     prepare_streams()
-    end_by_signals()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
     except (KeyboardInterrupt, OSError) as error:  # outside a command, which reports its own
         sys.exit(report(error, ""))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.exit(0)

@@ -11,11 +11,14 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sparsekv.plans.errors import SparseKVError
 
@@ -35,23 +38,30 @@ def prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does: file names need not be text
 
 
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+# What does more to a terminal than print: all control characters but tab and line end, and what turns text around.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str) -> str:
+    """`text` as it can be shown: names of files and what else comes from outside may hold anything."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def tell(message: str) -> None:
-    """Says something to the user, on standard error; what a file put into it cannot steer the terminal."""
-    print(message.translate(_CONTROL), file=sys.stderr, flush=True)
+    """Says something to the user, on standard error."""
+    print(escaped(message), file=sys.stderr, flush=True)
 
 
 def emit(text: str) -> None:
     """Writes data, on standard output."""
-    print(text)
+    print(escaped(text))
 
 
 def emit_json(data: Any) -> None:
     """Writes data as JSON; numbers that JSON does not know become null."""
     narrow = "utf" not in (sys.stdout.encoding or "").lower()
-    print(json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False))
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=narrow, allow_nan=False)
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _finite(data: Any) -> Any:
@@ -116,15 +126,46 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def end_by_signals() -> None:
-    """Makes SIGTERM and SIGHUP end a command like Ctrl-C, with what it saves and says. Ignored ones stay ignored."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME = 1.0  # seconds within which signals count as one
 
-    def end(number: int, frame: object) -> NoReturn:
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP raise `Terminated` inside, and are ignored from its end on, so that what is said then
+    is said whole. Those that were ignored before stay ignored.
+
+    Signals shortly after the first are ignored too: `timeout` sends each one twice, and temporary files are being
+    removed. One that was swallowed on its way, as some imports and callbacks do, is raised again. Whatever comes out
+    of it, the first signal is what is raised.
+    """
+    received: list[tuple[int, float]] = []
+
+    def end(number: int, frame: object) -> None:
+        if received and time.monotonic() - received[-1][1] < _SAME:
+            return
+        received.append((number, time.monotonic()))
+        signal.signal(signal.SIGALRM, lambda *_: end(number, None))
+        signal.setitimer(signal.ITIMER_REAL, 1.1 * _SAME, 1.1 * _SAME)
         raise Terminated(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    try:
+        for number in handled:
             signal.signal(number, end)
+        yield
+    except BaseException as error:
+        if not received or isinstance(error, KeyboardInterrupt):
+            raise
+        stop = Terminated(received[0][0])
+        for note in getattr(error, "__notes__", ()):
+            stop.add_note(note)
+        raise stop from error
+    finally:
+        if received:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def report(error: BaseException, command: str, as_json: bool = False) -> int:

@@ -34,7 +34,7 @@ def plan(
         str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,
     target_speedup: Annotated[
-        float | None, typer.Option(metavar="X", help="How much faster prefill attention must become, instead.")
+        float | None, typer.Option(max=1e4, metavar="X", help="How much faster prefill attention must become, instead.")
     ] = None,
     only: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Plan this phase alone.")] = None,
     no_crossover: Annotated[
@@ -87,20 +87,13 @@ def plan(
     as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.options import check_used
+    from sparsekv.planner.options import Gate, PlanOptions, check_used
 
     check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
     files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
     files.check()
     from sparsekv.cli.prompts import own_prompts
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.options import Gate, PlanOptions
-    from sparsekv.planner.plan import compile_files, compile_plan
-    from sparsekv.planner.profile.profile_data import Profile, for_profile
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
 
     asked: dict[str, Any] = {
         "lengths": _read(arguments.lengths_from, lengths, "--lengths"),
@@ -124,9 +117,17 @@ def plan(
         "seed": seed,
         "batch": batch,
         "prefill_chunk": prefill_chunk,
-        "backend": arguments.settings(backend=backend).backend,
+        "backend": arguments.settings(device, dtype, backend).backend,
     }
     wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
+    # Imports torch, which takes seconds: what is wrong with the options was said by now.
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.data_files import read_measured
+    from sparsekv.planner.plan import compile_files, compile_plan
+    from sparsekv.planner.profile.profile_data import Profile, for_profile
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
+
     profiled = read_measured(Profile, profile) if profile else None
     measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:
@@ -213,6 +214,10 @@ class PlanFiles:
             UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
                 to one file.
         """
+        for path in (self.out, self.profile_out, self.cost_out):
+            if path is not None:
+                check_writable(path)
+        check_writable(self.resume)
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
         outputs = (
             ("--out", self.out, "plan"),
@@ -227,7 +232,6 @@ class PlanFiles:
             real = os.path.realpath(path)
             if real in taken:
                 raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
-            check_writable(path)
             taken[real] = f"{flag} {path}"
         for flag, path, kind in outputs:
             if path is not None:
@@ -303,8 +307,8 @@ def _check_replaceable(path: Path, flag: str, kind: str) -> None:
         raise UsageError(f"{path}: cannot be read before it is replaced: {error.strerror}; name another one") from None
     if head and not _tells(head, kind):
         raise UsageError(
-            f"expected {_WHAT[kind]}, or nothing, to write {flag} over in {path}, found another file; choose another "
-            "name, or remove it first"
+            f"expected {_WHAT[kind]} or no file yet in {path}, where {flag} is to be written, found another file; "
+            "choose another name, or remove it first"
         )
 
 

@@ -74,6 +74,7 @@ def run(
         raise UsageError(
             f"expected --temperature 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found {temperature:g}"
         )
+    machine = arguments.settings(device, dtype, backend)
     on_host = _host_layers(kv_host_layers, dense)
     subject = arguments.Subject.named(target, plan, model)
     used = None if dense else subject.need_plan()
@@ -88,7 +89,7 @@ def run(
         plan=used,
         prefill=not dense_prefill,
         decode=not dense_decode,
-        backend=arguments.settings(backend=backend).backend,
+        backend=machine.backend,
         allow_mismatch=allow_mismatch,
         chat=not raw,
         max_new_tokens=max_new_tokens,

@@ -43,10 +43,6 @@ def verify(
     if write and subject.path is not None:
         check_writable(subject.path)
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.verify import verify as measure
-    from sparsekv.plans.files import write_plan
-    from sparsekv.plans.schema import check_model, to_data
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
     asked = PlanOptions(
@@ -57,8 +53,13 @@ def verify(
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,
-        backend=arguments.settings(backend=backend).backend,
+        backend=arguments.settings(device, dtype, backend).backend,
     )
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.verify import verify as measure
+    from sparsekv.plans.files import write_plan
+    from sparsekv.plans.schema import check_model, to_data
+
     loaded = subject.load(device, dtype)
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:

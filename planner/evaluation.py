@@ -35,7 +35,7 @@ from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.describe import attention_groups
-from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.generate import check_numbers, piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
@@ -165,6 +165,7 @@ def evaluate(
             dense = []
             for samples in some:
                 logits_BAV = _measure(loaded, samples, asked, found[DENSE])
+                check_numbers(loaded.model, "logits", logits_BAV)
                 dense.append((samples, logits_BAV.to("cpu", loaded.model.dtype)))
                 step.advance(len(samples), f"{samples[0].length} tokens, dense")
             for name, mode in modes.items():

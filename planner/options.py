@@ -17,7 +17,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
@@ -260,6 +259,8 @@ def mandatory_a_row(tile: TileShape) -> int:
 
 def mandatory_density(length: int, tile: TileShape, family: Family) -> float:
     """The least share of the causal tiles of a prompt of `length` tokens that a head of a family computes."""
+    from sparsekv.kernels.tiles import Chunk  # here, since it brings torch: options are read before that is imported
+
     rows = [_row(first, min(first + tile.query, length) - 1, tile, family) for first in range(0, length, tile.query)]
     return sum(rows) / Chunk.uniform(1, 0, length).causal_tiles(tile)
 

@@ -259,7 +259,7 @@ def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: Devi
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
         raise UsageError(
             f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
-            f"a window of {windows} tokens: there is nothing to make sparse; run it without a plan"
+            f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
         )
     if "decode" in asked.phases:
         check_filters(model, asked)
@@ -333,7 +333,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
 def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
-    if isinstance(model, str):
+    if isinstance(model, str | Path):
         return load_model(model, device=options.device, dtype=options.dtype)
     if tokenizer is None:
         raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")

@@ -26,6 +26,9 @@ class Progress:
         """Opens a stage of `total` units (None: unknown) for the length of a `with` block."""
         yield Step()
 
+    def say(self, line: str) -> None:
+        """Says something once."""
+
 
 class Stages(Progress):
     """Numbers the stages of a longer run: "cost (2 of 5)"."""
@@ -39,6 +42,10 @@ class Stages(Progress):
         number = self._names.index(name) + 1
         with self._progress.stage(f"{name} ({number} of {len(self._names)})", total) as step:
             yield step
+
+    def say(self, line: str) -> None:
+        """See `Progress`."""
+        self._progress.say(line)
 
 
 class _Bar(Step):
@@ -88,3 +95,7 @@ class BarProgress(Progress):
         columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), *times)
         with RichBars(*columns, console=self._console, transient=False) as bars:
             yield _Bar(bars, name, total)
+
+    def say(self, line: str) -> None:
+        """See `Progress`."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

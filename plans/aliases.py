@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -52,12 +53,15 @@ ALIASES = (
 )
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     """What `name` stands for. A folder with a model in it goes before an alias.
 
     Raises:
         UsageError: it is a folder without a model or with a name that is no text, a file, or nothing known.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise UsageError(f"expected the name of a model folder, a hub id or an alias, found {name!r:.80}")
+    name = os.fspath(name)
     path = _path(name)
     if name and _is_model(path):
         return ModelSource(_readable(path))

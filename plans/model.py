@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Reuse, Segment
 from sparsekv.plans.types import (
@@ -71,10 +71,22 @@ class Fingerprint(Part):
         return "other" if same_kind else "older kind"
 
 
+def is_model_id(text: str) -> bool:
+    """Whether it reads as a hub id or as a folder's name: "organisation/name" or "name", no path."""
+    parts = text.split("/")
+    return len(parts) <= 2 and not {"", ".", ".."}.intersection(parts) and not text.startswith("~")
+
+
+def _model_id(text: str) -> str:
+    if not is_model_id(text):
+        raise ValueError(f"expected a hub id (organisation/name) or the name of a folder, found the path {text!r:.80}")
+    return text
+
+
 class ModelInfo(Part):
     """One checkpoint as a plan sees it. `id` is a hub id or a folder's name, never a path."""
 
-    id: Text
+    id: Annotated[Text, AfterValidator(_model_id)]
     revision: Text | None = None
     model_type: Text
     context_length: Length

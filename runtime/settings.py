@@ -24,6 +24,18 @@ class Settings:
     dtype: str = "auto"  # auto, bfloat16, float16, float32
 
 
+def check_device(device: str) -> None:
+    """Refuses what can be the name of no device here, without asking the machine.
+
+    Raises:
+        UsageError: it is neither auto, nor cpu, nor a GPU such as cuda or cuda:1.
+    """
+    if device != "auto" and device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(
+            f"expected a device that this machine has, found {device!r:.40} (neither cpu nor cuda); try cpu"
+        )
+
+
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """Reads the settings from `environment` (the process's own when None). Empty variables count as absent.
 

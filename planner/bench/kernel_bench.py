@@ -37,7 +37,7 @@ from sparsekv.planner.bench.timing import (
     measure,
     time_dense,
 )
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, Step
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 from sparsekv.plans.types import format_length
@@ -180,33 +180,37 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
         except BackendError as error:
             yield replace(cases[0], backend=name, note=str(error))
     peers: DensePeers | None = None
-    with (progress or Progress()).stage("kernels", total=len(cases) if backends else 0) as step:
+    # Each case: dense, then every backend.
+    with (progress or Progress()).stage("kernels", total=len(cases) * (1 + len(backends)) if backends else 0) as step:
         for blank in cases if backends else ():
-            step.advance(0, note=f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}")
-            for row in _case(bench, blank, backends, peers):
+            for row in _case(bench, blank, backends, peers, step):
                 yield row
                 peers = row.dense_peers or peers
             free_memory(bench.device)
-            step.advance()
 
 
 def _case(
-    bench: KernelBench, blank: KernelRow, backends: Sequence[str], peers: DensePeers | None
+    bench: KernelBench, blank: KernelRow, backends: Sequence[str], peers: DensePeers | None, step: Step
 ) -> Iterator[KernelRow]:
+    what = f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}"
+    step.advance(0, note=f"{what}: dense")
     try:
         layer = _Layer.prepare(bench, blank, peers)
         index = layer.index()
     except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
         for name in backends:
             yield replace(blank, backend=name, note=in_short(error))
+        step.advance(1 + len(backends), note=what)
         return
     peers = layer.peers
     blank = replace(blank, dense_peers=peers, dense_ms=peers.timed_ms[peers.fastest] if peers.fastest else None)
     for name in backends:
+        step.advance(note=f"{what}: {name}")
         try:
             yield layer.timed(replace(blank, backend=name), index)
         except Exception as error:
             yield replace(blank, backend=name, note=in_short(error))
+    step.advance(note=what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import DENSE, ScoreTables, choice_of, prefill_estimate, step_us
+from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import ROUNDING, PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillPlan
@@ -19,7 +21,13 @@ from sparsekv.plans.types import format_length
 def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
     """A line for each thing to know about a plan; `options` are those it was compiled with."""
     prefill = crossover_remarks(profile, cost, plan.prefill, options) if plan.prefill else ()
-    return (*prefill, *(offload_remarks(profile, cost, plan.decode) if plan.decode else ()))
+    if plan.decode is None:
+        return prefill
+    return (
+        *prefill,
+        *dense_decode_remarks(profile, cost, plan.decode, options),
+        *offload_remarks(profile, cost, plan.decode),
+    )
 
 
 def crossover_remarks(
@@ -89,6 +97,41 @@ def _counted(layers: int, heads: int, of: int) -> str:
     parts = [f"{layers} of {of} layers"] if layers else []
     parts += [f"{heads} {'other ' if layers else ''}heads"] if heads else []
     return " and ".join(parts)
+
+
+def dense_decode_remarks(
+    profile: Profile, cost: DeviceCost, decode: DecodePlan, options: PlanOptions
+) -> tuple[str, ...]:
+    """A line for each reason why decode does not use its budget at a profiled length, with the lengths.
+
+    Args:
+        profile: what the plan was compiled from.
+        cost: of the device that it was compiled for.
+        options: settled, of the plan.
+    """
+    dense = [entry.length for entry in profile.lengths if entry.reuse and decode.bucket(entry.length).dense]
+    if not dense:
+        return ()
+    anyway = choose_filter_layers(profile, cost, replace(options, crossover=False))
+    slower = [length for length in dense if not anyway.bucket(length).dense]
+    lossy = [length for length in dense if length not in slower]
+    budget = f"its budget ({options.decode_budget}) is not used"
+    lines = [
+        f"decode at {_listed(slower)} runs dense, {budget}: it is not predicted to be faster there on {cost.device} "
+        f"({cost.backend}, {cost.dtype}); --no-crossover keeps it sparse"
+    ]
+    why = f"the {options.filter_rule} rule found no layers that could share a choice"
+    if options.filter_rule == "dp":
+        why = (
+            f"no choice of fewer tokens than all is known to lose at most {options.decode_loss:g} of the attention "
+            "there; change --decode-loss or --decode-budget"
+        )
+    lines += [f"decode at {_listed(lossy)} runs dense, {budget}: {why}"]
+    return tuple(line for line, lengths in zip(lines, (slower, lossy), strict=True) if lengths)
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(format_length, lengths))
 
 
 def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
@@ -54,7 +55,8 @@ def profile(
             every pattern computes.
         BackendError: the backend cannot run here.
     """
-    model, info = loaded.model, loaded.info
+    model, info, progress = loaded.model, loaded.info, progress or Progress()
+    layers = range(info.layers)
     head_dim = info.attention[0].head_dim
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
     backend = cast(BackendName, chosen.name)
@@ -66,7 +68,11 @@ def profile(
     shape = RunShape(info, {length: len(some) for length, some in prompts.items()}, searched, choice)
     records = Records(resume, _identity(loaded, options, prompts, backend), shape)
     total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
-    with (progress or Progress()).stage("profile", total=total) as step:
+    keys = [(length, sample, layer) for length, n in shape.samples.items() for sample in range(n) for layer in layers]
+    if found := sum(key in records for key in keys):
+        samples = f"{found / info.layers:.3g} of {sum(shape.samples.values())} samples"
+        progress.say(f"profile resumed: {samples} were measured by an interrupted run")
+    with progress.stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):
                 one = Pass(loaded, options, backend, length, sample, prompt)
@@ -159,6 +165,8 @@ class Pass:
         with torch.no_grad(), _residuals(model, self._prompt.decode_rows) as residuals:
 
             def observe(call: AttentionCall) -> None:
+                where = f"queries, keys and values of layer {call.layer}"
+                check_numbers(model, where, call.q_BHSD, call.k_BGKD, call.v_BGKD)
                 layer = self._layer(call, projections[call.layer])
                 if self._reuse is not None:
                     self._reuse.choose(call.layer, layer)

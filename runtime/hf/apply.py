@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
+from types import TracebackType, UnionType
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
 from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
+from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported
 from sparsekv.runtime.core.decode import count_step, decode
@@ -204,9 +206,12 @@ class Handle:
             batch: rows.
 
         Raises:
-            UsageError: host memory does not suffice, or the handle is closed.
+            UsageError: host memory does not suffice, or the handle is closed, or that is no size.
         """
         check_owner_open(self._engine)
+        for name, count in (("tokens", tokens), ("batch", batch)):
+            if type(count) is not int or count < 1:
+                raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
         cache = sparse_cache(None, self._engine, len(self._layouts))
         for layer, layout in zip(cache.layers, self._layouts, strict=True):
             assert isinstance(layer, SparseLayer)
@@ -240,7 +245,7 @@ class Handle:
 
 def apply(
     model: PreTrainedModel,
-    plan: Plan,
+    plan: Plan | str | os.PathLike[str],
     *,
     prefill: bool = True,
     decode: bool = True,
@@ -254,7 +259,7 @@ def apply(
 
     Args:
         model: a loaded model of a supported architecture, in evaluation mode.
-        plan: what to compute of it.
+        plan: what to compute of it, or the path of a plan file.
         prefill: False runs prefill dense.
         decode: False runs decode dense, with all KV on the device (but see `kv_host_layers`).
         info: what `load_model` said of this model; it is described again when None.
@@ -269,12 +274,20 @@ def apply(
         The handle, which is also a context manager.
 
     Raises:
-        UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named.
+        UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named; an
+            argument is of another type; there is no such plan file.
+        PlanError: the file holds no plan.
         UnsupportedError: an architecture, or a field of the plan, that this version cannot execute.
         PlanMismatchError: the plan was made for another model.
         BackendError: `backend` cannot run here.
     """
     check_attachable(model)
+    plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    _check_type(Plan, "a Plan, or the path of one", plan=plan)
+    _check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)
+    _check_type(str, "a name", backend=backend)
+    _check_type(ModelInfo | None, "a ModelInfo", info=info)
+    _check_type(Chunking | None, "a Chunking", chunking=chunking)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
     phases = plan.prefill if prefill else None, plan.decode if decode else None
@@ -286,3 +299,9 @@ def apply(
     placement = place_layers(phases[1], info.layers, kv_host_layers)
     engine = PlanEngine(Program.of(*phases, info), model.device, choice.name, placement, chunking)
     return Handle(model, engine, choice, chunking)
+
+
+def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise UsageError(f"expected {name} to be {expected}, found {value!r:.80}")

@@ -247,7 +247,8 @@ def check_attachable(model: PreTrainedModel) -> None:
 
     Raises:
         UsageError: not a Hugging Face model, in training mode, or something is attached already.
-        UnsupportedError: an architecture that is not supported, or a model split by tensor parallelism.
+        UnsupportedError: an architecture that is not supported, layers that are not transformers' own, or a model
+            split by tensor parallelism.
     """
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
@@ -263,6 +264,7 @@ def check_attachable(model: PreTrainedModel) -> None:
             f"expected a model on its own, found one split over {model.tp_size} tensor-parallel ranks; "
             f"load it without tp_plan"
         )
+    attention_modules(model)
 
 
 def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None) -> Callable[[], None]:

@@ -13,7 +13,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, weights_fingerprint
+from sparsekv.plans.model import (
+    AttentionGroup,
+    Fingerprint,
+    ModelInfo,
+    architecture_fingerprint,
+    is_model_id,
+    weights_fingerprint,
+)
 from sparsekv.plans.schema import DtypeName
 
 # Each of them calls its attention through `AttentionInterface`, passes unknown keyword arguments on to it from the
@@ -38,8 +45,18 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention module of each layer, in order; module i has `layer_idx` i."""
+    """The attention module of each layer, in order; module i has `layer_idx` i.
+
+    Raises:
+        UnsupportedError: a layer is not one of transformers' own.
+    """
     layers: Any = decoder_of(model).layers
+    for number, layer in enumerate(layers):
+        if not hasattr(layer, "self_attn"):
+            raise UnsupportedError(
+                f"expected decoder layers with a self_attn, found a {type(layer).__name__} as layer {number}; "
+                "apply the plan first, and put a module around a layer then"
+            )
     return [layer.self_attn for layer in layers]
 
 
@@ -115,8 +132,9 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 def _identifier(source: str) -> str:
     """A hub id as it is; of a path only the last name, so that a plan holds no path of the machine it was made on."""
     path = Path(source)
-    is_path = source.startswith((".", "/", "~")) or path.is_dir()
-    return path.resolve().name or "model" if is_path else source
+    if is_model_id(source) and not path.is_dir():
+        return source
+    return path.resolve().name.lstrip("~") or "model"
 
 
 def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    Cache,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import reserve
+from sparsekv.runtime.hf.describe import dtype_name
 from sparsekv.runtime.hf.load import LoadedModel
 
 
@@ -98,6 +107,7 @@ def generate_stream(
         PromptError: the prompt is empty, leaves no room in the context for a new token, or has tokens that the model
             does not know.
         UsageError: the chunk is too small to be sensible.
+        UnsupportedError: the model overflows in its dtype.
     """
     room = _room(loaded, len(prompt_ids))
     _check_vocabulary(loaded.model, prompt_ids)
@@ -121,6 +131,7 @@ def generate_stream(
             max_new_tokens=new_tokens,
             past_key_values=cache,
             streamer=stream,
+            logits_processor=LogitsProcessorList([_FirstChecked(loaded.model)]),
             **_one_sequence(loaded.model),
             **_sampling_options(chosen),
             **_pad_option(loaded),
@@ -222,6 +233,34 @@ def _seeded(sampling: Sampling, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
         yield
+
+
+def check_numbers(model: PreTrainedModel, what: str, *found: torch.Tensor) -> None:
+    """Refuses what overflow leaves of a forward pass. Waits for the device.
+
+    Raises:
+        UnsupportedError: there is NaN in it.
+    """
+    if any(bool(values.isnan().any()) for values in found):
+        raise UnsupportedError(
+            f"expected numbers as {what}, found NaN: this model overflows in {dtype_name(model.dtype)}, or its weights "
+            "are damaged; try another --dtype, float32 or bfloat16"
+        )
+
+
+class _FirstChecked(LogitsProcessor):
+    """Checks the logits of the first new token; those of later ones would have to be waited for."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._checked = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores as they are."""
+        if not self._checked:
+            check_numbers(self._model, "logits", scores)
+            self._checked = True
+        return scores
 
 
 class _TimedStream(TextStreamer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.describe import check_supported, describe_model
+from sparsekv.runtime.settings import check_device
 
 # Whether a model can be had from the hub, and what to type when it cannot.
 
@@ -84,10 +86,10 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource | str,
+    source: ModelSource | str | os.PathLike[str],
     *,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> LoadedModel:
@@ -106,14 +108,14 @@ def load_model(
             cannot be, or its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
-    found = resolve_model(source) if isinstance(source, str) else source
-    target = torch_device(device)
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
+    target = torch_device(str(device))
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["revision"] = revision
         options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
     config = _read_config(found, options)
-    precision = _torch_dtype(dtype, config, target)
+    precision = _torch_dtype(str(dtype).removeprefix("torch."), config, target)
     tokenizer = _read_tokenizer(found, options, config.vocab_size)
     model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
     model = model.to(target).eval()
@@ -121,14 +123,14 @@ def load_model(
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
 
 
-def load_config(source: ModelSource | str) -> PreTrainedConfig:
+def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of a model, without its weights.
 
     Raises:
         UsageError: there is no such model, or no access to it.
         UnsupportedError: its architecture is not supported.
     """
-    found = resolve_model(source) if isinstance(source, str) else source
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["local_files_only"] = needs_cache(found.path_or_id, None, False)
@@ -141,17 +143,17 @@ def torch_device(device: str) -> torch.device:
     Raises:
         UsageError: there is no such device on this machine.
     """
+    check_device(device)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    expected = f"expected a device that this machine has, found {device!r:.40}"
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"{expected} (neither cpu nor cuda); try cpu")
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{expected} ({reason:.120}); try cpu") from error
+        raise UsageError(
+            f"expected a device that this machine has, found {device!r:.40} ({reason:.120}); try cpu"
+        ) from error
     return target
 
 
@@ -173,6 +175,8 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     check_supported(data.get("model_type", "none"))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
     _check_config(config, f"in the config.json of {found.path_or_id}")
+    if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
+        raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
     return config
 
 
@@ -202,11 +206,12 @@ def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int
     tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
         raise _unreadable(found, what, ValueError("it is empty"))
-    # Tokens added to it, for padding say, may never be used.
-    if tokenizer.vocab_size > vocabulary:
+    # Tokens added to it, for padding say, may never be used; those that start every prompt are.
+    entries = max(tokenizer.vocab_size, *(number + 1 for number in tokenizer("a")["input_ids"]))
+    if entries > vocabulary:
         raise UsageError(
             f"expected a tokenizer of at most {vocabulary} entries, the vocabulary of {found.path_or_id}, found "
-            f"{tokenizer.vocab_size}; get the tokenizer that belongs to the model"
+            f"{entries}; get the tokenizer that belongs to the model"
         )
     return tokenizer
 
@@ -286,7 +291,13 @@ def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
 
 
 _REASON = 300  # characters of another library's message
-_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+)
 
 
 def _is_object(path: Path) -> bool:

@@ -6,7 +6,7 @@ have to move more, or other, layers than that, or have no decode plan at all: 1M
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,15 @@ def place_layers(decode: DecodePlan | None, count: int, asked: int | Sequence[in
             contexts (they read only chosen tokens back), then others; among each, the last ones.
 
     Raises:
-        UsageError: there are no such layers.
+        UsageError: there are no such layers, or they are no whole numbers.
     """
     offload = decode.offload if decode else None
     if asked is None:
         return Placement(frozenset(offload.layers), offload.hot) if offload else Placement()
     hot = offload.hot if offload else _HOT
+    numbers = tuple(asked) if isinstance(asked, Sequence | Set) and not isinstance(asked, str) else (asked,)
+    if any(type(number) is not int for number in numbers):  # True is none either
+        raise UsageError(f"expected kv_host_layers to be a number of layers, or several of them, found {asked!r:.40}")
     if isinstance(asked, int):
         if not 0 <= asked <= count:
             raise UsageError(f"expected 0 to {count} layers in host memory, found {asked}")

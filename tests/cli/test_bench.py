@@ -82,6 +82,9 @@ def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(spa
     ("call", "word"),
     [
         (("kernels", "--lengths", "soon"), "--lengths"),
+        (("kernels", "--lengths", ""), "--lengths"),
+        (("kernels", "--heads", "9" * 30), "--heads"),
+        (("kernels", "--backend", ""), "--backend"),
         (("kernels", "--density", "0"), "--density"),
         (("kernels", "--patterns", "stripes"), "stripes"),
         (("kernels", "--backend", "reference"), "reference"),

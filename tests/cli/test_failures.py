@@ -1,18 +1,20 @@
 """What a failure looks like: one message, the right exit code, and a traceback only when asked for."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from plans_samples import small_plan
 from typer.main import get_command
 
 from sparsekv.cli.main import app
-from sparsekv.cli.output import emit_json, report, size
+from sparsekv.cli.output import SIGNALS, emit_json, report, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
 
@@ -139,6 +141,60 @@ def test_a_signal_inside_a_command_ends_it_like_ctrl_c(sparsekv, on_output, numb
     assert done.data["error"]["exit_code"] == 128 + number
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_while_a_file_is_written_leave_it_as_it_was_and_nothing_beside_it(
+    sparsekv, tmp_path, monkeypatch, number
+):
+    path = tmp_path / "plan.yaml"
+    write_plan(small_plan(), path)
+    path.write_text(path.read_text().replace("recent: 128", "recent: 64"))
+    before, unlink = path.read_text(), os.unlink
+    monkeypatch.setattr(os, "fsync", lambda descriptor: signal.raise_signal(number))
+    monkeypatch.setattr(os, "unlink", lambda path, **options: (signal.raise_signal(number), unlink(path, **options)))
+    found = signal.signal(number, signal.SIG_DFL)
+    try:
+        done = sparsekv("seal", path, "--json")
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, found)
+    assert (done.code, done.data["error"]["exit_code"]) == (128 + number, 128 + number)
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.yaml"]
+    assert path.read_text() == before
+
+
+def test_what_a_signal_makes_of_a_command_is_told_as_the_signal(sparsekv, on_output):
+    def half_imported():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("a module that was interrupted") from None
+
+    on_output(half_imported)
+    done = sparsekv("schema")
+    assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+
+
+def test_a_signal_that_is_swallowed_ends_the_command_all_the_same(sparsekv, on_output):
+    def swallowed():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(20)
+
+    on_output(swallowed)
+    done = sparsekv("schema")
+    assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_the_command_line_is_read_is_told_as_well(number):
+    program = f"import sparsekv.__main__, signal; signal.raise_signal({int(number)})"
+    call = [sys.executable, "-c", program, "schema", "--json"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    told = json.loads(done.stdout)["error"]
+    assert (done.returncode, told["exit_code"], told["kind"]) == (128 + number, 128 + number, "Interrupted")
+    assert done.stderr == f"{told['message']}\n"
+
+
 def test_an_ignored_hangup_stays_ignored(sparsekv, on_output):
     on_output(lambda: signal.raise_signal(signal.SIGHUP))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -202,6 +258,38 @@ def test_names_that_are_no_text_can_be_printed(tmp_path):
         )
         assert done.returncode == 2
         assert json.loads(done.stdout.decode(encoding))["error"]["message"].startswith("a\udcffé.yaml: ")
+
+
+CONTROLS = "\x1b[31m\x9b\u202e\x07"
+ESCAPED = r"\x1b[31m\x9b\u202e\x07"
+
+
+@pytest.mark.parametrize("call", [("show", "{}.yaml"), ("validate", "{}.yaml"), ("plan", "{}", "-o", "a"), ("{}",)])
+@pytest.mark.parametrize("flag", [(), ("--json",)])
+def test_control_characters_of_a_name_never_reach_the_terminal(sparsekv, call, flag):
+    done = sparsekv(*(word.format(CONTROLS) for word in call), *flag)
+    assert done.code == 2
+    assert not set(CONTROLS) - set("[31m") & set(done.err + done.out)
+    assert ESCAPED in done.err or repr(CONTROLS)[1:-1] in done.err
+    if flag:
+        assert done.data["error"]["exit_code"] == 2
+
+
+def test_what_a_command_prints_about_a_file_is_escaped_too(sparsekv, tmp_path):
+    write_plan(small_plan(), tmp_path / f"{CONTROLS}.yaml")
+    done = sparsekv("validate", tmp_path / f"{CONTROLS}.yaml")
+    assert done.code == 0
+    assert ESCAPED in done.out
+
+
+@pytest.mark.parametrize("arguments", [("schema",), ("validate", "plan.yaml", "--json")])
+def test_a_working_folder_that_was_removed_is_told(sparsekv, tmp_path, monkeypatch, arguments):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = sparsekv(*arguments)
+    assert done.code == 2
+    assert "the working folder no longer exists" in done.err
 
 
 def test_json_has_no_numbers_that_json_does_not_know(capsys):

@@ -65,6 +65,27 @@ def test_a_plan_whose_model_is_not_at_hand_asks_for_it(sparsekv, tmp_path):
     assert "--model" in done.err
 
 
+@pytest.mark.parametrize("by", ["flag", "variable"])
+@pytest.mark.parametrize("device", ["cuda:77", "quantum"])
+def test_a_device_that_is_not_there_is_no_reason_to_ask_for_the_model(sparsekv, tmp_path, monkeypatch, by, device):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
+    if by == "variable":
+        monkeypatch.setenv("SPARSEKV_DEVICE", device)
+    flags = ("--device", device) if by == "flag" else ()
+    done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--prompt", "a", *flags)
+    assert done.code == 2
+    assert device in done.err
+    assert "--model" not in done.err
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "eval"])
+def test_a_plan_in_place_of_the_model_is_told_how_it_is_named(sparsekv, tmp_path, command):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
+    done = sparsekv(command, tmp_path / "plan.yaml")
+    assert (done.code, done.out) == (2, "")
+    assert f"--plan {tmp_path}/plan.yaml" in done.err
+
+
 def test_verify_needs_a_plan(sparsekv):
     done = sparsekv("verify")
     assert done.code == 2
@@ -81,3 +102,21 @@ def test_a_truncated_checkpoint_is_named(sparsekv, tmp_path):
     done = sparsekv("run", tmp_path, "--dense", "--prompt", "a")
     assert done.code == 2
     assert "weights" in done.err
+
+
+def test_a_model_that_overflows_is_told_to_take_another_dtype(sparsekv, tmp_path):
+    from model_folders import save_model
+    from tiny_models import tiny_model
+
+    model = tiny_model(context=2048)
+    for name in ("up", "gate"):
+        model.get_submodule(f"model.layers.1.mlp.{name}_proj").weight.data.mul_(1e37)
+    save_model(model, tmp_path / "tiny")
+    for call in (
+        ("run", tmp_path / "tiny", "--dense", "--prompt", "hello", "--max-new-tokens", 2),
+        ("plan", tmp_path / "tiny", "-o", tmp_path / "plan.yaml", "--lengths", "1k"),
+        ("eval", tmp_path / "tiny", "--length", "1k", "--samples", 1, "--tasks", "perplexity"),
+    ):
+        done = sparsekv(*call)
+        assert (done.code, done.out) == (2, ""), done.err
+        assert "found NaN: this model overflows in float32" in done.err

@@ -83,6 +83,7 @@ BROKEN = {
     "head out of range": (lambda text: text.replace('heads: "0-1"', 'heads: "3-4"', 1), "heads 0 to 3"),
     "overlapping heads": (lambda text: text.replace("layer: 3,", "layer: 2,"), "heads 0-1 of layer 2 again"),
     "a model's config.json": (lambda text: json.dumps({"model_type": "llama"}), "config.json"),
+    "a path as the model": (lambda text: text.replace("id: example/model", "id: ../model"), "the path '../model'"),
     "unknown field": (lambda text: text + "speed: 9\n", "speed"),
 }
 

@@ -23,9 +23,10 @@ def out(tmp_path) -> Path:
 def refused(sparsekv, model, out):
     """Calls `plan` with options that are wrong, and returns the message."""
 
-    def call(*arguments: object, out: Path = out, model: Path = model) -> str:
+    def call(*arguments: object, out: Path | str = out, model: Path = model) -> str:
+        name, out = out, Path(out)
         before = sorted(out.parent.rglob("*")) if out.parent.is_dir() else []
-        done = sparsekv("plan", model, "-o", out, *arguments)
+        done = sparsekv("plan", model, "-o", name, *arguments)
         assert (done.code, done.out) == (2, ""), done.err
         assert "Traceback" not in done.err
         assert "profile (1 of" not in done.err
@@ -50,6 +51,7 @@ def refused(sparsekv, model, out):
         (("--lengths", "1k,2k", "--target-density", "0.1,0.2,0.3"), "one for each of the 2 lengths"),
         (("--target-speedup", "nan"), "speedup"),
         (("--target-speedup", "inf"), "speedup"),
+        (("--target-speedup", "1e300"), "speedup"),
         (("--decode-loss", "5"), "--decode-loss"),
         (("--max-accuracy-drop", "inf"), "--max-accuracy-drop"),
         (("--max-accuracy-drop", "101"), "--max-accuracy-drop"),
@@ -200,6 +202,8 @@ def test_measurements_may_be_overwritten_by_such_measurements(refused, target, t
 
 def test_out_must_be_a_file_in_a_folder(refused, tmp_path):
     assert "name a file in it" in refused(out=tmp_path)
+    assert "name a file in it" in refused(out="")
+    assert "name a file in it" in refused("--profile-out", "")
     assert "make it first" in refused(out=tmp_path / "none" / "plan.yaml")
     assert "File name too long" in refused(out=tmp_path / ("a" * 300))
     assert "not a regular file" in refused(out=Path("/dev/null"))

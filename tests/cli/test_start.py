@@ -53,6 +53,26 @@ def test_commands_without_a_model_import_nothing_heavy(plans, arguments):
     assert json.loads(done.stderr.splitlines()[-1]) == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "tiny-retriever", "-o", "new.yaml", "--tasks", "juggling"),
+        ("plan", "tiny-retriever", "-o", "new.yaml", "--only", "prefill", "--offload"),
+        ("run", "tiny-retriever", "--dense", "--prompt", "a", "--device", "quantum"),
+        ("verify", "--plan", "small.yaml", "--lengths", "soon"),
+        ("eval", "tiny-retriever", "--tasks", "juggling"),
+        ("bench", "kernels", "--lengths", "soon"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_options_are_told_before_torch_is_imported(plans, arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=plans, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert not {"torch", "transformers", "scipy"} & set(json.loads(done.stderr.splitlines()[-1]))
+
+
 def test_the_package_itself_imports_nothing_heavy():
     code = f"import sys, sparsekv; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -26,6 +26,12 @@ def test_a_log_is_not_flooded() -> None:
     assert len(told(3600.0, 3)) == 2
 
 
+def test_what_is_said_once_reaches_the_log_as_it_is() -> None:
+    text = io.StringIO()
+    Stages(BarProgress(Console(file=text, width=20)), ("profile",)).say("profile resumed: [1] of 12 samples")
+    assert text.getvalue() == "profile resumed: [1] of 12 samples\n"
+
+
 def test_stages_of_a_longer_run_are_numbered() -> None:
     text = io.StringIO()
     stages = Stages(BarProgress(Console(file=text, width=200)), ("profile", "cost", "evaluate"))

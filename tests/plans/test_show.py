@@ -67,8 +67,8 @@ def test_many_patterns_are_condensed_unless_all_are_asked_for() -> None:
 
 
 def test_names_are_not_taken_for_markup() -> None:
-    plan = small_plan(model=model_info(id="[red]x[/red] [/]"))
-    assert any("[red]x[/red] [/]" in line for line in shown(plan))
+    plan = small_plan(model=model_info(id="[red]x [/]"))
+    assert any("[red]x [/]" in line for line in shown(plan))
 
 
 def test_the_summary_is_json_with_every_layer() -> None:

@@ -12,7 +12,7 @@ class Counting(Progress, Step):
     """Adds up what stages announce and what is done of it."""
 
     def __init__(self) -> None:
-        self.total, self.done, self.stages = 0.0, 0.0, []
+        self.total, self.done, self.stages, self.said = 0.0, 0.0, [], []
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Counting]:
@@ -22,6 +22,9 @@ class Counting(Progress, Step):
 
     def advance(self, units: float = 1, note: str = "") -> None:
         self.done += units
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
 
 
 class CtrlC(Counting):

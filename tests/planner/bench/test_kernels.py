@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from progress import Counting
 
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
@@ -56,6 +57,19 @@ def test_dense_kernels_are_tried_once_a_length():
     assert rows[0].dense_peers is rows[1].dense_peers
     assert rows[2].dense_peers is rows[3].dense_peers
     assert rows[0].dense_peers is not rows[2].dense_peers
+
+
+def test_progress_moves_within_a_case_and_ends_whole_whatever_fails():
+    def build(patterns, q, *rest, **options):
+        if q.shape[2] == 640:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build_index(patterns, q, *rest, **options)
+
+    progress = Counting()
+    asked = bench(lengths=(512, 640), patterns=("a_shape",), backends=(), build=build)
+    done = [progress.done for row in bench_kernels(asked, progress) if row.backend == "cpu"]
+    assert done == [1.0, 2.0]  # dense before the first row
+    assert progress.done == progress.total == 4.0
 
 
 def test_backends_that_cannot_run_are_rows_with_a_reason():

@@ -10,11 +10,12 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.cost.predict import predict
-from sparsekv.planner.cost.remarks import crossover_remarks, offload_remarks
+from sparsekv.planner.cost.remarks import crossover_remarks, dense_decode_remarks, offload_remarks
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.verify import tightened_remarks
+from sparsekv.plans.patterns import tokens
 
 TARGET = PlanOptions(target_density=(0.3,))
 WHERE = "on made up (cpu, float32)"
@@ -36,6 +37,24 @@ def slower_layer(share: float) -> Profile:
     update = {"tiles": ((share,) * 4,) * count, "columns": ((0.0,) * 4,) * count}
     layers = (scores[0], scores[1].model_copy(update=update), scores[2])
     return made_up_profile(profile.lengths[0].model_copy(update={"layers": layers}))
+
+
+def decode_remarks(cost: DeviceCost, kept: float = 1.0, **options) -> tuple[str, ...]:
+    entry = LengthProfile(length=8192, prompt_tokens=(8192,), reuse=made_up_reuse(np.full((3, 3), kept)))
+    profile, asked = made_up_profile(entry), PlanOptions(decode_budget=tokens(2000), **options)
+    return dense_decode_remarks(profile, cost, choose_filter_layers(profile, cost, asked), asked)
+
+
+def test_a_decode_budget_that_is_not_used_is_told_with_the_reason() -> None:
+    assert decode_remarks(made_up_cost()) == ()
+    slow = made_up_cost(decode_sparse=Line(prices=(1000.0, 1.0)))
+    (line,) = decode_remarks(slow)
+    assert line.startswith("decode at 8k runs dense, its budget (2000) is not used: it is not predicted")
+    assert line.endswith("--no-crossover keeps it sparse")
+    assert decode_remarks(slow, crossover=False) == ()
+    (line,) = decode_remarks(made_up_cost(), kept=0.5)
+    assert "lose at most 0.02 of the attention" in line
+    assert line.endswith("change --decode-loss or --decode-budget")
 
 
 def test_a_plan_that_keeps_to_its_target_needs_no_remark() -> None:

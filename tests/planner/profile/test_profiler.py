@@ -91,9 +91,13 @@ def test_an_interrupted_profile_goes_on_to_the_same_result(
 ) -> None:
     partial = tmp_path / "profile.partial"
     with pytest.raises(KeyboardInterrupt):
-        profile(loaded, QUICK, CtrlC("profile", layers), resume=partial)
+        profile(loaded, QUICK, interrupted := CtrlC("profile", layers), resume=partial)
+    assert interrupted.said == []
     assert len(partial.read_text().splitlines()) == 1 + layers
-    assert profile(loaded, QUICK, resume=partial) == finished.profile
+    resumed = Counting()
+    assert profile(loaded, QUICK, resumed, resume=partial) == finished.profile
+    told = f"profile resumed: {layers / 3:.3g} of 2 samples were measured by an interrupted run"
+    assert resumed.said == ([told] if layers else [])
     assert partial.read_text() == finished.records
     assert list(tmp_path.iterdir()) == [partial]
 

@@ -171,6 +171,24 @@ def test_a_model_converted_under_a_plan_is_refused_at_the_next_call(dtype):
         model(prompt[:, :1], past_key_values=cache)
 
 
+def test_a_module_around_a_layer_goes_there_after_the_plan():
+    model = tiny_model()
+    plan, before = some_plan(model), model.model.layers[1]
+    model.model.layers[1] = torch.nn.Sequential(before)
+    with pytest.raises(UnsupportedError, match="found a Sequential as layer 1; apply the plan first"):
+        apply(model, plan)
+    model.model.layers[1] = before
+    apply(model, plan).close()
+
+
+def test_a_model_moved_under_a_plan_is_refused_at_the_next_call():
+    model = tiny_model()
+    with torch.no_grad(), apply(model, some_plan(model)):
+        model.to("meta")
+        with pytest.raises(UsageError, match="found it float32 on meta"):
+            model(random_tokens(1, 20))
+
+
 def test_a_closed_handle_is_not_entered_again():
     model = tiny_model()
     with apply(model, some_plan(model)) as handle:

@@ -2,18 +2,19 @@
 
 import json
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf import load as hub
-from sparsekv.runtime.hf.load import load_model, torch_device
+from sparsekv.runtime.hf.load import load_config, load_model, torch_device
 
 HUB_ID = "some-organisation/some-model"
 
@@ -43,6 +44,18 @@ def test_a_folder_loads_with_tokenizer_and_description(folder, dtype: str):
     assert loaded.info.id == "tiny"
     assert loaded.tokenizer("abc")["input_ids"] == [0, 1, 2]
     assert loaded.info == load_model(resolve_model(str(folder)), device="cpu").info
+
+
+def test_a_model_may_be_a_path_and_device_and_dtype_those_of_torch(folder):
+    loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert (loaded.info.id, loaded.model.dtype) == ("tiny", torch.bfloat16)
+    assert load_config(folder).model_type == "llama"
+
+
+@pytest.mark.parametrize("source", [None, 3, b"tiny"])
+def test_a_model_that_is_no_name_is_refused(source):
+    with pytest.raises(UsageError, match="model folder, a hub id"):
+        load_model(source)
 
 
 def test_an_unsupported_architecture_is_named_before_its_weights_are_looked_for(tmp_path):
@@ -160,10 +173,14 @@ def test_a_config_that_is_no_object_says_so(folder, content: str):
         ("tokenizer_config.json", "["),
         ("tokenizer_config.json", "[]"),
         ("generation_config.json", "[]"),
+        ("generation_config.json", "{"),
+        ("model.safetensors.index.json", "[]"),
     ],
 )
 def test_a_broken_file_is_named(folder, name: str, content: str):
     (folder / name).write_text(content)
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=f"cannot read its {name}"):
         load_model(str(folder))
 
@@ -183,6 +200,19 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
     model.save_pretrained(folder)
     with pytest.raises(UsageError, match=r"at most 60 entries, .* found 98"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize(("starts", "refused"), [(True, True), (False, False)])
+def test_a_token_added_beyond_the_vocabulary_is_refused_only_where_prompts_start_with_it(folder, starts, refused):
+    tokenizer = tiny_tokenizer()
+    for number in range(60):  # 98 entries, 128 embeddings
+        tokenizer.add_special_tokens({"bos_token": f"<added {number}>"})
+    if starts:
+        beginning = ("<bos>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[beginning])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match="at most 128 entries") if refused else nullcontext():
+        assert load_model(folder).tokenizer("a")["input_ids"] == [0]
 
 
 @pytest.mark.parametrize("name", ["two\nlines", "a\x1b[31mred", "b\x9bc", "d\udcff"])

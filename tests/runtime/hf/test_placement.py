@@ -36,6 +36,13 @@ def test_layers_that_are_not_there_are_refused(asked):
         place_layers(None, 8, asked)
 
 
+@pytest.mark.parametrize("asked", ["3", "0-2", True, 1.5, (0, "1"), (0, 1.0), {0: 1}], ids=repr)
+def test_layers_of_another_type_are_refused(model, asked):
+    with pytest.raises(UsageError, match="kv_host_layers to be"):
+        apply(model, plan_for(model), kv_host_layers=asked)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_dense_layers_in_host_memory_give_the_dense_tokens(model):
     prompt = random_tokens(2, 1500)
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)

@@ -8,7 +8,16 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM
 
-from sparsekv.plans.errors import BackendError, PlanMismatchError, PlanWarning, PromptError, UnsupportedError
+from sparsekv.plans.errors import (
+    BackendError,
+    PlanMismatchError,
+    PlanWarning,
+    PromptError,
+    SparseKVError,
+    UnsupportedError,
+    UsageError,
+)
+from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import Retention
 from sparsekv.plans.schema import Target
@@ -186,6 +195,42 @@ def test_a_backend_that_is_not_built_yet(model):
     with pytest.raises(BackendError, match="flash"):
         apply(model, plan_for(model), backend="flash")
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_plan_may_be_the_path_of_one(model, tmp_path):
+    write_plan(plan_for(model), tmp_path / "plan.yaml")
+    for path in (tmp_path / "plan.yaml", str(tmp_path / "plan.yaml")):
+        apply(model, path).close()
+    with pytest.raises(UsageError, match="nowhere"):
+        apply(model, "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"plan": None}, "plan to be a Plan, or the path of one, found None"),
+        ({"plan": {"kind": "sparsekv.plan"}}, "plan to be a Plan, .* found {'kind'"),
+        ({"prefill": "no"}, "prefill to be True or False, found 'no'"),
+        ({"decode": 1}, "decode to be True or False"),
+        ({"allow_mismatch": "yes"}, "allow_mismatch to be True or False"),
+        ({"backend": None}, "backend to be a name, found None"),
+        ({"backend": "fast"}, "fast"),
+        ({"info": "tiny"}, "info to be a ModelInfo"),
+        ({"chunking": 4096}, "chunking to be a Chunking"),
+    ],
+    ids=str,
+)
+def test_options_of_another_type(model, options: dict, said: str):
+    with pytest.raises(SparseKVError, match=said) as refused:
+        apply(model, **{"plan": plan_for(model)} | options)
+    assert refused.value.exit_code == 2
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [("5", 1), (0, 1), (-1, 1), (5, 0), (5, 1.0), (None, 1)])
+def test_a_new_cache_of_no_size(model, tokens, batch):
+    with apply(model, plan_for(model)) as handle, pytest.raises(UsageError, match="of 1 or more"):
+        handle.new_cache(tokens, batch)
 
 
 def test_info_of_names_nothing_of_this_machine(model):
