@@ -129,9 +129,9 @@ class Program:
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[tuple[SegmentProgram | None, int | None], int], ...]:
         """How many layers follow the same segment with the same window."""
-        filters = Counter((layer.follows and layer.follows.filter, layer.window) for layer in self.layers)
-        segments = {layer.layer: layer.filters for layer in self.layers}
-        return tuple(((None if at is None else segments[at], window), n) for (at, window), n in filters.items())
+        segments = {layer.follows.filter: layer.follows for layer in self.layers if layer.follows}
+        kinds = Counter((layer.follows.filter if layer.follows else -1, layer.window) for layer in self.layers)
+        return tuple(((segments.get(at), window), count) for (at, window), count in kinds.items())
 
     @property
     def filters(self) -> tuple[LayerProgram, ...]:
