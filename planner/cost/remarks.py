@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import DENSE, ScoreTables, choice_of, prefill_estimate, step_us
+from sparsekv.planner.cost.predict import DENSE, ScoreTables, choice_of, dense_step_us, prefill_estimate, step_us
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import ROUNDING, PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
@@ -149,8 +149,8 @@ def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> t
 def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: Offload) -> Iterator[str]:
     for entry in profile.lengths:
         bucket, at = decode.bucket(entry.length), format_length(entry.length)
-        step = step_us(bucket.segments, cost, entry.length, profile.model.layers, offload)
-        dense_us = profile.model.layers * cost.decode_dense.us(entry.length)
+        step = step_us(bucket.segments, cost, entry.length, profile.model, offload)
+        dense_us = dense_step_us(cost, entry.length, profile.model)
         if step is None:
             yield (
                 f"decode at {at} is not predicted: layers whose rows are in host memory run dense there and read all "
