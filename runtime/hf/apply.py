@@ -26,7 +26,7 @@ from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
-from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
+from sparsekv.runtime.hf.graphs import NO_GRAPHS, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
 from sparsekv.runtime.stores.bank import HostStore
@@ -55,7 +55,7 @@ class PlanEngine:
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = device
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._program = program
         self._placement = placement
         self._chunking = chunking
@@ -73,8 +73,8 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self._graphs = StepGraphs(decoder, self, self._program)
-        return (self._graphs,)
+        self.graphs = StepGraphs(decoder, self, self._program)
+        return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
@@ -86,8 +86,8 @@ class PlanEngine:
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
         self._memory.close()
-        if self._graphs is not None:
-            self._graphs.release()
+        if self.graphs is not None:
+            self.graphs.release()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
@@ -183,6 +183,16 @@ class Handle:
     def builder_failed(self) -> str:
         """Why torch builds the indices in place of Triton; empty where Triton did not fail."""
         return self._engine.fallback.builder_failed
+
+    @property
+    def captured_steps(self) -> int:
+        """Decode steps that were replayed as CUDA graphs so far."""
+        return 0 if self._engine.graphs is None else self._engine.graphs.replayed
+
+    @property
+    def not_captured(self) -> str:
+        """Why the last decode step ran one launch at a time; empty where it was replayed, or there was none."""
+        return NO_GRAPHS if self._engine.graphs is None else self._engine.graphs.obstacle
 
     @property
     def closed(self) -> bool:
