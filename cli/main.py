@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -15,9 +16,10 @@ from typer.core import TyperGroup
 
 from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
 from sparsekv.cli.output import (
+    SIGNALS,
     emit,
     emit_json,
-    end_by_signals,
+    ending_by_signals,
     escaped,
     failure_data,
     prepare_streams,
@@ -41,7 +43,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with warnings.catch_warnings(), _telling_usage(ctx):
+            with ending_by_signals(), warnings.catch_warnings(), _telling_usage(ctx):
                 warnings.showwarning = show_warning
                 _check_working_folder()
                 result = super().invoke(ctx)
@@ -120,9 +122,12 @@ app.add_typer(bench.app, name="bench")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line `arguments` (those of the process where None) and exits."""
     prepare_streams()
-    end_by_signals()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
     except (KeyboardInterrupt, OSError) as error:  # outside a command, which reports its own
         sys.exit(report(error, ""))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     sys.exit(0)

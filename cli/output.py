@@ -14,9 +14,11 @@ import os
 import re
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sparsekv.plans.errors import SparseKVError
 
@@ -124,15 +126,46 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def end_by_signals() -> None:
-    """Makes SIGTERM and SIGHUP end a command like Ctrl-C, with what it saves and says. Ignored ones stay ignored."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME = 1.0  # seconds within which signals count as one
 
-    def end(number: int, frame: object) -> NoReturn:
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP raise `Terminated` inside, and are ignored from its end on, so that what is said then
+    is said whole. Those that were ignored before stay ignored.
+
+    Signals shortly after the first are ignored too: `timeout` sends each one twice, and temporary files are being
+    removed. One that was swallowed on its way, as some imports and callbacks do, is raised again. Whatever comes out
+    of it, the first signal is what is raised.
+    """
+    received: list[tuple[int, float]] = []
+
+    def end(number: int, frame: object) -> None:
+        if received and time.monotonic() - received[-1][1] < _SAME:
+            return
+        received.append((number, time.monotonic()))
+        signal.signal(signal.SIGALRM, lambda *_: end(number, None))
+        signal.setitimer(signal.ITIMER_REAL, 1.1 * _SAME, 1.1 * _SAME)
         raise Terminated(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    try:
+        for number in handled:
             signal.signal(number, end)
+        yield
+    except BaseException as error:
+        if not received or isinstance(error, KeyboardInterrupt):
+            raise
+        stop = Terminated(received[0][0])
+        for note in getattr(error, "__notes__", ()):
+            stop.add_note(note)
+        raise stop from error
+    finally:
+        if received:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def report(error: BaseException, command: str, as_json: bool = False) -> int:

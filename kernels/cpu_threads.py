@@ -6,9 +6,10 @@ wait for the slowest, which on a busy machine is a time slice of its scheduler.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ def for_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
 
     With fewer items than threads, one after the other by all threads. The threads are made anew each time, so that
     there are none to lose in a fork. Until it returns, threads that begin to use torch elsewhere get one each.
+    Interrupted (Ctrl-C), it returns once no item is being worked on.
 
     Raises:
         Whatever `work` raises, of the first item for which it does.
@@ -29,15 +31,69 @@ def for_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
         for item in items:
             work(item)
         return
-    inference = torch.is_inference_mode_enabled()
-
-    def alone(item: Item) -> None:
-        with torch.inference_mode(inference), torch.no_grad():  # both are the caller's thread's own
-            work(item)
-
+    crew = _Crew(work, items)
     try:
-        with ThreadPoolExecutor(threads, "sparsekv", initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for _ in pool.map(alone, items):
-                pass
+        for _ in range(threads):
+            threading.Thread(target=crew.work, name="sparsekv").start()
+        crew.wait()
     finally:
+        crew.stop()
         torch.set_num_threads(threads)  # a worker's own number is also what new threads would start with
+    if crew.failed:
+        raise crew.failed[min(crew.failed)]
+
+
+class _Crew(Generic[Item]):
+    """What the threads of one call share.
+
+    Not a ThreadPoolExecutor, which joins its threads: a join that Ctrl-C interrupts takes its thread for ended
+    (CPython 3.11 and 3.12). The interpreter then goes down while it computes, and the process is aborted. Here nothing
+    is joined. A thread counts as running before it first calls torch and until after it last did; it does not begin
+    once the crew has stopped.
+    """
+
+    def __init__(self, work: Callable[[Item], None], items: Sequence[Item]) -> None:
+        self.failed: dict[int, BaseException] = {}
+        self._work, self._left = work, deque(enumerate(items))
+        self._running, self._stopped = 0, False
+        self._changed = threading.Condition()
+        self._inference = torch.is_inference_mode_enabled()
+
+    def work(self) -> None:
+        """One thread: item after item, until none is left."""
+        with self._changed:
+            if self._stopped:
+                return
+            self._running += 1
+        try:
+            torch.set_num_threads(1)
+            with torch.inference_mode(self._inference), torch.no_grad():  # both are the caller's thread's own
+                self._empty()
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _empty(self) -> None:
+        while True:
+            try:
+                number, item = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                self._work(item)
+            except BaseException as error:
+                self.failed[number] = error
+                self._left.clear()
+
+    def wait(self) -> None:
+        """Returns when all items are done or one has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left and not self._running)
+
+    def stop(self) -> None:
+        """Begins no further item, and returns when none is being worked on."""
+        self._left.clear()
+        with self._changed:
+            self._stopped = True
+        self.wait()

@@ -274,7 +274,7 @@ def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: Devi
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
         raise UsageError(
             f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
-            f"a window of {windows} tokens: there is nothing to make sparse; run it without a plan"
+            f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
         )
     if "decode" in asked.phases:
         check_filters(model, asked)

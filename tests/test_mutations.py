@@ -22,11 +22,10 @@ from plans_samples import full_plan, model_info, small_plan
 from rich.console import Console
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line, Timing
-from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import record_of
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.plan import check_cost, compile_once
-from sparsekv.planner.profile.profile_data import Profile, for_profile
+from sparsekv.planner.plan import compile_files
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanMismatchError
 from sparsekv.plans.files import dump_plan, parse_plan, plan_of, sign
 from sparsekv.plans.patterns import fraction, tokens
@@ -125,11 +124,7 @@ WANTED = tuple(
 
 def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
     """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
-    asked, own = for_profile(wanted, profile)
-    settled = asked.settled(profile.model.context_length, "cpu")
-    check_cost(cost, profile, settled)
-    plan = compile_once(profile.model, settled, own, cost)
-    plan_remarks(plan, settled, own, cost)
+    plan = compile_files("made/up", wanted, profile, cost).plan
     assert parse_plan(dump_plan(plan)) == sign(plan)
 
 

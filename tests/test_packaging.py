@@ -53,7 +53,7 @@ def test_the_wheel_holds_every_file_of_the_tree_and_no_other(wheel: zipfile.ZipF
 def test_the_wheel_carries_licence_notice_and_entry_point(wheel: zipfile.ZipFile) -> None:
     info = {name.split("/", 1)[1]: name for name in wheel.namelist() if name.split("/")[0].endswith(".dist-info")}
     assert {"licenses/LICENSE", "licenses/NOTICE", "entry_points.txt", "METADATA"} <= info.keys()
-    assert "sparsekv = sparsekv.cli.main:main" in wheel.read(info["entry_points.txt"]).decode()
+    assert "sparsekv = sparsekv.__main__:main" in wheel.read(info["entry_points.txt"]).decode()
 
 
 def test_every_folder_with_code_is_a_package() -> None:

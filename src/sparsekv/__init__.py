@@ -5,9 +5,10 @@ The three calls below import torch only when they are used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # not from typing: the command line looks after signals before anything is imported
 if TYPE_CHECKING:
+    from typing import Any
+
     from sparsekv.planner.plan import plan_model as plan_model
     from sparsekv.plans.files import load_plan as load_plan
     from sparsekv.runtime.hf.apply import apply as apply

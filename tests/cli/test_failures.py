@@ -1,18 +1,20 @@
 """What a failure looks like: one message, the right exit code, and a traceback only when asked for."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from plans_samples import small_plan
 from typer.main import get_command
 
 from sparsekv.cli.main import app
-from sparsekv.cli.output import emit_json, report, size
+from sparsekv.cli.output import SIGNALS, emit_json, report, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
 
@@ -137,6 +139,60 @@ def test_a_signal_inside_a_command_ends_it_like_ctrl_c(sparsekv, on_output, numb
         signal.signal(number, before)
     assert (done.code, done.err) == (128 + number, f"ended by {number.name}; nothing was written\n")
     assert done.data["error"]["exit_code"] == 128 + number
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_while_a_file_is_written_leave_it_as_it_was_and_nothing_beside_it(
+    sparsekv, tmp_path, monkeypatch, number
+):
+    path = tmp_path / "plan.yaml"
+    write_plan(small_plan(), path)
+    path.write_text(path.read_text().replace("recent: 128", "recent: 64"))
+    before, unlink = path.read_text(), os.unlink
+    monkeypatch.setattr(os, "fsync", lambda descriptor: signal.raise_signal(number))
+    monkeypatch.setattr(os, "unlink", lambda path, **options: (signal.raise_signal(number), unlink(path, **options)))
+    found = signal.signal(number, signal.SIG_DFL)
+    try:
+        done = sparsekv("seal", path, "--json")
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, found)
+    assert (done.code, done.data["error"]["exit_code"]) == (128 + number, 128 + number)
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.yaml"]
+    assert path.read_text() == before
+
+
+def test_what_a_signal_makes_of_a_command_is_told_as_the_signal(sparsekv, on_output):
+    def half_imported():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("a module that was interrupted") from None
+
+    on_output(half_imported)
+    done = sparsekv("schema")
+    assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+
+
+def test_a_signal_that_is_swallowed_ends_the_command_all_the_same(sparsekv, on_output):
+    def swallowed():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(20)
+
+    on_output(swallowed)
+    done = sparsekv("schema")
+    assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_the_command_line_is_read_is_told_as_well(number):
+    program = f"import sparsekv.__main__, signal; signal.raise_signal({int(number)})"
+    call = [sys.executable, "-c", program, "schema", "--json"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    told = json.loads(done.stdout)["error"]
+    assert (done.returncode, told["exit_code"], told["kind"]) == (128 + number, 128 + number, "Interrupted")
+    assert done.stderr == f"{told['message']}\n"
 
 
 def test_an_ignored_hangup_stays_ignored(sparsekv, on_output):

@@ -1,6 +1,8 @@
 """Heads on threads of their own: the same results, the caller's modes, and torch's threads as they were."""
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -48,6 +50,24 @@ def test_the_number_of_threads_is_what_it_was_also_for_threads_to_come():
     thread.start()
     thread.join()
     assert later == [2]
+
+
+def test_threads_that_work_are_waited_for_at_exit_whatever_is_interrupted():
+    """A thread that is not, but calls torch while the interpreter goes down, aborts the process."""
+    main, working, go_on = threading.main_thread(), [], threading.Event()
+
+    def work(item: int) -> None:
+        working.append(threading.current_thread())
+        for _ in range(2 if len(working) == 2 else 0):  # once while items are waited for, once while threads are
+            signal.pthread_kill(main.ident, signal.SIGINT)
+            time.sleep(0.05)
+        go_on.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        for_each(work, range(4))
+    alive = [thread.is_alive() for thread in working]
+    go_on.set()
+    assert alive == [True, True]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
