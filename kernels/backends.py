@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from sparsekv.kernels.decode.selection import Selection, check_selection
+from sparsekv.kernels.decode.selection import Scoring, Selection, check_scoring, check_selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
 from sparsekv.kernels.keys import KeyView, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
@@ -80,6 +80,7 @@ class DecodeBackend(Protocol):
         scale: float,
         window: int | None = None,
         want_lse: bool = False,
+        scoring: Scoring | None = None,
     ) -> AttentionOutput: ...
 
 
@@ -215,6 +216,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
+    scoring: Scoring | None = None,
     backend: str,
 ) -> AttentionOutput:
     """Attention of the newest token of each batch row. Lengths, counts and lists stay on the device.
@@ -226,6 +228,7 @@ def decode_attention(
         scale: of the scores, usually 1 / sqrt(D).
         window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
         want_lse: whether to return the natural log-sum-exp of each row.
+        scoring: also return how much attention each token gets, in these rows; without selection and window.
         backend: the name that `choose_backend` gave.
 
     Raises:
@@ -241,7 +244,9 @@ def decode_attention(
         )
     if selection is not None:
         check_selection(keys, selection)
-    return run(q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse)
+    if scoring is not None:
+        check_scoring(keys, scoring, selection, window)
+    return run(q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring)
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:

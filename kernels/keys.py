@@ -19,6 +19,10 @@ class KeyView:
     """Keys and values of every batch row, contiguous by token or in pages. Nothing is copied and no stride is assumed
     but 1 in the last dimension.
 
+    With `where`, the tensors only say shape, dtype and where to count from: kernels read `[B, G, tokens, D]` without
+    gaps, at the offsets that stand there when they run. So a captured step serves one cache after another. For Triton
+    alone.
+
     Contiguous (`table_BP` is None): token t of row b is `k[b, :, t]`. Paged: it is
     `k[table_BP[b, t // T], :, t % T]`; entries of the table beyond a row's length may hold anything, and so may the
     memory of tokens beyond it.
@@ -28,6 +32,7 @@ class KeyView:
     v: torch.Tensor  # the same shape; strides of its own
     lengths_B: torch.Tensor  # int32 on the device: tokens of each row, the newest included
     table_BP: torch.Tensor | None = None  # int32 on the device
+    where: torch.Tensor | None = None  # int64 [3] there: elements from k and v to the real ones; their capacity
 
     @property
     def batch(self) -> int:

@@ -101,6 +101,7 @@ class AttentionOutput:
 
     out_BHSD: torch.Tensor  # dtype of q; padding rows are 0
     lse_BHS: torch.Tensor | None  # float32 natural log-sum-exp of the scaled scores; padding rows are -inf
+    scores_gT: torch.Tensor | None = None  # of decode with `Scoring`
 
 
 def computed_tiles(index: TileIndex) -> torch.Tensor:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.kernels.tiles import AttentionOutput
 
 
@@ -25,12 +26,18 @@ def decode(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
+    scoring: Scoring | None = None,
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`."""
+    lengths = keys.lengths_B.tolist()
+    if selection is None and scoring is None and not want_lse and keys.table_BP is None and len(set(lengths)) == 1:
+        k_BGSD, v_BGSD = keys.contiguous(lengths[0])
+        return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
     B, H = q_BHQD.shape[:2]
     per_kv = H // keys.kv_heads
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = torch.empty((B, H, 1), device=q_BHQD.device)
+    scores_gT = None if scoring is None else torch.empty((scoring.lists, scoring.tokens), device=q_BHQD.device)
     for b in range(B):
         for kv, tokens_T in _attended(keys, selection, window, b):
             at = slice(kv.start * per_kv, kv.stop * per_kv)
@@ -39,9 +46,12 @@ def decode(
             scores_gNT = q_gND @ k_gTD.mT
             lse_gN1 = scores_gNT.logsumexp(2, keepdim=True)
             p_gNT = (scores_gNT - lse_gN1.masked_fill(lse_gN1 == -math.inf, 0.0)).exp_()
+            if scoring is not None and scores_gT is not None and (start := int(scoring.starts_B[b])) >= 0:
+                weights_gNT = p_gNT.flatten(0, 1)[None] if scoring.lists == 1 else p_gNT
+                scores_gT[:, start : start + len(tokens_T)] = weights_gNT.amax(1)
             out_BHQD[b, at, 0] = (p_gNT @ v_gTD).flatten(0, 1).to(out_BHQD.dtype)
             lse_BHQ[b, at] = lse_gN1.flatten(0, 1)
-    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None)
+    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None, scores_gT)
 
 
 def _attended(

@@ -54,6 +54,19 @@ class Selection:
         return torch.cat(parts, 2)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """Which rows of a decode call get a score for every token, and where their scores lie: one row behind the other.
+
+    The score of a token is the largest attention weight that any head of the list gives it; scores are float32
+    [g, tokens], those of row b in [starts_B[b], starts_B[b] + length).
+    """
+
+    starts_B: torch.Tensor  # int32; -1 where a row is not scored
+    tokens: int  # room for the tokens of all rows
+    lists: int  # g: 1 (one score for all heads) or G (one for the heads of each KV head)
+
+
 def check_selection(keys: KeyView, selection: Selection) -> None:
     """The lists belong to these keys.
 
@@ -76,3 +89,21 @@ def check_selection(keys: KeyView, selection: Selection) -> None:
         raise ShapeError(f"chosen tokens must have stride 1 in their last dimension, found {chosen.stride()}")
     if min(selection.sink, selection.recent) < 0:
         raise ShapeError(f"sink and recent must not be negative, found {selection.sink} and {selection.recent}")
+
+
+def check_scoring(keys: KeyView, scoring: Scoring, selection: Selection | None, window: int | None) -> None:
+    """The scores fit to these keys.
+
+    Raises:
+        ShapeError: they do not; the message says what and how to fix it.
+    """
+    starts = scoring.starts_B
+    if (starts.dtype, starts.device, tuple(starts.shape)) != (torch.int32, keys.k.device, (keys.batch,)):
+        raise ShapeError(
+            f"starts of scores must be int32 [{keys.batch}] on {keys.k.device}, found {starts.dtype} "
+            f"{tuple(starts.shape)} on {starts.device}"
+        )
+    if scoring.lists not in (1, keys.kv_heads):
+        raise ShapeError(f"scores must be for all heads or for each of {keys.kv_heads} KV heads, found {scoring.lists}")
+    if selection is not None or window is not None:
+        raise ShapeError("only rows that attend to everything are scored: pass no selection and no window")

@@ -1,28 +1,42 @@
 """Decode attention in Triton: split over the attended tokens, then merged (flash decoding).
 
 A program of the first kernel reads one split of the tokens of one row and KV head and serves all of its query heads,
-so every key is read once. The second kernel merges the splits of a query head by their log-sum-exp. Lengths, counts
-and lists are read on the device; grids follow from the batch, the heads and the capacity of the keys alone.
+so every key is read once. The second kernel merges the splits of a query head by their log-sum-exp. Where scores are
+asked for, the first kernel also writes its logits and a third one turns them into one score a token. Lengths, counts
+and lists are read on the device; grids follow from the batch, the heads and the capacity of the keys alone, so that
+launches can be captured in a CUDA graph and replayed while contexts grow.
 
-Shapes: B batch, H query heads, G KV heads, D head size, P splits. In the kernels: R query heads of a KV head (padded
-to 16 or more for the product), N tokens of a step.
+Shapes: B batch, H query heads, G KV heads, D head size, P splits, g score lists (1 or G), T scored tokens of all rows.
+In the kernels: R query heads of a KV head (padded to 16 or more for the product), N tokens of a step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import AttentionOutput
 from sparsekv.kernels.triton_support import check_device, check_head_size, check_row_strides, interpreting
 
 _LOG2_E = 1.4426950408889634
-_MOST_SPLITS = 64  # what one program of the merge holds at once
+_MOST_SPLITS = 128  # what one program of the merge holds at once
+_SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the first kernel is cut and compiled; the answer does not depend on it beyond rounding."""
+
+    splits: int
+    block_n: int
+    warps: int
+    stages: int
 
 
 def decode(
@@ -33,12 +47,13 @@ def decode(
     scale: float,
     window: int | None = None,
     want_lse: bool = False,
-    splits: int | None = None,
+    scoring: Scoring | None = None,
+    launch: Launch | None = None,
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`.
 
     Args:
-        splits: of each row's tokens, instead of as many as fill the GPU.
+        launch: in place of what suits the GPU.
 
     Raises:
         BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
@@ -49,32 +64,52 @@ def decode(
     check_row_strides(keys.k, keys.v)
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
-    block_n, stages = (32, 1) if q_BHQD.dtype == torch.float32 else (64, 3)
-    P = min(_MOST_SPLITS, max(1, triton.cdiv(keys.capacity, block_n)), splits or _splits_that_fill(device, B * G))
-    part_BHPD = torch.empty((B, H, P, D), dtype=torch.float32, device=device)
-    part_lse_BHP = torch.empty((B, H, P), dtype=torch.float32, device=device)
+    launch = launch or launch_for(device, B * G, keys.capacity, q_BHQD.dtype, scoring is not None)
+    part_BHPD = torch.empty((B, H, launch.splits, D), dtype=torch.float32, device=device)
+    part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
+    logits_HT = None if scoring is None else torch.empty((H, scoring.tokens), dtype=torch.float32, device=device)
     block_d = triton.next_power_of_2(D)
     with torch.cuda.device_of(q_BHQD):
-        decode_kernel[(P, G, B)](
+        decode_kernel[(launch.splits, G, B)](
             q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
-            *_table_of(keys), *_lists_of(selection, keys.lengths_B),
+            *_table_of(keys), *_lists_of(selection, keys.lengths_B), *_logits_of(scoring, logits_HT, keys.lengths_B),
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
             scale * _LOG2_E, window or 0, G,
-            GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d, BLOCK_N=block_n,
-            PAGE=keys.page, SPARSE=selection is not None, STAGES=stages, PRECISION="ieee",
-            UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16, num_warps=4,
+            GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d, BLOCK_N=launch.block_n,
+            PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
+            SCORED=scoring is not None, STAGES=launch.stages, PRECISION="ieee",
+            UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16, num_warps=launch.warps,
         )  # fmt: skip
         merge_kernel[(H, B)](
-            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, P,
-            D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(P), WANT_LSE=want_lse, num_warps=4,
+            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, launch.splits,
+            D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
+            WANT_LSE=want_lse or scoring is not None, num_warps=4,
         )  # fmt: skip
-    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None)
+    scores_gT = None
+    if scoring is not None and logits_HT is not None:
+        scores_gT = _scores(logits_HT, lse_BHQ, keys, scoring)
+    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None, scores_gT)
 
 
-def _table_of(keys: KeyView) -> tuple[torch.Tensor, int]:
-    return (keys.lengths_B, 0) if keys.table_BP is None else (keys.table_BP, keys.table_BP.stride(0))
+def _scores(logits_HT: torch.Tensor, lse_BHQ: torch.Tensor, keys: KeyView, scoring: Scoring) -> torch.Tensor:
+    """[g, T], float32."""
+    heads, tokens = logits_HT.shape
+    scores_gT = torch.empty((scoring.lists, tokens), dtype=torch.float32, device=logits_HT.device)
+    blocks = triton.cdiv(min(keys.capacity, tokens), _SCORED_AT_ONCE)
+    with torch.cuda.device_of(logits_HT):
+        score_kernel[(blocks, scoring.lists, keys.batch)](
+            logits_HT, lse_BHQ, scores_gT, scoring.starts_B, keys.lengths_B, tokens, heads,
+            HEADS=heads // scoring.lists, BLOCK_H=triton.next_power_of_2(heads // scoring.lists),
+            BLOCK_N=_SCORED_AT_ONCE, num_warps=4,
+        )  # fmt: skip
+    return scores_gT
+
+
+def _table_of(keys: KeyView) -> tuple[torch.Tensor, torch.Tensor, int]:
+    where = keys.lengths_B if keys.where is None else keys.where
+    return (where, keys.lengths_B, 0) if keys.table_BP is None else (where, keys.table_BP, keys.table_BP.stride(0))
 
 
 def _lists_of(selection: Selection | None, unused: torch.Tensor) -> tuple[Any, ...]:
@@ -86,23 +121,79 @@ def _lists_of(selection: Selection | None, unused: torch.Tensor) -> tuple[Any, .
     return chosen, selection.counts_B, chosen.stride(0), across, selection.sink, selection.recent
 
 
-def _splits_that_fill(device: torch.device, programs: int) -> int:
-    """Splits for about two programs on every multiprocessor."""
-    if device.type != "cuda":
-        return 4
-    return max(1, 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs)
+def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: torch.Tensor) -> tuple[Any, ...]:
+    """Logits, where each row's begin, stride of the heads."""
+    if scoring is None or logits_HT is None:
+        return unused, unused, 0
+    return logits_HT, scoring.starts_B, logits_HT.stride(0)
+
+
+def launch_for(device: torch.device, rows: int, capacity: int, dtype: torch.dtype, scored: bool = False) -> Launch:
+    """What suits the GPU, over all tokens as over selected ones. `rows` are pairs of a batch row and a KV head.
+
+    As many programs as an H200 has resident at once, four on a multiprocessor and three of those that write logits:
+    one more would be a wave of its own.
+    """
+    block_n, stages = (32, 1) if dtype == torch.float32 else (64, 2)
+    resident, warps = (3, 4) if scored else (4, 2)
+    splits = min(_MOST_SPLITS, triton.cdiv(capacity, block_n), resident * _multiprocessors(device) // rows)
+    return Launch(max(1, splits), block_n, warps, stages)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return 8 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@no_type_check
+@triton.jit
+def _add_tokens(
+    m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_page, v_page,
+    logits_ptr, logits_at_R1, scored, real_R, scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum and output with the tokens of one step added."""
+    lanes_D = tl.arange(0, BLOCK_D)
+    keep_ND = keep_N[:, None] & (lanes_D < D)[None, :]
+    if PAGE == 0:
+        at_N1 = token_N.to(tl.int64)[:, None]
+        k_at = k_base + at_N1 * k_step
+        v_at = v_base + at_N1 * v_step
+    else:
+        page_N = tl.load(table_row + token_N // PAGE, mask=keep_N, other=0).to(tl.int64)
+        slot_N = (token_N % PAGE).to(tl.int64)
+        k_at = k_base + (page_N * k_page + slot_N * k_step)[:, None]
+        v_at = v_base + (page_N * v_page + slot_N * v_step)[:, None]
+    k_ND = tl.load(k_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+    v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+    if UPCAST:
+        k_ND = k_ND.to(tl.float32)
+        v_ND = v_ND.to(tl.float32)
+    s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
+    if SCORED:
+        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
+    s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
+    new_m_R = tl.maximum(m_R, tl.max(s_RN, 1))
+    base_R = tl.where(new_m_R == float("-inf"), 0.0, new_m_R)
+    p_RN = tl.exp2(s_RN - base_R[:, None])
+    decay_R = tl.exp2(m_R - base_R)
+    l_R = l_R * decay_R + tl.sum(p_RN, 1)
+    acc_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, acc_RD * decay_R[:, None], input_precision=PRECISION)
+    return new_m_R, l_R, acc_RD
 
 
 # Numbers that may change from step to step are not specialised on: no step may compile the kernel again.
 @no_type_check
-@triton.jit(do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads"])
+@triton.jit(do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads", "logits_stride_H"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, lengths_ptr, table_ptr, table_stride,
+    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr, lengths_ptr, where_ptr, table_ptr, table_stride,
     chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
+    logits_ptr, starts_ptr, logits_stride_H,
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
     scale_log2, window, kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, SPARSE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them."""
     kv_head = tl.program_id(1)
@@ -110,15 +201,26 @@ def decode_kernel(
     row_R = tl.arange(0, ROWS)
     lanes_D = tl.arange(0, BLOCK_D)
     lanes_N = tl.arange(0, BLOCK_N)
-    real_RD = (row_R < GROUP)[:, None] & (lanes_D < D)[None, :]
+    real_R = row_R < GROUP
+    real_RD = real_R[:, None] & (lanes_D < D)[None, :]
     head_R = kv_head * GROUP + row_R
     q_base = q_ptr + batch * q_stride_B
     q_RD = tl.load(q_base + head_R.to(tl.int64)[:, None] * q_stride_H + lanes_D[None, :], mask=real_RD, other=0.0)
-    k_base = k_ptr + kv_head.to(tl.int64) * k_stride_G
-    v_base = v_ptr + kv_head.to(tl.int64) * v_stride_G
-    if PAGE == 0:
-        k_base += batch * k_stride_B
-        v_base += batch * v_stride_B
+    if INDIRECT:
+        # [B, G, capacity, D] wherever the host has put it for this step: elements from these tensors, and the capacity
+        row = (batch * kv_heads + kv_head) * tl.load(where_ptr + 2) * D
+        k_base = k_ptr + tl.multiple_of(tl.load(where_ptr), 16) + row
+        v_base = v_ptr + tl.multiple_of(tl.load(where_ptr + 1), 16) + row
+        k_step = D
+        v_step = D
+    else:
+        k_base = k_ptr + kv_head.to(tl.int64) * k_stride_G
+        v_base = v_ptr + kv_head.to(tl.int64) * v_stride_G
+        k_step = k_stride_S
+        v_step = v_stride_S
+        if PAGE == 0:
+            k_base += batch * k_stride_B
+            v_base += batch * v_stride_B
     table_row = table_ptr + batch * table_stride
     if UPCAST:
         q_RD = q_RD.to(tl.float32)
@@ -132,6 +234,11 @@ def decode_kernel(
         count = tl.load(counts_ptr + batch)
         total = tl.where(count < 0, total, sink + count + recent)
         chosen_row = chosen_ptr + batch * chosen_stride_B + kv_head.to(tl.int64) * chosen_stride_G
+    began = -1
+    if SCORED:
+        began = tl.load(starts_ptr + batch)
+    scored = began >= 0
+    logits_at_R1 = (began + head_R * logits_stride_H)[:, None]  # 32 bits: the scratch is bounded
 
     m_R = tl.full([ROWS], float("-inf"), tl.float32)
     l_R = tl.zeros([ROWS], tl.float32)
@@ -140,47 +247,36 @@ def decode_kernel(
     span = tl.cdiv(tl.cdiv(total, BLOCK_N), splits) * BLOCK_N
     begin = tl.program_id(0) * span
     end = tl.minimum(begin + span, total)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        number_N = start + lanes_N
-        token_N = first + number_N
-        if SPARSE:
-            listed_N = (count >= 0) & (number_N >= sink) & (number_N < sink + count)
+    everything = end
+    if SPARSE:
+        everything = tl.where(count < 0, end, begin)
+    for start in tl.range(begin, everything, BLOCK_N, num_stages=STAGES):
+        token_N = first + start + lanes_N
+        keep_N = start + lanes_N < end
+        m_R, l_R, acc_RD = _add_tokens(
+            m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B, v_stride_B,
+            logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, PRECISION, UPCAST,
+        )  # fmt: skip
+    if SPARSE:
+        for start in tl.range(tl.where(count < 0, end, begin), end, BLOCK_N, num_stages=STAGES):
+            number_N = start + lanes_N
+            listed_N = (number_N >= sink) & (number_N < sink + count)
             chosen_N = tl.load(chosen_row + number_N - sink, mask=listed_N & (number_N < end), other=-1)
             recent_N = length - recent + number_N - sink - count
-            sparse_N = tl.where(number_N < sink, number_N, tl.where(listed_N, chosen_N, recent_N))
-            token_N = tl.where(count < 0, token_N, sparse_N)
-        keep_N = (number_N < end) & (token_N >= first)
-        keep_ND = keep_N[:, None] & (lanes_D < D)[None, :]
-        if PAGE == 0:
-            at_N1 = token_N.to(tl.int64)[:, None]
-            k_at = k_base + at_N1 * k_stride_S
-            v_at = v_base + at_N1 * v_stride_S
-        else:
-            page_N = tl.load(table_row + token_N // PAGE, mask=keep_N, other=0).to(tl.int64)
-            slot_N = (token_N % PAGE).to(tl.int64)
-            k_at = k_base + (page_N * k_stride_B + slot_N * k_stride_S)[:, None]
-            v_at = v_base + (page_N * v_stride_B + slot_N * v_stride_S)[:, None]
-        k_ND = tl.load(k_at + lanes_D[None, :], mask=keep_ND, other=0.0)
-        v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
-        if UPCAST:
-            k_ND = k_ND.to(tl.float32)
-            v_ND = v_ND.to(tl.float32)
-        s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
-        s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
-        new_m_R = tl.maximum(m_R, tl.max(s_RN, 1))
-        base_R = tl.where(new_m_R == float("-inf"), 0.0, new_m_R)
-        p_RN = tl.exp2(s_RN - base_R[:, None])
-        decay_R = tl.exp2(m_R - base_R)
-        l_R = l_R * decay_R + tl.sum(p_RN, 1)
-        acc_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, acc_RD * decay_R[:, None], input_precision=PRECISION)
-        m_R = new_m_R
+            token_N = tl.where(number_N < sink, number_N, tl.where(listed_N, chosen_N, recent_N))
+            keep_N = (number_N < end) & (token_N >= first)
+            m_R, l_R, acc_RD = _add_tokens(
+                m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B,
+                v_stride_B, logits_ptr, logits_at_R1, scored, real_R, scale_log2,
+                D, BLOCK_D, PAGE, SCORED, PRECISION, UPCAST,
+            )  # fmt: skip
 
     seen_R = l_R > 0.0
     l_R = tl.where(seen_R, l_R, 1.0)
     part_R = (batch * kv_heads * GROUP + head_R) * splits + tl.program_id(0)
     tl.store(part_ptr + part_R[:, None] * D + lanes_D[None, :], acc_RD / l_R[:, None], mask=real_RD)
     lse_R = tl.where(seen_R, m_R + tl.log2(l_R), float("-inf"))
-    tl.store(part_lse_ptr + part_R, lse_R, mask=row_R < GROUP)
+    tl.store(part_lse_ptr + part_R, lse_R, mask=real_R)
 
 
 @no_type_check
@@ -208,3 +304,27 @@ def merge_kernel(
     if WANT_LSE:
         lse = tl.where(total > 0.0, base + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
         tl.store(lse_ptr + batch * heads + head, lse * 0.6931471805599453)
+
+
+@no_type_check
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def score_kernel(
+    logits_ptr, lse_ptr, scores_ptr, starts_ptr, lengths_ptr, tokens, heads,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of tokens, lists, batch). The largest attention weight that any head of a list gives a token."""
+    batch = tl.program_id(2)
+    block = tl.program_id(0) * BLOCK_N
+    length = tl.load(lengths_ptr + batch)
+    began = tl.load(starts_ptr + batch)
+    if (began >= 0) & (block < length):
+        token_N = block + tl.arange(0, BLOCK_N)
+        at_N = began.to(tl.int64) + token_N
+        lanes_H = tl.arange(0, BLOCK_H)
+        head_H = tl.program_id(1) * HEADS + lanes_H
+        lse_H = tl.load(lse_ptr + batch * heads + head_H, mask=lanes_H < HEADS, other=0.0) * 1.4426950408889634
+        keep_HN = (lanes_H < HEADS)[:, None] & (token_N < length)[None, :]
+        logit_at = logits_ptr + head_H.to(tl.int64)[:, None] * tokens + at_N[None, :]
+        logit_HN = tl.load(logit_at, mask=keep_HN, other=float("-inf"))
+        best_N = tl.max(tl.exp2(logit_HN - lse_H[:, None]), 0)
+        tl.store(scores_ptr + tl.program_id(1).to(tl.int64) * tokens + at_N, best_N, mask=token_N < length)

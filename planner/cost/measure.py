@@ -21,7 +21,6 @@ from sparsekv.kernels.backends import choose_backend, decode_attention, dense_pr
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
-from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
@@ -31,8 +30,8 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
+from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
-from sparsekv.runtime.core.select import choose_tokens
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.stores.bank import HostStore
 
@@ -120,24 +119,14 @@ def fit_line(timings: Sequence[Timing], what: str) -> Line:
 
 
 SECONDS_A_TIMING = 0.03
+_LEAST_US = 1.0  # of a difference of two timings
 
 
-def _filter(count: int, keys: KeyView) -> LayerProgram:
+def _filter(count: int, heads: int, keys: KeyView) -> LayerProgram:
     """A filter layer that chooses so many tokens."""
     part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=1)
     segment = SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,))
-    return LayerProgram(0, keys.kv_heads, keys.kv_heads, None, filters=segment)
-
-
-def _choose(layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Selection:
-    """The choice of a decode step."""
-    assert layer.filters is not None
-    state = DecodeState(Program(Rank(), (layer,)))
-    state.begin((keys.capacity,), q_BH1D.device)
-    choose_tokens(layer, q_BH1D, keys, state, scale=scale)
-    selection = state.chosen(layer.filters)
-    assert selection is not None, "fewer tokens than there are"
-    return selection
+    return LayerProgram(0, heads, keys.kv_heads, None, filters=segment)
 
 
 def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
@@ -198,15 +187,26 @@ class Bench:
         self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
     ) -> Iterator[Timing]:
         keys = full_view(k_BGSD, v_BGSD)
-        dense_us = self._us(lambda: attend_newest(q_BH1D, k_BGSD, v_BGSD, scale=scale))
-        yield _timing("dense decode", length, (1.0, float(length)), dense_us)
 
-        choose = partial(_choose, q_BH1D=q_BH1D, keys=keys, scale=scale)
-        yield _timing("choose", length, (1.0, float(length)), self._us(partial(choose, _filter(length // 10, keys))))
+        def step(layer: LayerProgram) -> DecodeState:
+            state = DecodeState(Program(Rank(), (layer,)))
+            attend = partial(decode, layer, q_BH1D, Resident(keys), state, scale=scale, backend=self.backend)
+            state.begin(keys.lengths_B, q_BH1D.device)
+            attend()
+            return state
+
+        heads = self.shape.heads
+        dense_us = self._step_us(partial(step, LayerProgram(0, heads, keys.kv_heads, None)))
+        yield _timing("dense decode", length, (1.0, float(length)), dense_us)
+        filter_us = self._step_us(partial(step, _filter(length // 10, heads, keys)))
+        yield _timing("choose", length, (1.0, float(length)), max(_LEAST_US, filter_us - dense_us))
         for count in (length // 16, length // 4):
-            selection = choose(_filter(count, keys))
+            layer = _filter(count, heads, keys)
+            assert layer.filters is not None
+            selection = step(layer).chosen(layer.filters)
+            assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, keys, selection, scale=scale, backend=self.backend)
-            yield _timing("sparse decode", length, (1.0, float(selection.most)), self._us(attend))
+            yield _timing("sparse decode", length, (1.0, float(selection.most)), self._step_us(attend))
             if self.offload:
                 yield from self._host(selection, q_BH1D, keys, scale)
 
@@ -237,6 +237,16 @@ class Bench:
         launch()  # compilation and first-touch costs are not the kernel's
         timer = Timer("launch()", globals={"launch": launch}, num_threads=torch.get_num_threads())
         return float(timer.blocked_autorange(min_run_time=SECONDS_A_TIMING).median) * 1e6
+
+    def _step_us(self, launch: Callable[[], object]) -> float:
+        """As part of a decode step: on a GPU in a CUDA graph, as steps run there."""
+        if self.device.type != "cuda":
+            return self._us(launch)
+        from triton.testing import do_bench_cudagraph
+
+        with torch.cuda.device(self.device):
+            launch()
+            return float(do_bench_cudagraph(launch, rep=round(1e3 * SECONDS_A_TIMING), return_mode="median")) * 1e3
 
 
 def _timing(what: str, length: int, features: Sequence[float], us: float) -> Timing:

@@ -8,6 +8,7 @@ Shapes: B batch, H query heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,9 +16,8 @@ import torch
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.prefill.dense import attend_newest
-from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.core.select import choose_tokens, selected_for
+from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter
 
@@ -59,7 +59,6 @@ def decode(
     *,
     scale: float,
     backend: str,
-    meter: Meter | None = None,
 ) -> torch.Tensor:
     """Attention of one new token in every row.
 
@@ -70,7 +69,6 @@ def decode(
         state: of the step: `begin` was called, and filter layers come before the layers of their segments.
         scale: softmax scale.
         backend: the name that `choose_backend` gave.
-        meter: counts what was attended to, where the host knows the lengths.
 
     Returns:
         [B, H, 1, D].
@@ -78,26 +76,34 @@ def decode(
     state.remember(layer, q_BH1D)
     selection = selected_for(layer, state) if layer.follows else None
     lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
-    if meter is not None and state.lengths is not None:
-        _count(layer, state.lengths, meter)
     if selection is not None:
         keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
         return decode_attention(q_BH1D, keys, found, scale=scale, window=window, backend=backend).out_BHSD
     keys = source.view(lengths_B)
-    if layer.filters:
-        choose_tokens(layer, q_BH1D, keys, state, scale=scale)
-    if state.uniform is not None and keys.table_BP is None:
-        k_BGSD, v_BGSD = keys.contiguous(state.uniform)
-        return attend_newest(q_BH1D, k_BGSD, v_BGSD, scale=scale, window=layer.window)
-    return decode_attention(q_BH1D, keys, scale=scale, window=layer.window, backend=backend).out_BHSD
+    if layer.filters is None or _all_attend_to_everything(layer.filters, state):
+        return decode_attention(q_BH1D, keys, scale=scale, window=layer.window, backend=backend).out_BHSD
+    scoring = scoring_for(layer, keys, state)
+    in_passing = scoring if layer.filters.queries == 1 else None
+    output = decode_attention(q_BH1D, keys, scale=scale, scoring=in_passing, backend=backend)
+    choose_tokens(layer, q_BH1D, keys, state, scoring, output.scores_gT, scale=scale)
+    return output.out_BHSD
 
 
-def _count(layer: LayerProgram, lengths: tuple[int, ...], meter: Meter) -> None:
-    segment = layer.follows
-    for length in lengths:
-        visible = length if layer.window is None else min(length, layer.window)
-        chosen = ALL if segment is None else segment.count(length)
-        if segment is None or chosen == ALL:
-            meter.add_decode(visible, visible)
-        else:
-            meter.add_decode(min(visible, segment.sink + chosen + segment.recent), visible)
+def _all_attend_to_everything(segment: SegmentProgram, state: DecodeState) -> bool:
+    """Whether the host knows that no row chooses in this step; the layers of the segment are then told so."""
+    if state.lengths is None or any(segment.count(length) != ALL for length in state.lengths):
+        return False
+    state.choose(segment, None)
+    return True
+
+
+def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
+    """Counts what one decode step attends to, at lengths with the new token included."""
+    for (segment, window), layers in program.alike_in_decode:
+        for length in lengths:
+            visible = length if window is None else min(length, window)
+            chosen = ALL if segment is None else segment.count(length)
+            attended = visible
+            if segment is not None and chosen != ALL:
+                attended = min(visible, segment.sink + chosen + segment.recent)
+            meter.add_decode(layers * attended, layers * visible)

@@ -8,17 +8,16 @@ Shapes: B batch, H query heads, G KV heads.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
-import torch
-
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
-from sparsekv.plans.phases import DecodeBudget, DecodePlan, PrefillPlan, Segment
+from sparsekv.plans.phases import DecodePlan, PrefillPlan, Segment
 
 DEFAULT_TILE = TileShape()
 
@@ -74,20 +73,6 @@ class SegmentProgram:
         chosen = None if segment is None else segment.chosen_tokens(length)
         return ALL if chosen is None else chosen
 
-    def counts(self, lengths_B: torch.Tensor) -> torch.Tensor:
-        """`count` of every row, int32 [B], without asking the device."""
-        device, budgets = lengths_B.device, [segment.budget if segment else _EVERYTHING for segment in self.buckets]
-        bounds = on_device(self.bounds, device, torch.int32)
-        fractions = on_device([budget.fraction or 1.0 for budget in budgets], device, torch.float64)
-        most = on_device([budget.most for budget in budgets], device)
-        bucket_B = torch.bucketize(lengths_B, bounds)
-        share_B = (fractions[bucket_B] * lengths_B - 1e-9).ceil().long()  # rounded as budgets are
-        chosen_B = torch.minimum(share_B, most[bucket_B]).int()
-        return chosen_B.masked_fill(chosen_B + (self.sink + self.recent) >= lengths_B, ALL)
-
-
-_EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerProgram:
@@ -114,7 +99,7 @@ class LayerProgram:
         return replace(self, heads=queries.stop - queries.start, kv_heads=kv.stop - kv.start, patterns=patterns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What every layer of a model computes on one rank."""
 
@@ -141,10 +126,22 @@ class Program:
         segments = _segments(decode, model, rank)
         return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
 
+    @cached_property
+    def alike_in_decode(self) -> tuple[tuple[tuple[SegmentProgram | None, int | None], int], ...]:
+        """How many layers follow the same segment with the same window."""
+        segments = {layer.follows.filter: layer.follows for layer in self.layers if layer.follows}
+        kinds = Counter((layer.follows.filter if layer.follows else -1, layer.window) for layer in self.layers)
+        return tuple(((segments.get(at), window), count) for (at, window), count in kinds.items())
+
+    @property
+    def filters(self) -> tuple[LayerProgram, ...]:
+        """The layers that choose."""
+        return tuple(layer for layer in self.layers if layer.filters is not None)
+
     @property
     def reduces(self) -> bool:
         """Whether a decode step needs the maxima of all ranks' scores."""
-        return any(layer.filters is not None and layer.filters.across_ranks for layer in self.layers)
+        return any(layer.filters.across_ranks for layer in self.filters if layer.filters)
 
 
 def _layer(

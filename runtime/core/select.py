@@ -3,19 +3,19 @@
 Softmax over the keys for each query of an observation window, maximum over heads, weighted sum over the window, top-k
 among the tokens between sinks and recent ones.
 
-Shapes: B batch, H query heads, G KV heads, S keys, W window queries, D head size; g is 1 (`heads: max`) or G.
+Shapes: B batch, H query heads, G KV heads, S keys, W window queries, T scored tokens of all rows, D head size; g is 1
+(`heads: max`) or G.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.device_cache import on_device
+from sparsekv.kernels.decode.choose import choose
+from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.scores import token_scores
-from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.kernels.topk import top_ascending
+from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 
@@ -34,8 +34,24 @@ def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
     return tuple(2.0**-age for age in ages)
 
 
+def scoring_for(layer: LayerProgram, keys: KeyView, state: DecodeState) -> Scoring:
+    """Which rows a filter layer scores in this step, and where."""
+    segment = layer.filters
+    assert segment is not None
+    _, starts_B = state.budget(segment)
+    room = min(scored_tokens(layer.heads), keys.batch * keys.capacity)
+    return Scoring(starts_B.to(keys.k.device), room, 1 if segment.heads == "max" else layer.kv_heads)
+
+
 def choose_tokens(
-    layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, state: DecodeState, *, scale: float
+    layer: LayerProgram,
+    q_BH1D: torch.Tensor,
+    keys: KeyView,
+    state: DecodeState,
+    scoring: Scoring,
+    scores_gT: torch.Tensor | None,
+    *,
+    scale: float,
 ) -> None:
     """The choice of a filter layer for its segment, recorded in the state.
 
@@ -44,45 +60,53 @@ def choose_tokens(
         q_BH1D: the new queries; `state.remember` has seen them.
         keys: all keys, the new ones included.
         state: of the step.
+        scoring: where the scores lie.
+        scores_gT: those of the new queries; None where the selector looks at older ones too: computed here.
         scale: softmax scale.
     """
     segment = layer.filters
     assert segment is not None
-    if state.lengths is not None and all(segment.count(length) == ALL for length in state.lengths):
-        state.choose(segment, None)
-        return
-    longest = max(state.lengths) if state.lengths else keys.capacity
-    k_BGSD = keys.contiguous_keys(longest)
-    room = state.lists(segment, 1 if segment.heads == "max" else layer.kv_heads)
-    counts_B = segment.counts(keys.lengths_B)
-    scores_BgS = _scores(segment, state.queries(layer, q_BH1D), k_BGSD, keys.lengths_B[:, None], state, scale)
-    most = min(segment.most, longest)
-    counts_Bg = counts_B.clamp(min=0)[:, None].expand(-1, scores_BgS.shape[1])
-    room.counts_B.copy_(counts_B)
-    room.chosen_BgN[:, :, :most] = top_ascending(scores_BgS, counts_Bg, most, NO_TOKEN)
-    state.choose(segment, room)
+    if scores_gT is None:
+        scores_gT = _window_scores(segment, state.queries(layer, q_BH1D), keys, state, scoring, scale)
+    elif segment.across_ranks:
+        assert state.reduce_max is not None
+        scores_gT = state.reduce_max(scores_gT)
+    counts_B = state.budget(segment)[0].to(keys.k.device)
+    chosen_BgN = choose(
+        scores_gT,
+        scoring,
+        keys.lengths_B,
+        counts_B,
+        capacity=keys.capacity,
+        most=segment.most,
+        sink=segment.sink,
+        recent=segment.recent,
+    )
+    state.choose(segment, Selection(chosen_BgN, counts_B, segment.sink, segment.recent))
 
 
-def _scores(
-    segment: SegmentProgram, q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, lengths_B1: torch.Tensor, state: DecodeState,
-    scale: float,
-) -> torch.Tensor:  # fmt: skip
-    """[B, g, S], float32; -inf for sinks, recent tokens and whatever is no token."""
+def _window_scores(
+    segment: SegmentProgram, q_BHWD: torch.Tensor, keys: KeyView, state: DecodeState, scoring: Scoring, scale: float
+) -> torch.Tensor:
+    """[g, T], float32: weighted over the newest queries, whose keys are read again."""
     queries, device = q_BHWD.shape[2], q_BHWD.device
-    positions_BW = lengths_B1 + on_device(tuple(range(-queries, 0)), device, torch.int32)
-    weights_W = on_device(selector_weights(segment.selector, queries), device, torch.float32)
+    longest = max(state.lengths) if state.lengths else keys.capacity
+    ages_W = state.constant(tuple(range(-queries, 0)), device, torch.int32)
     scores_BgS = token_scores(
         q_BHWD,
-        k_BGSD,
-        positions_BW,
-        weights_W,
+        keys.contiguous_keys(longest),
+        keys.lengths_B[:, None] + ages_W,
+        state.constant(selector_weights(segment.selector, queries), device, torch.float32),
         scale=scale,
         heads="max" if segment.heads == "max" else "per_kv_head",
         reduce_max=state.reduce_max if segment.across_ranks else None,
     )
-    j_S = torch.arange(k_BGSD.shape[2], dtype=torch.int32, device=device)
-    free_BS = (j_S >= segment.sink) & (j_S < lengths_B1 - segment.recent)
-    return scores_BgS.masked_fill(~free_BS[:, None], -torch.inf)
+    j_S = torch.arange(longest, device=device)
+    scored_BS = (j_S < keys.lengths_B[:, None]) & (scoring.starts_B >= 0)[:, None]
+    at_BS = torch.where(scored_BS, scoring.starts_B[:, None] + j_S, scoring.tokens)  # the last place is cut off
+    scores_gT = scores_BgS.new_empty((scoring.lists, scoring.tokens + 1))
+    scores_gT[:, at_BS.flatten()] = scores_BgS.transpose(0, 1).flatten(1)
+    return scores_gT[:, : scoring.tokens]
 
 
 def selected_for(layer: LayerProgram, state: DecodeState) -> Selection | None:
@@ -91,6 +115,6 @@ def selected_for(layer: LayerProgram, state: DecodeState) -> Selection | None:
     selection = state.chosen(layer.follows)
     if selection is None or layer.kv_map is None:
         return selection
-    source = on_device(layer.kv_map, selection.chosen_BgN.device)
+    source = state.constant(layer.kv_map, selection.chosen_BgN.device, torch.int64)
     chosen_BGN = selection.chosen_BgN.index_select(1, source)
     return Selection(chosen_BGN, selection.counts_B, selection.sink, selection.recent)

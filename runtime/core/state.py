@@ -1,6 +1,6 @@
-"""What the layers of a decode step share: lengths, choices, the newest queries of filter layers.
+"""What the layers of a decode step share: lengths, budgets, choices, the newest queries of filter layers.
 
-Shapes: B batch, H query heads, S queries, W queries of a selector, D head size; g is 1 or the KV heads.
+Shapes: B batch, H query heads, S queries, W queries of a selector, D head size; F filter layers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.core.budgets import Budgets
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 
 ReduceMax = Callable[[torch.Tensor], torch.Tensor]
@@ -18,7 +19,7 @@ ReduceMax = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DecodeState:
-    """The state of one batch of sequences. Tensors have fixed addresses from one step to the next.
+    """The state of one batch of sequences. Nothing in it asks the device, so that a step can be captured.
 
     Args:
         program: what the layers compute.
@@ -40,14 +41,17 @@ class DecodeState:
             for layer in program.layers
             if layer.filters and layer.filters.queries > 1
         }
+        self._filters = program.filters
+        self._numbers = {layer.layer: number for number, layer in enumerate(program.filters)}
+        self._tables: dict[torch.device, Budgets] = {}
+        self._constants: dict[object, torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forgets the sequences."""
         self.lengths: tuple[int, ...] | None = None  # of the step under way, where the host knows them
-        self.uniform: int | None = None  # the length of every row, where the host knows it and all are equal
         self._lengths_B: torch.Tensor | None = None
-        self._lists: dict[int, Selection] = {}
+        self._budgets_2FB: tuple[torch.Tensor, torch.Tensor] | None = None
         self._selected: dict[int, Selection | None] = {}
         self._queries: dict[int, torch.Tensor] = {}
 
@@ -61,16 +65,40 @@ class DecodeState:
             device: of the tensors to come.
         """
         self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
-        self.uniform = self.lengths[0] if self.lengths and len(set(self.lengths)) == 1 else None
         self._selected.clear()
+        self._budgets_2FB = None
+        if isinstance(lengths, torch.Tensor):
+            self._lengths_B = lengths
+            return
         if self._lengths_B is None or self._lengths_B.shape[0] != len(lengths):
             self._lengths_B = torch.empty(len(lengths), dtype=torch.int32, device=device)
-        if isinstance(lengths, torch.Tensor):
-            self._lengths_B.copy_(lengths)
-        elif self.uniform is not None:
-            self._lengths_B.fill_(self.uniform)  # a launch; a copy from the host would wait
+        if len(set(lengths)) == 1:
+            self._lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
         else:
             self._lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32))
+
+    def budget(self, segment: SegmentProgram) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that every row chooses in this step, or ALL, and where its scores begin, or -1: int32 [B] each."""
+        if self._budgets_2FB is None:
+            self._budgets_2FB = self._budgets(self.lengths_B.device).of(self.lengths_B)
+        counts_FB, starts_FB = self._budgets_2FB
+        number = self._numbers[segment.filter]
+        return counts_FB[number], starts_FB[number]
+
+    def _budgets(self, device: torch.device) -> Budgets:
+        if device not in self._tables:
+            segments = [layer.filters for layer in self._filters if layer.filters]
+            with torch.inference_mode(False):
+                self._tables[device] = Budgets(segments, [layer.heads for layer in self._filters], device)
+        return self._tables[device]
+
+    def constant(self, values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers of the plan as a tensor that lives as long as the state, so that a captured step can read it."""
+        key = (values, device, dtype)
+        if key not in self._constants:
+            with torch.inference_mode(False):
+                self._constants[key] = torch.tensor(values, dtype=dtype, device=device)
+        return self._constants[key]
 
     @property
     def lengths_B(self) -> torch.Tensor:  # noqa: N802
@@ -97,17 +125,6 @@ class DecodeState:
     def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
         """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""
         return self._queries.get(layer.layer, q_BH1D)
-
-    @torch.inference_mode(False)
-    def lists(self, segment: SegmentProgram, heads: int) -> Selection:
-        """Room for the choice of a filter layer, [B, g, most]."""
-        found, batch = self._lists.get(segment.filter), self.lengths_B.shape[0]
-        if found is None or found.chosen_BgN.shape[0] != batch:
-            shape, device = (batch, heads, segment.most), self.lengths_B.device
-            chosen_BgN = torch.full(shape, -1, dtype=torch.int32, device=device)
-            counts_B = torch.zeros(batch, dtype=torch.int32, device=device)
-            found = self._lists[segment.filter] = Selection(chosen_BgN, counts_B, segment.sink, segment.recent)
-        return found
 
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType, UnionType
 
 import torch
+from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
@@ -16,15 +17,16 @@ from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported
-from sparsekv.runtime.core.decode import decode
+from sparsekv.runtime.core.decode import count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
-from sparsekv.runtime.hf.attention import LayerCall, Phase
+from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
+from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
 from sparsekv.runtime.stores.bank import HostStore
@@ -38,17 +40,22 @@ class PlanEngine:
 
     Args:
         program: what every layer computes.
+        device: of the model.
         backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory.
         chunking: how long inputs are cut.
     """
 
-    def __init__(self, program: Program, backend: str, placement: Placement, chunking: Chunking) -> None:
+    def __init__(
+        self, program: Program, device: torch.device, backend: str, placement: Placement, chunking: Chunking
+    ) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
         self.meter = Meter()
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
+        self._device = device
+        self._graphs: StepGraphs | None = None
         self._program = program
         self._placement = placement
         self._chunking = chunking
@@ -62,9 +69,25 @@ class PlanEngine:
         """What the layers of one cache share."""
         return DecodeState(self._program)
 
+    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+        """Captured decode steps, where the device has them."""
+        if not can_capture(self._device, self._backend):
+            return ()
+        self._graphs = StepGraphs(decoder, self, self._program)
+        return (self._graphs,)
+
+    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
+        first = cache.layers[0]
+        assert isinstance(first, SparseLayer)
+        first.state.begin(lengths, device)
+        count_step(self._program, lengths, self.meter)
+
     def release(self) -> None:
-        """Gives host memory back to the system as soon as no cache uses it."""
+        """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
         self._memory.close()
+        if self._graphs is not None:
+            self._graphs.release()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
@@ -78,7 +101,6 @@ class PlanEngine:
                 entry.state,
                 scale=call.scale,
                 backend=self._backend,
-                meter=self.meter,
             )
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
@@ -275,7 +297,7 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     chunking = chunking or Chunking()
     placement = place_layers(phases[1], info.layers, kv_host_layers)
-    engine = PlanEngine(Program.of(*phases, info), choice.name, placement, chunking)
+    engine = PlanEngine(Program.of(*phases, info), model.device, choice.name, placement, chunking)
     return Handle(model, engine, choice, chunking)
 
 

@@ -1,18 +1,20 @@
 """Attaching an engine to a model, and taking it off again without a trace. The one way to do so.
 
 While attached: the model's attention implementation is `sparsekv`; a hook on the decoder checks the inputs, gives the
-cache our layers, decides the phase and hands all three to the attention function as a keyword argument; long inputs run
-by an executor of our own; and `generate` refuses what cannot be right. A deep copy has nothing attached.
+cache our layers, decides the phase and hands all three to the attention function as a keyword argument; long inputs and
+captured decode steps run by executors of our own; and `generate` refuses what cannot be right. A deep copy has nothing
+attached.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
+from threading import RLock
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
-from sparsekv.runtime.hf.attention import CONTEXT, NAME, Context, Engine, Phase, register
-from sparsekv.runtime.hf.cache import begin_step, check_even, sparse_cache
+from sparsekv.runtime.hf.attention import CONTEXT, NAME, Context, Engine, Executor, Phase, register
+from sparsekv.runtime.hf.cache import check_even, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, check_supported, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 
@@ -200,7 +202,7 @@ class Prompt:
     tokens: int = 0
 
 
-def guarded(model: PreTrainedModel, prompt: Prompt) -> Callable[..., Any]:
+def guarded(model: PreTrainedModel, prompt: Prompt, turn: RLock) -> Callable[..., Any]:
     """The model's `generate` behind the checks; tells the hook how long its prompt is.
 
     Raises, when the result is called:
@@ -219,11 +221,12 @@ def guarded(model: PreTrainedModel, prompt: Prompt) -> Callable[..., Any]:
                     f"{instead}, or close the handle first"
                 )
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        prompt.tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
-        try:
-            return generate(*args, **kwargs)
-        finally:
-            prompt.tokens = 0
+        with _own_turn(turn):
+            prompt.tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                prompt.tokens = 0
 
     return checked
 
@@ -280,7 +283,7 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
         undo.callback(_restore_implementations, implementations)
         model.set_attn_implementation(NAME)
         decoder = decoder_of(model)
-        prompt = Prompt()
+        prompt, turn = Prompt(), RLock()
         hook = decoder.register_forward_pre_hook(
             _decoder_hook(engine, decoder, attention_modules(model), prompt), with_kwargs=True
         )
@@ -289,15 +292,45 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
         undo.callback(shadows.remove, model)
         undo.callback(shadows.remove, decoder)
         if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
-            long = LongInputs(decoder, engine, chunking or Chunking(), model.config.model_type)
-            shadows.put(decoder, "forward", long.forward)
+            long = LongInputs(engine, chunking or Chunking(), model.config.model_type)
+            shadows.put(decoder, "forward", _forward(decoder, (long, *engine.executors(decoder)), turn))
         if model.can_generate():
-            shadows.put(model, "generate", guarded(model, prompt))
+            shadows.put(model, "generate", guarded(model, prompt, turn))
         for module in {id(module): module for module in (model, decoder)}.values():
             shadows.put(module, "__deepcopy__", _copier(module, shadows, hook.id, implementations))
         undo.callback(setattr, engine, "open", False)
         return undo.pop_all().close
     raise AssertionError("unreachable")
+
+
+def _forward(decoder: nn.Module, executors: Sequence[Executor], turn: RLock) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _own_turn(turn):
+            if not args and kwargs.get(CONTEXT) is not None:  # else the attention function says what is wrong
+                for executor in executors:
+                    if executor.takes(decoder, kwargs):
+                        return executor.run(decoder, kwargs)
+            return type(decoder).forward(decoder, *args, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def _own_turn(turn: RLock) -> Iterator[None]:
+    """One thread at a time: statistics, captured steps and the prompt under way are the handle's.
+
+    Raises:
+        UsageError: another thread is at it.
+    """
+    if not turn.acquire(blocking=False):
+        raise UsageError(
+            "expected one thread at a time under a handle, found another one in a forward pass or in generate; "
+            "take turns (a lock around generate), or load the model once a thread"
+        )
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
@@ -343,7 +376,7 @@ def _decoder_hook(
         phase = Phase.PREFILL
         if cache is not None and tokens is not None and new == 1 and past >= max(prompt.tokens, 1):
             phase = Phase.DECODE
-            begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
+            engine.begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
         inputs[CONTEXT] = Context(engine, cache, phase)
         return (), inputs
 

@@ -8,6 +8,7 @@ Shapes: B batch, H query heads, G KV heads, S tokens of this call, K past + S ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -77,8 +78,24 @@ class LayerCall:
         return self.entry.store.view(lengths_B)
 
 
+class Executor(Protocol):
+    """Runs some forward passes of a decoder in place of its own forward."""
+
+    def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether it runs a pass with these inputs, the context of the hook among them."""
+
+    def run(self, decoder: nn.Module, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns."""
+
+
 class Engine(CacheOwner, Protocol):
     """Computes the attention of every layer of the model it is attached to."""
+
+    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+        """What runs its forward passes, besides that of long inputs."""
+
+    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Starts a decode step at which the rows have these lengths, the new tokens included."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The attention output, [B, H, S, D], before the output projection. May be q itself where that is spare."""
@@ -98,6 +115,13 @@ class DenseEngine:
     def new_state(self) -> DecodeState:
         """Decode steps share nothing."""
         return DecodeState(Program(Rank(), ()))
+
+    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+        """None."""
+        return ()
+
+    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
+        """Nothing to start."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """[B, H, S, D]."""

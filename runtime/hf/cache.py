@@ -164,13 +164,6 @@ def reserve(cache: Cache, tokens: int) -> None:
         setattr(cache, _EXPECTED, tokens)
 
 
-def begin_step(cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-    """Starts a decode step at which the rows have these lengths, the new tokens included."""
-    first = cache.layers[0]
-    assert isinstance(first, SparseLayer)
-    first.state.begin(lengths, device)
-
-
 def check_owner_open(owner: CacheOwner) -> None:
     """Raises UsageError when the plan that a cache belongs to is no longer applied."""
     if not owner.open:

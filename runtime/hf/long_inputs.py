@@ -87,38 +87,24 @@ class LayerInput:
 
 
 class LongInputs:
-    """The forward of one attached decoder.
+    """The long forward passes of one attached decoder.
 
     Args:
-        decoder: the module with the decoder layers.
         engine: attends.
         chunking: what is long, and how it is cut.
         model_type: the model's.
     """
 
-    def __init__(self, decoder: nn.Module, engine: Engine, chunking: Chunking, model_type: str) -> None:
+    def __init__(self, engine: Engine, chunking: Chunking, model_type: str) -> None:
         self._engine = engine
         self._chunking = chunking
         self._model_type = model_type
         self._agree: dict[type, bool] = {}
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not args and self._takes(decoder, kwargs):
-                return self._run(decoder, kwargs)
-            return type(decoder).forward(decoder, *args, **kwargs)
-
-        self.forward = forward
-
-    def _takes(self, decoder: Any, inputs: dict[str, Any]) -> bool:
+    def takes(self, decoder: Any, inputs: dict[str, Any]) -> bool:
         """Whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
         given = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
-        if len(given) != 1 or not self._is_long(given[0]) or decoder.config.output_hidden_states:
-            return False
-        if inputs.get(CONTEXT) is None:  # somebody removed the hook: the attention function says so
-            return False
-        asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
-        plain = asked.pop("return_dict", None) is not False
-        if not plain or any(value is not None and value is not False for value in asked.values()):
+        if len(given) != 1 or not self._is_long(given[0]) or asks_for_more(decoder, inputs):
             return False
         globally = torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
         return self._model_type in _KINDS and self._is_ours(decoder) and not globally
@@ -137,9 +123,10 @@ class LongInputs:
         home = f"transformers.models.{self._model_type}.modeling_{self._model_type}"
         return all(type(part).__module__ == home for part in parts)
 
-    def _run(self, decoder: Any, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
+    def run(self, decoder: Any, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
+        """What the decoder's own forward returns."""
         given_BSE, cache = inputs.get("inputs_embeds"), inputs.get("past_key_values")
-        own = given_BSE is None and type(decoder.embed_tokens) is nn.Embedding and not _is_touched(decoder.embed_tokens)
+        own = given_BSE is None and type(decoder.embed_tokens) is nn.Embedding and not is_touched(decoder.embed_tokens)
         hidden_BSE = decoder.embed_tokens(inputs["input_ids"]) if given_BSE is None else given_BSE
         positions_BS = inputs.get("position_ids")
         if positions_BS is None:
@@ -161,7 +148,7 @@ class LongInputs:
         return BaseModelOutputWithPast(last_hidden_state=out_BSE, past_key_values=cache)
 
     def _norm(self, norm: nn.Module, hidden_BSE: torch.Tensor, pieces: Sequence[slice], own: bool) -> torch.Tensor:
-        if not self._is_ours(norm) or not type(norm).__name__.endswith("RMSNorm") or _is_touched(norm):
+        if not self._is_ours(norm) or not type(norm).__name__.endswith("RMSNorm") or is_touched(norm):
             return norm(hidden_BSE)  # type: ignore[no-any-return]
         out_BSE = hidden_BSE if own else torch.empty_like(hidden_BSE)
         for rows in pieces:
@@ -171,7 +158,7 @@ class LongInputs:
     def _can_cut(self, layer: nn.Module, given: LayerInput) -> bool:
         """Whether the layer is as transformers made it. Waits for the device, once a class of layers."""
         parts = (layer, *(getattr(layer, name, None) for name in _PARTS))
-        if not self._is_ours(*parts) or any(map(_is_touched, layer.modules())):
+        if not self._is_ours(*parts) or any(map(is_touched, layer.modules())):
             return False
         kind = type(layer)
         if kind not in self._agree:
@@ -179,7 +166,15 @@ class LongInputs:
         return self._agree[kind]
 
 
-def _is_touched(module: nn.Module) -> bool:
+def asks_for_more(decoder: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a forward pass wants anything but the last hidden state of tokens and their cache."""
+    asked = {name: value for name, value in inputs.items() if name not in _INPUTS}
+    plain = asked.pop("return_dict", None) is not False and not decoder.config.output_hidden_states
+    return not plain or any(value is not None and value is not False for value in asked.values())
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Whether somebody has a hook on a module, or a forward of their own."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(getattr(hook, "__module__", None) != _DORMANT for hook in hooks)
 

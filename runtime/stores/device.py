@@ -52,9 +52,7 @@ class DeviceStore:
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens, and the memory behind them, without a copy."""
-        assert self._k_BGCD is not None, "nothing was appended to this store yet"
-        assert self._v_BGCD is not None
-        return KeyView(self._k_BGCD, self._v_BGCD, lengths_B)
+        return KeyView(*self.tensors, lengths_B)
 
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
@@ -62,10 +60,21 @@ class DeviceStore:
         """All tokens, without a copy: kernels read the selected ones where they lie."""
         return self.view(lengths_B), selection, window
 
-    def _slices(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._k_BGCD is not None
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with the memory behind them, [B, G, C, D] without gaps; others once the store has grown."""
+        assert self._k_BGCD is not None, "nothing was appended to this store yet"
         assert self._v_BGCD is not None
-        return self._k_BGCD.narrow(2, self.length, tokens), self._v_BGCD.narrow(2, self.length, tokens)
+        return self._k_BGCD, self._v_BGCD
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The first of `tensors`: another one once the store has grown."""
+        return self._k_BGCD
+
+    def _slices(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k_BGCD, v_BGCD = self.tensors
+        return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _grow(self, needed: int, layout: Layout) -> None:

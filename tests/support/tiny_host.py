@@ -14,7 +14,7 @@ from sparsekv.kernels.backends import Fallback
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.decode import Resident, count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
@@ -81,12 +81,14 @@ class TinyHost:
         self.lengths = [length + 1 for length in self.lengths]
         lengths = tuple(self.lengths) if self.known else torch.tensor(self.lengths, dtype=torch.int32)
         self.state.begin(lengths, x_BE.device)
+        if self.known:
+            count_step(self.program, self.lengths, self.meter)
         for layer, keys in zip(self.program.layers, self.keys, strict=True):
             q_HBD, k_GBD, v_GBD = self._project(layer.layer, x_BE)
             for row, length in enumerate(self.lengths):
                 keys.write(row, length - 1, k_GBD[:, row : row + 1], v_GBD[:, row : row + 1])
             q_BH1D, source = q_HBD.transpose(0, 1)[:, :, None], Resident(keys.view(self.lengths))
-            out_BH1D = decode(layer, q_BH1D, source, self.state, scale=SCALE, backend="cpu", meter=self.meter)
+            out_BH1D = decode(layer, q_BH1D, source, self.state, scale=SCALE, backend="cpu")
             x_BE = x_BE + out_BH1D.flatten(1)
         return x_BE
 

@@ -44,10 +44,17 @@ def test_gpu_backends_attend_to_the_selected_tokens_only(case: DecodeCase, backe
 @needs_interpreter
 @pytest.mark.parametrize("splits", [1, 2, 3, 64])
 def test_split_of_the_tokens_never_changes_the_answer(splits: int) -> None:
-    from sparsekv.kernels.decode.triton import decode
+    from sparsekv.kernels.decode.triton import Launch, decode
 
     problem = draw(DecodeCase("x", (300, 90), (80, ALL)))
-    found = decode(problem.q_BHQD, problem.keys, problem.selection, scale=problem.scale, want_lse=True, splits=splits)
+    found = decode(
+        problem.q_BHQD,
+        problem.keys,
+        problem.selection,
+        scale=problem.scale,
+        want_lse=True,
+        launch=Launch(splits, 32, 4, 1),
+    )
     assert_close(found, problem)
 
 

@@ -8,8 +8,10 @@ from tiny_plans import decode_plan, segment
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan
+from sparsekv.runtime.core.budgets import Budgets
+from sparsekv.runtime.core.decode import Resident, decode
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.core.select import choose_tokens, selected_for, selector_weights
+from sparsekv.runtime.core.select import selected_for, selector_weights
 from sparsekv.runtime.core.state import DecodeState
 
 HEADS, GROUPS, SIZE = 4, 2, 16
@@ -37,9 +39,10 @@ def choose(part, q_BHSD, keys: KeyView, lengths, program=None):
     """What the filter layer 0 chooses when it has seen all these queries, the last one in this step."""
     program = program or Program.of(None, decode_plan(part), MODEL)
     state, layer = DecodeState(program), program.layers[0]
-    state.remember(layer, q_BHSD)
+    if q_BHSD.shape[2] > 1:
+        state.remember(layer, q_BHSD[:, :, :-1])
     state.begin(lengths, q_BHSD.device)
-    choose_tokens(layer, q_BHSD[:, :, -1:], keys, state, scale=0.25)
+    decode(layer, q_BHSD[:, :, -1:], Resident(keys), state, scale=0.25, backend="cpu")
     return state.chosen(layer.filters), program, state
 
 
@@ -107,10 +110,10 @@ def test_counts_on_the_device_are_those_on_the_host(length: int):
         DecodeBucket(up_to=None, segments=(segment(0, (1,), all_of_it),)),
     )
     lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
-    found = lowered.counts(torch.tensor([length], dtype=torch.int32))
+    found, _ = Budgets([lowered], [4], torch.device("cpu")).of(torch.tensor([length], dtype=torch.int32))
     bucket = next(b for b in buckets if b.up_to is None or length <= b.up_to)
     expected = None if bucket.dense else bucket.segments[0].chosen_tokens(length)
-    assert found.tolist() == [lowered.count(length)] == [ALL if expected is None else expected]
+    assert found[0].tolist() == [lowered.count(length)] == [ALL if expected is None else expected]
     assert lowered.most == 64
 
 

@@ -62,7 +62,7 @@ def test_an_exception_inside_the_block_restores_the_model():
 def test_an_exception_while_attaching_restores_the_model(monkeypatch):
     model = tiny_model()
     before = traces(model)
-    monkeypatch.setattr("sparsekv.runtime.hf.attach.guarded", lambda model, prompt: 1 / 0)
+    monkeypatch.setattr("sparsekv.runtime.hf.attach.guarded", lambda model, prompt, turn: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         apply(model, some_plan(model))
     assert traces(model) == before

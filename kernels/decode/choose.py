@@ -1,0 +1,56 @@
+"""The tokens that a filter layer chooses: the best scores of each row, ascending.
+
+Source: OmniKV (ICLR 2025), section 3.2, context selector.
+
+Shapes: B batch, g lists of a row, T scored tokens of all rows, N listed tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsekv.kernels.decode.selection import Scoring
+from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.kernels.topk import top_ascending
+
+
+def choose(
+    scores_gT: torch.Tensor,
+    scoring: Scoring,
+    lengths_B: torch.Tensor,
+    counts_B: torch.Tensor,
+    *,
+    capacity: int,
+    most: int,
+    sink: int,
+    recent: int,
+) -> torch.Tensor:
+    """The `counts_B[b]` best tokens among [sink, length - recent) of every row that is scored.
+
+    Among equal scores the lower position wins. On a GPU nothing waits for the device.
+
+    Args:
+        scores_gT: float32, from 0 to below 2; where each row's begin says `scoring`.
+        scoring: as given to `decode_attention`.
+        lengths_B: int32, tokens of each row.
+        counts_B: int32, how many to choose: no more than there are. Rows that are not scored hold anything.
+        capacity: most tokens that a row can have.
+        most: length of the lists.
+
+    Returns:
+        int32 [B, g, most]: ascending positions, the rest NO_TOKEN.
+    """
+    if scores_gT.is_cuda:
+        from sparsekv.kernels.decode.radix import choose as choose_by_radix
+
+        return choose_by_radix(
+            scores_gT, scoring.starts_B, lengths_B, counts_B, capacity=capacity, most=most, sink=sink, recent=recent
+        )
+    chosen_BgN = torch.full((lengths_B.shape[0], scoring.lists, most), NO_TOKEN, dtype=torch.int32)
+    rows = zip(scoring.starts_B.tolist(), lengths_B.tolist(), counts_B.tolist(), strict=True)
+    for b, (start, length, count) in enumerate(rows):
+        if start >= 0:
+            free_gS = scores_gT[:, start + sink : start + length - recent]
+            count_g = torch.full((scoring.lists,), count)
+            chosen_BgN[b, :, :count] = top_ascending(free_gS, count_g, count, NO_TOKEN) + sink
+    return chosen_BgN

@@ -1,0 +1,62 @@
+"""How many tokens every row of a step chooses, and where its scores lie, computed where the lengths are.
+
+Shapes: S segments, B batch, N buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparsekv.kernels.decode.selection import ALL
+from sparsekv.plans.phases import DecodeBudget
+from sparsekv.runtime.core.program import SegmentProgram
+
+SCORE_BYTES = 512 << 20  # scratch for the logits of one filter layer
+
+_EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
+
+
+def scored_tokens(heads: int) -> int:
+    """Tokens of all rows together that the scratch of a filter layer with so many query heads has room for."""
+    return SCORE_BYTES // (4 * heads)
+
+
+class Budgets:
+    """The budgets of all segments as tensors: small, made once, and read by every step.
+
+    Args:
+        segments: of one program, so that they share the bounds of their buckets.
+        heads: query heads of each segment's filter layer.
+        device: of the lengths to come.
+    """
+
+    def __init__(self, segments: Sequence[SegmentProgram], heads: Sequence[int], device: torch.device) -> None:
+        budgets = [[bucket.budget if bucket else _EVERYTHING for bucket in segment.buckets] for segment in segments]
+        self._bounds_N = torch.tensor(segments[0].bounds, dtype=torch.int32, device=device)
+        self._most_SN = torch.tensor([[b.most for b in row] for row in budgets], device=device)
+        self._share_SN = None
+        if any(b.fraction is not None and b is not _EVERYTHING for row in budgets for b in row):
+            share = [[1.0 if b.fraction is None else b.fraction for b in row] for row in budgets]
+            self._share_SN = torch.tensor(share, dtype=torch.float64, device=device)
+        edges = [[segment.sink + segment.recent] for segment in segments]
+        self._edges_S1 = torch.tensor(edges, dtype=torch.int32, device=device)
+        self._room_S1 = torch.tensor([[scored_tokens(count)] for count in heads], dtype=torch.int64, device=device)
+
+    def of(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each.
+
+        Scores of the rows that choose lie one behind the other; a row that the scratch has no room for attends to
+        everything.
+        """
+        bucket_B = torch.bucketize(lengths_B, self._bounds_N)
+        chosen_SB = self._most_SN[:, bucket_B]
+        if self._share_SN is not None:  # rounded as budgets are
+            share_SB = (self._share_SN[:, bucket_B] * lengths_B - 1e-9).ceil_().long()
+            chosen_SB = torch.minimum(share_SB, chosen_SB)
+        chooses_SB = chosen_SB + self._edges_S1 < lengths_B
+        ends_SB = (lengths_B * chooses_SB).cumsum(1)
+        chooses_SB &= ends_SB <= self._room_S1
+        starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
+        return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()

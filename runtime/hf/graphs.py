@@ -1,0 +1,338 @@
+"""Decode steps as CUDA graphs: one launch in place of several hundred.
+
+A graph is captured for a batch size and a capacity, and serves every cache of that size: the addresses of keys and
+values stand in a small tensor that is written when another cache comes, or one has grown; lengths, choices and budgets
+are read on the device as well. It covers the decoder; what follows (the head, sampling) runs as always, on a copy of
+the hidden state.
+
+Shapes: B batch, G KV heads, C tokens a row has room for, D head size, E hidden size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, repeat
+from operator import contains, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from transformers import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from sparsekv.kernels.keys import KeyView
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
+from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
+
+MOST_ROWS = 64
+_LEAST_CAPACITY = 4096
+
+
+class GraphWarning(UserWarning):
+    """Decode steps are not captured: they run one launch at a time, which is slower."""
+
+
+class StepStore:
+    """Keys and values of one layer, wherever the cache of the step has them."""
+
+    def __init__(self, layer: int, step: StepGraph) -> None:
+        self.length = 0
+        self.bytes = Bytes()
+        self._layer = layer
+        self._step = step
+
+    def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Writes the newest token of each row."""
+        from sparsekv.kernels.decode.append import append_newest
+
+        append_newest(self.view(self._step.lengths_B), k_BGSD, v_BGSD)
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """All tokens of the cache of the step."""
+        shape_BGCD = self._step.shapes[self._layer]
+        return KeyView(shape_BGCD, shape_BGCD, lengths_B, None, self._step.where_L3[self._layer])
+
+    def gather(self, selection: Any, lengths_B: torch.Tensor, window: int | None = None) -> Any:
+        """All tokens: kernels read the selected ones where they lie."""
+        return self.view(lengths_B), selection, window
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Nothing to do: the memory is the cache's."""
+
+
+class StepGraph:
+    """One captured step of one batch size and capacity.
+
+    Args:
+        stores: of a cache of this size, one a layer.
+        capacity: tokens that a row may have: what grids and scratch are made for.
+        program: what the layers compute.
+    """
+
+    def __init__(self, stores: Sequence[DeviceStore], capacity: int, program: Program) -> None:
+        first_BGCD = stores[0].tensors[0]
+        batch, device = first_BGCD.shape[0], first_BGCD.device
+        self.open = True  # as the owner of its cache
+        self.bytes: list[Bytes] = []
+        self.capacity = capacity
+        self.ids_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        self.positions_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        self.lengths_B = torch.ones(batch, dtype=torch.int32, device=device)
+        self.where_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, device=device)
+        self._where_host_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, pin_memory=True)
+        self._copied = torch.cuda.Event()
+        self.shapes = [self._shape(store.tensors[0]) for store in stores]
+        self._bound: list[torch.Tensor] = []
+        self._room = 0
+        self._state = DecodeState(program)
+        self._graph = torch.cuda.CUDAGraph()
+        self._out_B1E: torch.Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def _shape(self, k_BGCD: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, size = k_BGCD.shape
+        return k_BGCD.new_empty((batch, heads, 1, size)).expand(batch, heads, self.capacity, size)
+
+    def new_store(self, layer: int) -> KVStore:
+        """Of the cache that the step is captured with."""
+        store: Any = StepStore(layer, self)
+        return store  # type: ignore[no-any-return]
+
+    def new_state(self) -> DecodeState:
+        """The one state of the graph."""
+        return self._state
+
+    def serves(self, ids_B1: torch.Tensor, stores: Sequence[DeviceStore], length: int) -> bool:
+        """Whether the next step is of the very stores that it is bound to, and these have room for it."""
+        if ids_B1.shape != self.ids_B1.shape or length > self._room:
+            return False
+        return len(stores) == len(self._bound) and all(
+            store.keys is bound for store, bound in zip(stores, self._bound, strict=True)
+        )
+
+    def bind(self, stores: Sequence[DeviceStore]) -> None:
+        """The next step reads and writes these."""
+        self._copied.synchronize()  # the last copy has left the pinned memory
+        for layer, store in enumerate(stores):
+            k_BGCD, v_BGCD = store.tensors
+            anchor, size = self.shapes[layer].data_ptr(), k_BGCD.element_size()
+            self._where_host_L3[layer, 0] = (k_BGCD.data_ptr() - anchor) // size
+            self._where_host_L3[layer, 1] = (v_BGCD.data_ptr() - anchor) // size
+            self._where_host_L3[layer, 2] = k_BGCD.shape[2]
+        self.where_L3.copy_(self._where_host_L3, non_blocking=True)
+        self._copied.record()
+        self._bound = [store.tensors[0] for store in stores]
+        self._room = min(k_BGCD.shape[2] for k_BGCD in self._bound)
+
+    def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, past: int) -> None:
+        """What the next step is of."""
+        self.ids_B1.copy_(ids_B1)
+        self.lengths_B.fill_(past + 1)
+        if positions is None:
+            self.positions_B1.fill_(past)
+        else:
+            self.positions_B1.copy_(positions)
+
+    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any) -> None:
+        """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
+        writes is written again by the replay."""
+        stream = torch.cuda.Stream(self.ids_B1.device)
+        stream.wait_stream(torch.cuda.current_stream(self.ids_B1.device))
+        cache = DynamicCache()
+        cache.layers = [SparseLayer(self, layer, self._state) for layer in range(len(self.shapes))]
+
+        def step() -> torch.Tensor:
+            self._state.begin(self.lengths_B, self.lengths_B.device)
+            found = forward(
+                input_ids=self.ids_B1,
+                position_ids=self.positions_B1,
+                past_key_values=cache,
+                use_cache=True,
+                **{CONTEXT: Context(engine, cache, Phase.DECODE)},
+            )
+            hidden_B1E: torch.Tensor = found.last_hidden_state
+            return hidden_B1E
+
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(self.ids_B1.device).wait_stream(stream)
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._out_B1E = step()
+
+    def run(self) -> torch.Tensor:
+        """[B, 1, E]: a copy, on the current stream."""
+        assert self._out_B1E is not None, "capture comes first"
+        stream = torch.cuda.current_stream(self.ids_B1.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)  # the last step used the same memory
+        self._stream = stream
+        self._graph.replay()
+        return self._out_B1E.clone()
+
+
+class StepGraphs:
+    """The decode steps of one attached decoder.
+
+    Args:
+        decoder: the module with the decoder layers.
+        engine: attends.
+        program: what the layers compute.
+    """
+
+    def __init__(self, decoder: nn.Module, engine: Engine, program: Program) -> None:
+        self._engine = engine
+        self._program = program
+        self._graphs: dict[tuple[int, int], StepGraph] = {}
+        self._next: StepGraph | None = None
+        self._pool: Any = None
+        self._parts = _Parts(decoder)
+        self._never = ""  # why no step is captured any more
+        self._told = ""
+
+    def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
+        context: Context = inputs[CONTEXT]
+        if self._never or context.phase is not Phase.DECODE or not inputs[CONTEXT].cache.layers:
+            return False
+        found = self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
+        if found and not self._told:
+            self._told = found
+            warnings.warn(f"decode steps run one launch at a time, not captured: {found}", GraphWarning, stacklevel=2)
+        return not found
+
+    def run(self, decoder: Any, inputs: dict[str, Any]) -> Any:
+        """What the decoder's own forward returns. `takes` has made the step ready.
+
+        Whether the model still is what was captured is looked at while the device works: asking first would take as
+        long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights.
+        """
+        assert self._next is not None, "takes() comes first"
+        cache: Cache = inputs[CONTEXT].cache
+        hidden_B1E = self._next.run()
+        if self._parts.changed():
+            self.release()  # captured anew, where it can be
+            return type(decoder).forward(decoder, **inputs)
+        for store in _stores(cache):
+            store.length += 1
+        return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=cache)
+
+    def release(self) -> None:
+        """Frees the graphs and their memory."""
+        self._graphs.clear()
+        self._next = self._pool = None
+        self._parts.forget()
+
+    def _obstacle(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
+        """Why the step has to run as the model's own forward; empty where it does not."""
+        ids = inputs.get("input_ids")
+        if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
+            return "more is asked of the model than the next token of token ids"
+        windows = [layer.layer for layer in self._program.filters if layer.filters and layer.filters.queries > 1]
+        if windows:
+            return f"the selector of filter layer {windows[0]} looks at older queries"
+        if ids.shape[0] > MOST_ROWS:
+            return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
+        stores = _stores(inputs[CONTEXT].cache)
+        if not all(type(store) is DeviceStore and store.tensors[0].device == ids.device for store in stores):
+            return "keys and values do not all lie on the device of the tokens"
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
+            return "it runs under autograd, autocast or torch.compile"
+        return ""
+
+    def _ready(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
+        """Prepares the replay; why that failed."""
+        ids_B1, stores = inputs["input_ids"], _stores(inputs[CONTEXT].cache)
+        past, positions = stores[0].length, inputs.get("position_ids")
+        if self._next is not None and self._next.serves(ids_B1, stores, past + 1):
+            self._next.load(ids_B1, positions, past)
+            return ""
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
+            for store in stores:
+                store.reserve(past + 1)
+            rows, needed = ids_B1.shape[0], max(store.tensors[0].shape[2] for store in stores)
+            fitting = [capacity for batch, capacity in self._graphs if batch == rows and capacity >= needed]
+            graph = self._graphs[rows, min(fitting)] if fitting else None
+            if graph is None and self._parts.touched():
+                return "a module of the decoder has a hook, or a forward of its own"
+            try:
+                self._next = graph or StepGraph(stores, _bucket(needed), self._program)
+                self._next.bind(stores)
+                self._next.load(ids_B1, positions, past)
+                if graph is None:
+                    self._capture(decoder, self._next)
+            except Exception as error:  # out of memory, or what a model does cannot be captured: it runs all the same
+                self.release()
+                self._never = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        return self._never
+
+    def _capture(self, decoder: Any, graph: StepGraph) -> None:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool)
+        self._graphs[graph.ids_B1.shape[0], graph.capacity] = graph
+        self._parts.remember()
+
+
+def _stores(cache: Cache) -> list[Any]:
+    return [layer.store for layer in cache.layers if isinstance(layer, SparseLayer)]
+
+
+def can_capture(device: torch.device, backend: str) -> bool:
+    """Whether steps on this device can be captured: Triton's kernels ask the host for nothing."""
+    return device.type == "cuda" and torch.version.hip is None and backend in ("flash", "triton")
+
+
+def _bucket(tokens: int) -> int:
+    """Capacities are powers of two: few graphs serve all contexts."""
+    return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
+class _Parts:
+    """The modules and tensors that a graph has captured, to notice when others take their place."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._inner = [module for module in decoder.modules() if module is not decoder]
+        self._hooks = [hooks for module in self._inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [vars(module) for module in self._inner]
+        kinds = ("_modules", "_parameters", "_buffers")
+        self._members = [vars(module)[kind] for module in decoder.modules() for kind in kinds]
+        self._seen: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._addresses: list[int] = []
+
+    def remember(self) -> None:
+        """What is captured now."""
+        self._seen = self._flat()
+        self._tensors = [member for member in self._seen if isinstance(member, torch.Tensor)]
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def forget(self) -> None:
+        """Lets go of what was captured."""
+        self._seen, self._tensors, self._storages, self._addresses = [], [], [], []
+
+    def touched(self) -> bool:
+        """Whether modules have hooks, or forwards of their own."""
+        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+            return True
+        if any(self._hooks) or any(map(contains, self._attributes, repeat("forward"))):
+            return any(map(is_touched, self._inner))
+        return False
+
+    def changed(self) -> bool:
+        """Whether the model would compute something else than what was captured."""
+        now = self._flat()
+        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        same = same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        return not same or self.touched()
+
+    def _flat(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._members)))
