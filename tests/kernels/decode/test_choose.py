@@ -105,7 +105,15 @@ def check_choice(chooser, kind: str, lists: int, rows, device: str = "cpu") -> N
     capacity = max(length for length, _ in rows) + 11
     scoring = Scoring(starts_B, scores_gT.shape[1], lists)
     found = chooser(
-        scores_gT.to(device), scoring, lengths_B, counts_B, capacity=capacity, most=most, sink=sink, recent=recent
+        scores_gT.to(device),
+        scoring,
+        lengths_B,
+        counts_B,
+        capacity=capacity,
+        most=most,
+        sink=sink,
+        recent=recent,
+        backend="triton",
     ).cpu()
     assert (found.dtype, found.shape) == (torch.int32, (len(rows), lists, most))
     for b, (_, count) in enumerate(rows):
@@ -126,7 +134,7 @@ def test_the_best_tokens_are_chosen_in_order(kind: str, lists: int) -> None:
     check_choice(choose, kind, lists, ROWS)
 
 
-def by_radix(scores_gT, scoring, lengths_B, counts_B, **options):  # type: ignore[no-untyped-def]
+def by_radix(scores_gT, scoring, lengths_B, counts_B, backend="", **options):  # type: ignore[no-untyped-def]
     from sparsekv.kernels.decode.radix import choose as radix
 
     return radix(scores_gT, scoring.starts_B, lengths_B, counts_B, **options)
