@@ -55,7 +55,7 @@ class PlanEngine:
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = device
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._program = program
         self._placement = placement
         self._chunking = chunking
@@ -73,8 +73,8 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self._graphs = StepGraphs(decoder, self, self._program)
-        return (self._graphs,)
+        self.graphs = StepGraphs(decoder, self, self._program)
+        return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
@@ -86,8 +86,8 @@ class PlanEngine:
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
         self._memory.close()
-        if self._graphs is not None:
-            self._graphs.release()
+        if self.graphs is not None:
+            self.graphs.release()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
@@ -183,6 +183,11 @@ class Handle:
     def builder_failed(self) -> str:
         """Why torch builds the indices in place of Triton; empty where Triton did not fail."""
         return self._engine.fallback.builder_failed
+
+    @property
+    def steps(self) -> StepGraphs | None:
+        """The captured decode steps; None where the device or the backend has none."""
+        return self._engine.graphs
 
     @property
     def closed(self) -> bool:

@@ -197,6 +197,16 @@ class StepGraphs:
         self._never = ""  # why no step is captured any more
         self._told = ""
 
+    @property
+    def why_not(self) -> str:
+        """Why some decode step was not captured; empty where all were."""
+        return self._never or self._told
+
+    @property
+    def latest(self) -> StepGraph | None:
+        """The captured step that ran last."""
+        return self._next
+
     def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
         context: Context = inputs[CONTEXT]
