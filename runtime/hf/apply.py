@@ -27,7 +27,7 @@ from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
-from sparsekv.runtime.hf.graphs import NO_GRAPHS, StepGraphs, can_capture
+from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
 from sparsekv.runtime.stores.bank import HostStore
@@ -180,14 +180,9 @@ class Handle:
         return self._engine.fallback.builder_failed
 
     @property
-    def captured_steps(self) -> int:
-        """Decode steps that were replayed as CUDA graphs so far."""
-        return 0 if self._engine.graphs is None else self._engine.graphs.replayed
-
-    @property
-    def not_captured(self) -> str:
-        """Why the last decode step ran one launch at a time; empty where it was replayed, or there was none."""
-        return NO_GRAPHS if self._engine.graphs is None else self._engine.graphs.obstacle
+    def steps(self) -> StepGraphs | None:
+        """The captured decode steps; None where the device or the backend has none."""
+        return self._engine.graphs
 
     @property
     def closed(self) -> bool:

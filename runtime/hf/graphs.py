@@ -33,7 +33,6 @@ from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 MOST_ROWS = 64
-NO_GRAPHS = "CUDA graphs of the triton and flash backends need a CUDA GPU"
 _LEAST_CAPACITY = 4096
 
 
@@ -196,20 +195,25 @@ class StepGraphs:
         self._pool: Any = None
         self._parts = _Parts(decoder)
         self.replayed = 0  # steps so far
-        self.obstacle = ""  # why the last decode step was not replayed
+        self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
         self._told = False
+
+    @property
+    def latest(self) -> StepGraph | None:
+        """The captured step that ran last."""
+        return self._next
 
     def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
         context: Context = inputs[CONTEXT]
         if context.phase is not Phase.DECODE:
             return False
-        self.obstacle = self._never or self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
-        if self.obstacle and not self._told:
+        self.why_not = self._never or self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
+        if self.why_not and not self._told:
             self._told = True
-            warnings.warn(f"decode steps run one launch at a time, not captured: {self.obstacle}", GraphWarning, 2)
-        return not self.obstacle
+            warnings.warn(f"decode steps run one launch at a time, not captured: {self.why_not}", GraphWarning, 2)
+        return not self.why_not
 
     def run(self, decoder: Any, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns. `takes` has made the step ready.

@@ -67,11 +67,11 @@ def test_logits_are_bit_for_bit_those_of_single_launches(model, name, rows, unca
     plan = plan_for(model, None, PLANS[name])
     with apply(model, plan) as handle:
         captured, _ = steps(model, prompt, new)
-    assert (handle.captured_steps, handle.not_captured) == (50, "")
+    assert (handle.steps.replayed, handle.steps.why_not) == (50, "")
     uncaptured()
     with apply(model, plan) as plain:
         single, _ = steps(model, prompt, new)
-    assert plain.captured_steps == 0
+    assert plain.steps is None
     assert torch.equal(captured, single)
     assert handle.stats().decode_tokens_attended == plain.stats().decode_tokens_attended
 
@@ -104,7 +104,7 @@ def test_caches_take_turns_grow_and_are_copied(llama, uncaptured):
             for cache, seen in zip(caches, found, strict=True):
                 seen.append(llama(token, past_key_values=cache).logits)
         grown = steps(llama, prompts[0], random_tokens(1, 600, 2).cuda())[0]  # beyond what it had room for
-        assert (handle.captured_steps, len(handle._engine.graphs._graphs)) == (4 * 40 + 600, 1)
+        assert (handle.steps.replayed, len(handle.steps._graphs)) == (4 * 40 + 600, 1)
     uncaptured()
     with apply(llama, plan):
         for prompt, seen in zip((*prompts, prompts[1]), found, strict=True):
@@ -130,11 +130,11 @@ def test_a_hook_of_the_user_runs_and_is_told_once(llama):
         llama(token, past_key_values=cache)  # found out behind the replay, which then does not count
         with pytest.warns(GraphWarning, match="a module of the decoder has a hook") as told:
             steps(llama, token, token, cache)
-        assert (len(seen), len(told), handle.captured_steps) == (3, 1, 1)
+        assert (len(seen), len(told), handle.steps.replayed) == (3, 1, 1)
         assert cache.get_seq_length() == 104
         hook.remove()
         llama(token, past_key_values=cache)
-        assert (len(seen), handle.captured_steps, handle.not_captured) == (3, 2, "")
+        assert (len(seen), handle.steps.replayed, handle.steps.why_not) == (3, 2, "")
 
 
 def other_parameter(linear):
@@ -173,7 +173,7 @@ def test_a_model_that_asks_the_device_runs_one_launch_at_a_time():
     dense, _ = steps(model, prompt, new)
     with apply(model, plan_for(model)) as handle, pytest.warns(GraphWarning, match="capturing failed") as told:
         found, _ = steps(model, prompt, new)
-    assert handle.captured_steps == 0
+    assert handle.steps.replayed == 0
     assert len([one for one in told if one.category is GraphWarning]) == 1
     assert (found - dense).float().norm() / dense.float().norm() < 0.03
 
@@ -192,7 +192,7 @@ def test_memory_that_runs_out_while_capturing_is_freed_and_steps_go_on(llama, mo
     with apply(llama, plan_for(llama, None, SPARSE)) as handle:
         with pytest.warns(GraphWarning, match="OutOfMemoryError: CUDA out of memory"):
             found, _ = steps(llama, prompt, new)
-        assert handle._engine.graphs._graphs == {}
+        assert handle.steps._graphs == {}
     assert torch.equal(found, expected)
 
 
@@ -201,7 +201,7 @@ def test_a_selector_with_a_window_is_not_captured(llama):
     plan = plan_for(llama, None, decode_plan(part))
     with apply(llama, plan) as handle, pytest.warns(GraphWarning, match="layer 0 looks at older queries"):
         steps(llama, random_tokens(1, 300).cuda(), random_tokens(1, 5, 1).cuda())
-    assert handle.captured_steps == 0
+    assert handle.steps.replayed == 0
 
 
 @pytest.mark.parametrize("rows", [64, 65])
@@ -209,7 +209,7 @@ def test_up_to_64_rows_are_captured(llama, rows):
     with apply(llama, plan_for(llama)) as handle, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps(llama, random_tokens(rows, 20).cuda(), random_tokens(rows, 3, 1).cuda())
-    assert handle.captured_steps == (3 if rows == 64 else 0)
+    assert handle.steps.replayed == (3 if rows == 64 else 0)
 
 
 def test_many_requests_leave_nothing_behind(llama):
@@ -226,7 +226,7 @@ def test_many_requests_leave_nothing_behind(llama):
             request(number)
         gc.collect()
         assert torch.cuda.memory_allocated() - before < 1 << 20
-        assert handle.captured_steps == 180 * 5
+        assert handle.steps.replayed == 180 * 5
         held = torch.cuda.memory_allocated()
     gc.collect()
     assert torch.cuda.memory_allocated() < held  # the graphs are gone with the handle
@@ -264,5 +264,5 @@ def test_a_kernel_that_does_not_compile_is_replaced_once_with_a_warning(llama, m
         warnings.simplefilter("always")
         found, _ = steps(llama, prompt, new)
     assert [one.category for one in told].count(BackendWarning) == 1
-    assert handle.captured_steps == 0
+    assert handle.steps.replayed == 0
     assert (found - expected).float().norm() / expected.float().norm() < 0.03
