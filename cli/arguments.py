@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
 if TYPE_CHECKING:
     import torch
 
+    from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.patterns import Budget, TileShape
     from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.load import LoadedModel
@@ -179,7 +181,12 @@ def settings(device: str | None = None, dtype: str | None = None, backend: str |
 
     flags = {"device": device, "dtype": dtype, "backend": backend}
     found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
-    check_device(found.device)
+    try:
+        check_device(found.device)
+    except UsageError as error:
+        if device is None:
+            error.add_note("the device is that of SPARSEKV_DEVICE; correct or unset it")
+        raise
     return found
 
 
@@ -247,8 +254,14 @@ class Subject:
             )
         return self.plan
 
-    def load(self, device: str | None, dtype: str | None) -> LoadedModel:
+    def load(
+        self, device: str | None, dtype: str | None, check: Callable[[ModelInfo, str], object] | None = None
+    ) -> LoadedModel:
         """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
+
+        Args:
+            check: called with the model's description and the type of the device before weights are downloaded or
+                read, which takes minutes; raises where they are not worth it.
 
         Raises:
             UsageError: there is no such model, or a setting is none of those allowed.
@@ -256,13 +269,23 @@ class Subject:
         asked = settings(device, dtype)
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_model, torch_device
+        from sparsekv.runtime.hf.describe import describe_config
+        from sparsekv.runtime.hf.load import load_config, load_model, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        torch_device(asked.device)  # what is wrong with it is not the model
-        try:
+        target = torch_device(asked.device)  # what is wrong with it is not the model
+        if check is not None:
+            with self._saying_whose_model():
+                config = load_config(self.model)
+            check(describe_config(config, resolve_model(self.model).path_or_id), target.type)
+        with self._saying_whose_model():
             return load_model(self.model, device=asked.device, dtype=asked.dtype)
+
+    @contextmanager
+    def _saying_whose_model(self) -> Iterator[None]:
+        try:
+            yield
         except UsageError as error:
             if self.from_plan:
                 error.add_note(f"The plan was made for {self.model}; say where that model is with --model MODEL")

@@ -55,12 +55,7 @@ def evaluate(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    loaded = subject.load(device, dtype)
-    if lengths[0] > loaded.info.context_length:
-        raise PromptError(
-            f"expected a length within the model's context of {loaded.info.context_length} tokens, found {lengths[0]}; "
-            "give a shorter --length"
-        )
+    loaded = subject.load(device, dtype, lambda info, _: _check_length(lengths[0], info.context_length))
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:
@@ -71,6 +66,13 @@ def evaluate(
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
         emit(_text(result, samples, has_plan))
+
+
+def _check_length(length: int, context: int) -> None:
+    if length > context:
+        raise PromptError(
+            f"expected a length within the model's context of {context} tokens, found {length}; give a shorter --length"
+        )
 
 
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:

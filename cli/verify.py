@@ -60,7 +60,7 @@ def verify(
     from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
-    loaded = subject.load(device, dtype)
+    loaded = subject.load(device, dtype, lambda info, hardware: asked.settled(info.context_length, hardware))
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:
         _check_same_model(found, loaded.info, differs)
