@@ -24,6 +24,7 @@ def choose(
     most: int,
     sink: int,
     recent: int,
+    backend: str,
 ) -> torch.Tensor:
     """The `counts_B[b]` best tokens among [sink, length - recent) of every row that is scored.
 
@@ -36,21 +37,24 @@ def choose(
         counts_B: int32, how many to choose: no more than there are. Rows that are not scored hold anything.
         capacity: most tokens that a row can have.
         most: length of the lists.
+        backend: of the attention; "reference" asks the device.
 
     Returns:
         int32 [B, g, most]: ascending positions, the rest NO_TOKEN.
     """
-    if scores_gT.is_cuda:
+    if scores_gT.is_cuda and backend != "reference":
         from sparsekv.kernels.decode.radix import choose as choose_by_radix
 
         return choose_by_radix(
             scores_gT, scoring.starts_B, lengths_B, counts_B, capacity=capacity, most=most, sink=sink, recent=recent
         )
-    chosen_BgN = torch.full((lengths_B.shape[0], scoring.lists, most), NO_TOKEN, dtype=torch.int32)
+    chosen_BgN = torch.full(
+        (lengths_B.shape[0], scoring.lists, most), NO_TOKEN, dtype=torch.int32, device=scores_gT.device
+    )
     rows = zip(scoring.starts_B.tolist(), lengths_B.tolist(), counts_B.tolist(), strict=True)
     for b, (start, length, count) in enumerate(rows):
         if start >= 0:
             free_gS = scores_gT[:, start + sink : start + length - recent]
-            count_g = torch.full((scoring.lists,), count)
+            count_g = torch.full((scoring.lists,), count, device=scores_gT.device)
             chosen_BgN[b, :, :count] = top_ascending(free_gS, count_g, count, NO_TOKEN) + sink
     return chosen_BgN

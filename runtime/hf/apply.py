@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType, UnionType
 
 import torch
@@ -94,14 +95,8 @@ class PlanEngine:
         layer, entry = self._program.layers[call.layer], call.entry
         if call.phase is Phase.DECODE:
             assert entry is not None, "decode without a cache"
-            return decode(
-                layer,
-                call.q_BHSD,
-                entry.store,
-                entry.state,
-                scale=call.scale,
-                backend=self._backend,
-            )
+            step = partial(decode, layer, call.q_BHSD, entry.store, entry.state, scale=call.scale)
+            return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
         chunk = call.chunk

@@ -120,3 +120,41 @@ def test_misfits_are_refused_with_what_was_found() -> None:
     refuse("the batch of q, found 2 rows for 1", keys=twice)
     with pytest.raises(ShapeError, match="expected room for 301 tokens a row, found a capacity of 300"):
         keys.contiguous(301)
+
+
+def elsewhere(keys: KeyView, capacity: int) -> tuple[KeyView, tuple[torch.Tensor, torch.Tensor]]:
+    """The same keys, found by offsets from tensors that only say their shape; and where they really are."""
+    (batch, heads, tokens, size), anchor = keys.k.shape, torch.empty_like(keys.k[:, :, :1])
+    k, v = (x.new_empty((batch, heads, tokens + 5, size)) for x in (keys.k, keys.v))
+    k[:, :, :tokens], v[:, :, :tokens] = keys.k, keys.v
+    offsets = [(x.data_ptr() - anchor.data_ptr()) // x.element_size() for x in (k, v)]
+    where = torch.tensor([*offsets, tokens + 5], device=k.device)
+    shape = anchor.expand(-1, -1, capacity, -1)
+    return KeyView(shape, shape, keys.lengths_B, None, where), (k, v)
+
+
+def check_elsewhere(device: str) -> None:
+    from sparsekv.kernels.decode.append import append_newest
+
+    for chosen in ((70, ALL), None):
+        problem = draw(DecodeCase("x", (300, 90), chosen), device)
+        there, (k, v) = elsewhere(problem.keys, 512)
+        assert_close(attend(replace(problem, keys=there), "triton"), problem)
+        new_k, new_v = torch.randn(2, 2, 2, 1, 64, device=device)
+        before = k.clone()
+        append_newest(there, new_k, new_v)
+        for b, length in enumerate(problem.case.lengths):
+            assert torch.equal(k[b, :, length - 1], new_k[b, :, 0])
+            assert torch.equal(v[b, :, length - 1], new_v[b, :, 0])
+            before[b, :, length - 1] = k[b, :, length - 1]
+        assert torch.equal(k.nan_to_num(), before.nan_to_num())  # nothing else was written
+
+
+@needs_interpreter
+def test_keys_are_read_and_written_where_a_tensor_says() -> None:
+    check_elsewhere("cpu")
+
+
+@pytest.mark.gpu
+def test_keys_on_a_gpu_are_read_and_written_where_a_tensor_says() -> None:
+    check_elsewhere("cuda")

@@ -1,5 +1,6 @@
 """What would give wrong tokens is refused before it runs, with a way out."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from sparsekv.plans.errors import (
     BackendError,
@@ -235,3 +237,32 @@ def test_a_new_cache_of_no_size(model, tokens, batch):
 
 def test_info_of_names_nothing_of_this_machine(model):
     assert info_of(model).id == "tests/tiny"
+
+
+def test_two_threads_under_one_handle(model):
+    """The second one is refused, the first goes on undisturbed."""
+    started, refused = threading.Event(), threading.Event()
+    found = []
+
+    class Waits(BaseStreamer):
+        def put(self, value):
+            started.set()
+            assert refused.wait(30)
+
+        def end(self):
+            pass
+
+    prompt = random_tokens(1, 20)
+    with torch.no_grad(), apply(model, plan_for(model)):
+        expected = model.generate(prompt, max_new_tokens=3)
+        generate = partial(model.generate, prompt, max_new_tokens=3, streamer=Waits())
+        thread = threading.Thread(target=lambda: found.append(torch.no_grad()(generate)()))
+        thread.start()
+        assert started.wait(30)
+        for call in (model, partial(model.generate, max_new_tokens=2)):
+            with pytest.raises(UsageError, match="one thread at a time under a handle, found another one"):
+                call(prompt)
+        refused.set()
+        thread.join(30)
+        assert torch.equal(found[0], expected)
+        assert model(prompt).logits.shape[1] == 20  # free again
