@@ -266,3 +266,13 @@ def test_a_kernel_that_does_not_compile_is_replaced_once_with_a_warning(llama, m
     assert [one.category for one in told].count(BackendWarning) == 1
     assert handle.steps.replayed == 0
     assert (found - expected).float().norm() / expected.float().norm() < 0.03
+
+
+def test_a_budget_that_covers_the_context_gives_the_dense_tokens(model):
+    prompt, new = random_tokens(2, 300).cuda(), random_tokens(2, 30, 1).cuda()
+    found = []
+    for plan in (None, decode_plan(segment(0, (1, 2), 400, sink=4, recent=30))):
+        with apply(model, plan_for(model, None, plan)) as handle:
+            found.append(steps(model, prompt, new)[0])
+        assert handle.steps.replayed == 30
+    assert torch.equal(*found)
