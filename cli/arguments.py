@@ -114,6 +114,14 @@ def lengths_from(text: str, flag: str) -> tuple[int, ...]:
     return lengths
 
 
+def counts_from(text: str, flag: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, such as 1,4, each once and in the order given."""
+    numbers = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in names_from(text, flag))
+    if not all(1 <= number <= MOST for number in numbers):
+        raise UsageError(f"{flag}: expected whole numbers from 1 to {MOST}, such as 1,4, found {text!r:.40}")
+    return tuple(dict.fromkeys(numbers))
+
+
 def layers_from(text: str, flag: str) -> tuple[int, ...]:
     """Layers such as 2,8-9."""
     from sparsekv.plans.types import parse_ids

@@ -12,6 +12,7 @@ from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.eval_results import EvalResult
+    from sparsekv.plans.model import ModelInfo
 
 
 def evaluate(
@@ -55,7 +56,12 @@ def evaluate(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    loaded = subject.load(device, dtype, lambda info, _: _check_length(lengths[0], info.context_length))
+    def check(info: ModelInfo, _: str) -> None:
+        _check_length(lengths[0], info.context_length)
+        if subject.plan:
+            check_model(subject.plan, info, allow_mismatch)
+
+    loaded = subject.load(device, dtype, check)
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:

@@ -60,7 +60,11 @@ def verify(
     from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
-    loaded = subject.load(device, dtype, lambda info, hardware: asked.settled(info.context_length, hardware))
+    def check(info: ModelInfo, hardware: str) -> None:
+        check_model(found, info, allow_mismatch)
+        asked.settled(info.context_length, hardware)
+
+    loaded = subject.load(device, dtype, check)
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:
         _check_same_model(found, loaded.info, differs)
