@@ -12,6 +12,7 @@ from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.eval_results import EvalResult
+    from sparsekv.plans.model import ModelInfo
 
 
 def evaluate(
@@ -20,7 +21,7 @@ def evaluate(
     plan: arguments.PlanFile = None,
     model: arguments.Model = None,
     tasks: arguments.Tasks = None,
-    length: Annotated[str, typer.Option(metavar="LENGTH", help="Most tokens of a prompt and its answer.")] = "4k",
+    length: Annotated[str, typer.Option(metavar="TOKENS", help="Most tokens of a prompt and its answer.")] = "4k",
     samples: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
     seed: arguments.Seed = 0,
@@ -55,7 +56,12 @@ def evaluate(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    loaded = subject.load(device, dtype, lambda info, _: _check_length(lengths[0], info.context_length))
+    def check(info: ModelInfo, _: str) -> None:
+        _check_length(lengths[0], info.context_length)
+        if subject.plan:
+            check_model(subject.plan, info, allow_mismatch)
+
+    loaded = subject.load(device, dtype, check)
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:

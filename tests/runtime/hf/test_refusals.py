@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -153,6 +154,22 @@ def test_a_plan_of_another_model_on_request(model):
         apply(model, fits, allow_mismatch=True).close()
     with pytest.raises(PlanMismatchError, match="cannot run this plan at all"):
         apply(model, plan_for(other, None, decode_plan(segment(0, (1, 4), 8))), allow_mismatch=True)
+
+
+class NothingRuns(TorchDispatchMode):
+    """No operation of torch takes place, so that no tensor is made either."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        pytest.fail(f"{function} ran")
+
+
+def test_segments_that_do_not_fit_the_model_are_refused_before_anything_is_allocated(model):
+    other = tiny_model(layers=5)
+    plan = plan_for(other, None, decode_plan(segment(0, (1, 4), 8), offload=(1, 4), hot=1 << 20))
+    info, was = info_of(model), model.config._attn_implementation
+    with NothingRuns(), pytest.raises(PlanMismatchError, match="cannot run this plan at all"):
+        apply(model, plan, info=info, allow_mismatch=True)
+    assert model.config._attn_implementation == was
 
 
 def test_a_plan_for_other_weights_only_warns(model):
