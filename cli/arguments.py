@@ -39,9 +39,9 @@ Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="A model; a 
 PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The plan; by default that in the model's folder.")]
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id or folder; the plan's own model by default."),
+    typer.Option("--model", "-m", metavar="NAME", help="Alias, hub id or folder; the plan's own model by default."),
 ]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1 ...; chosen by default.")]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 ...; chosen by default.")]
 Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"] | None, typer.Option(help="Precision; chosen by default.")
 ]
@@ -53,7 +53,7 @@ AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Go on although the plan was made for another architecture.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of samples and of sampling.")]
-Lengths = Annotated[str | None, typer.Option(metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")]
+Lengths = Annotated[str | None, typer.Option(metavar="LIST", help="Context lengths, such as 4k,16k,32k.")]
 Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
 Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")]
 Batch = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once.")]

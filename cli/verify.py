@@ -21,7 +21,7 @@ def verify(
     plan: arguments.PlanFile = None,
     model: arguments.Model = None,
     lengths: Annotated[
-        str | None, typer.Option(metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
+        str | None, typer.Option(metavar="LIST", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
     tasks: arguments.Tasks = None,
     samples: arguments.HeldOut = None,

@@ -179,9 +179,14 @@ class Run:
 class DecodeRuns:
     """Tokens of one model: unmodified, by this runtime dense, and by plans."""
 
-    model: PreTrainedModel
+    subject: BenchModel
     plans: Mapping[str, Plan]
     bench: DecodeBench
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The subject's."""
+        return self.subject.model
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -257,6 +262,7 @@ class DecodeRuns:
             plan,
             prefill=False,
             decode=way != OURS,
+            info=self.subject.info,
             backend=self.bench.backend,
             allow_mismatch=True,  # asked before anything was timed
         )
@@ -311,7 +317,7 @@ def bench_decode(
     """
     model = subject.model
     backend = choose_backend(model.device, model.dtype, subject.info.attention[0].head_dim, bench.backend).name
-    ways, cases = runs(model, plans, bench), list(product(bench.lengths, bench.batches))
+    ways, cases = runs(subject, plans, bench), list(product(bench.lengths, bench.batches))
     with (progress or Progress()).stage("decode", total=2 * len(cases)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what plans warn of was said before; what is not captured stands in the rows
         for length, batch in cases:
@@ -330,7 +336,7 @@ def bench_decode(
             )
             what = f"{format_length(length)} tokens, batch {batch}"
             step.advance(0, note=f"{what}: attention")
-            yield from _attention_rows(blank, subject, ways)
+            yield from _attention_rows(blank, ways)
             free_memory(model.device)
             step.advance(note=f"{what}: whole tokens")
             yield from _token_rows(replace(blank, name=TOKEN), ways)
@@ -355,8 +361,8 @@ def _noted(row: DecodeRow, *notes: str) -> DecodeRow:
     return replace(row, note="; ".join(filter(None, (row.note, *notes))))
 
 
-def _attention_rows(blank: DecodeRow, subject: BenchModel, ways: DecodeRuns) -> list[DecodeRow]:
-    bench, device, named = ways.bench, subject.model.device, _named(blank, ways)
+def _attention_rows(blank: DecodeRow, ways: DecodeRuns) -> list[DecodeRow]:
+    bench, subject, device, named = ways.bench, ways.subject, ways.model.device, _named(blank, ways)
     layouts = tuple(replace(layout, batch=blank.batch) for layout in layouts_of(subject.model))
     try:
         attention = StepAttention(subject.info, layouts, blank.length, blank.backend, bench.seed)

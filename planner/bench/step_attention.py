@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.planner.bench.timing import FLASH_ATTN, TORCH_KERNELS, Call, flash_attn_4, torch_kernel
+from sparsekv.planner.bench.timing import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.runtime.core.decode import count_step, decode
@@ -31,7 +31,11 @@ from sparsekv.runtime.stores.store import Layout
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of the newest token to all: q [B, H, 1, D], k and v [B, G, S, D]."""
 
+Step = Callable[[], list[torch.Tensor]]
+"""The output of every layer, [B, H, 1, D]."""
+
 _OURS = "sparsekv dense"
+_AS_ROWS = ", heads of a group as rows"
 _SPLITS = 32  # of the keys, for kernels that do not choose by themselves
 
 
@@ -83,7 +87,7 @@ class StepAttention:
         generator = torch.Generator(self._device).manual_seed(seed)
         self._queries = [q_BH1D.normal_(generator=generator) for q_BH1D in queries]
 
-    def by_plan(self, plan: DecodePlan | None) -> Call:
+    def by_plan(self, plan: DecodePlan | None) -> Step:
         """The step as the runtime computes it; without a plan by its dense kernel."""
         program = Program.of(None, plan, self._info)
         state, lengths = DecodeState(program), self._lengths
@@ -92,40 +96,44 @@ class StepAttention:
             torch.tensor(lengths, dtype=torch.int32, device=self._device) if self._device.type == "cuda" else lengths
         )
 
-        def step() -> None:
+        def step() -> list[torch.Tensor]:
             state.begin(known, self._device)
-            for layer, q_BH1D, store in zip(program.layers, self._queries, self._stores, strict=True):
+            return [
                 decode(layer, q_BH1D, store, state, scale=q_BH1D.shape[-1] ** -0.5, backend=self._backend)
+                for layer, q_BH1D, store in zip(program.layers, self._queries, self._stores, strict=True)
+            ]
 
         return step
 
-    def dense(self) -> dict[str, Call]:
+    def dense(self) -> dict[str, Step]:
         """The step by every dense kernel that there may be for these tensors."""
-        calls = {name: partial(self._each_layer, attend) for name, attend in _kernels(self._device).items()}
-        return {_OURS: self.by_plan(None)} | calls
+        calls: dict[str, Step] = {_OURS: self.by_plan(None)}
+        return calls | {name: partial(self._each_layer, attend) for name, attend in _kernels(self._device).items()}
 
     def counted(self, plan: DecodePlan) -> RunStats:
         """What the step attends to by the plan."""
         count_step(Program.of(None, plan, self._info), self._lengths, meter := Meter())
         return meter.read()
 
-    def _each_layer(self, attend: Attend) -> None:
-        groups = self._info.by_layer
+    def _each_layer(self, attend: Attend) -> list[torch.Tensor]:
+        groups, found = self._info.by_layer, []
         for layer, (q_BH1D, store) in enumerate(zip(self._queries, self._stores, strict=True)):
             seen = slice(-min(store.length, groups[layer].window or store.length), None)
-            attend(q_BH1D, *(x_BGSD[:, :, seen] for x_BGSD in store.tensors))
+            found.append(attend(q_BH1D, *(x_BGSD[:, :, seen] for x_BGSD in store.tensors)))
+        return found
 
 
 def _kernels(device: torch.device) -> dict[str, Attend]:
-    if device.type != "cuda":
-        return {"torch SDPA": partial(scaled_dot_product_attention, enable_gqa=True)}
-    kernels: dict[str, Attend] = {}
-    for name, kernel in (TORCH_KERNELS | {"torch math": SDPBackend.MATH}).items():
-        kernels[name] = partial(torch_kernel, kernel, causal=False)
-        kernels[f"{name}, heads of a group as rows"] = partial(_grouped, kernels[name])
-    kernels[FLASH_ATTN] = flash_attn_4
-    kernels[f"{FLASH_ATTN}, {_SPLITS} splits"] = partial(flash_attn_4, num_splits=_SPLITS)
-    kernels["FlashInfer"] = _flashinfer
+    kernels: dict[str, Attend] = {"torch SDPA": partial(scaled_dot_product_attention, enable_gqa=True)}
+    if device.type == "cuda":
+        kernels = {name: partial(torch_kernel, kernel, causal=False) for name, kernel in TORCH_KERNELS.items()}
+    kernels |= {f"{name}{_AS_ROWS}": partial(_grouped, attend) for name, attend in kernels.items()}
+    if device.type == "cuda":
+        # Otherwise it would repeat keys and values.
+        kernels[f"torch math{_AS_ROWS}"] = partial(_grouped, partial(torch_kernel, SDPBackend.MATH, causal=False))
+        kernels[FLASH_ATTN] = flash_attn_4
+        kernels[f"{FLASH_ATTN}, {_SPLITS} splits"] = partial(flash_attn_4, num_splits=_SPLITS)
+        kernels["FlashInfer"] = _flashinfer
     return kernels
 
 

@@ -199,22 +199,27 @@ class Bench:
         views = self._views(k_BGSD, v_BGSD)
         keys = views[0]
 
-        def step(layer: LayerProgram, keys: KeyView = keys) -> DecodeState:
+        def step(layer: LayerProgram, keys: KeyView) -> tuple[Callable[[], object], DecodeState]:
+            """A step of the layer, to be run time and again, and its state."""
             state = DecodeState(Program(Rank(), (layer,)))
-            attend = partial(decode, layer, q_BH1D, Resident(keys), state, scale=scale, backend=self.backend)
-            state.begin(keys.lengths_B, q_BH1D.device)
-            attend()
-            return state
+
+            def run() -> torch.Tensor:
+                state.begin(keys.lengths_B, q_BH1D.device)
+                return decode(layer, q_BH1D, Resident(keys), state, scale=scale, backend=self.backend)
+
+            return run, state
 
         heads = self.shape.heads
-        dense_us = self._step_us([partial(step, LayerProgram(0, heads, view.kv_heads, None), view) for view in views])
+        dense_us = self._step_us([step(LayerProgram(0, heads, view.kv_heads, None), view)[0] for view in views])
         yield _timing("dense decode", length, (1.0, float(length)), dense_us)
-        filter_us = self._step_us([partial(step, _filter(length // 10, heads, view), view) for view in views])
+        filter_us = self._step_us([step(_filter(length // 10, heads, view), view)[0] for view in views])
         yield _timing("choose", length, (1.0, float(length)), max(_LEAST_US, filter_us - dense_us))
         for count in (length // _FEW, length // 4):
             layer = _filter(count, heads, keys)
             assert layer.filters is not None
-            selection = step(layer).chosen(layer.filters)
+            run, state = step(layer, keys)
+            run()
+            selection = state.chosen(layer.filters)
             assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, scale=scale, backend=self.backend)
             sparse_us = self._step_us([partial(attend, view, selection) for view in views])

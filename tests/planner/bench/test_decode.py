@@ -1,5 +1,7 @@
 """The decode bench on tiny models: attention alone and whole tokens, by plans and dense."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -18,7 +20,7 @@ from sparsekv.planner.bench.decode_bench import (
     check_decode,
 )
 from sparsekv.planner.bench.random_model import BenchModel, HandDecode, describe_named
-from sparsekv.planner.bench.step_attention import fill
+from sparsekv.planner.bench.step_attention import StepAttention, fill
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UnsupportedError, UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.schema import Plan
@@ -78,7 +80,8 @@ def test_a_case_has_a_row_of_attention_and_one_of_tokens_with_the_keys_that_scri
         assert data["replay_ms"] is data["dense_replay_ms"] is None  # nothing is captured on a CPU
         assert data["note"] == "weights are random"
     assert (attention["name"], token["name"]) == (ATTENTION, TOKEN)
-    assert attention["dense_peers_ms"].keys() == {"torch SDPA", "sparsekv dense"}
+    torchs = {"torch SDPA", "torch SDPA, heads of a group as rows"}
+    assert attention["dense_peers_ms"].keys() == {"sparsekv dense", *torchs}
     assert attention["unmodified_ms"] is None
     assert token["dense_peers_ms"].keys() == {UNMODIFIED, OURS}
     assert token["unmodified_ms"] == token["dense_peers_ms"][UNMODIFIED]
@@ -139,6 +142,18 @@ def test_every_length_batch_and_selector_has_its_rows(subject):
     ]
     assert all(row.sparse_ms > 0 for row in rows)
     assert words == f"made by hand: filter layers 0 choose {BUDGET}; 4 sinks, 128 recent"
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_every_dense_kernel_computes_what_the_runtime_computes(window):
+    model = tiny_model() if window is None else tiny_model("mistral", sliding_window=window)
+    layouts = tuple(replace(layout, batch=2) for layout in layouts_of(model))
+    expected, *others = (
+        torch.stack(call()) for call in StepAttention(info_of(model), layouts, LENGTH, "cpu", 1).dense().values()
+    )
+    assert expected.shape == (3, 2, 4, 1, 32)
+    for found in others:
+        torch.testing.assert_close(found, expected)
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -207,7 +222,7 @@ def test_a_token_is_the_difference_of_many_and_one_and_the_last_has_the_length(s
             return 5.0 + 0.002 * tokens
 
     settings, attention = subject.model.generation_config, subject.model.config._attn_implementation
-    run = Timed(subject.model, {"plan": plan}, DecodeBench((LENGTH,), new_tokens=16)).run(way, LENGTH, 2)
+    run = Timed(subject, {"plan": plan}, DecodeBench((LENGTH,), new_tokens=16)).run(way, LENGTH, 2)
     assert run.milliseconds == pytest.approx(2.0)
     assert lengths == [LENGTH - 18, LENGTH - 17, LENGTH]
     assert (run.density is None) == (way == UNMODIFIED)

@@ -84,7 +84,8 @@ def test_generate_gives_the_tokens_of_single_launches_over_several_turns(model, 
             torch.manual_seed(3)
             cache, ids = handle.new_cache(200, batch=2), random_tokens(2, 250).cuda()
             for turn in range(3):
-                ids = model.generate(ids, past_key_values=cache, max_new_tokens=30, **sampling)
+                ones = torch.ones_like(ids)  # or a token that was drawn is taken for padding
+                ids = model.generate(ids, attention_mask=ones, past_key_values=cache, max_new_tokens=30, **sampling)
                 ids = torch.cat((ids, random_tokens(2, 20, turn).cuda()), 1)
             said.append(ids)
         uncaptured()
