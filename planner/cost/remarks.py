@@ -30,7 +30,6 @@ from sparsekv.plans.phases import DecodeBudget, DecodePlan, Offload, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 
-
 _HOURS_ON_A_CPU = 32768
 
 
