@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
 if TYPE_CHECKING:
     import torch
 
+    from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.patterns import Budget, TileShape
     from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.load import LoadedModel
@@ -37,9 +39,9 @@ Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="A model; a 
 PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The plan; by default that in the model's folder.")]
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id or folder; the plan's own model by default."),
+    typer.Option("--model", "-m", metavar="NAME", help="Alias, hub id or folder; the plan's own model by default."),
 ]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1 ...; chosen by default.")]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 ...; chosen by default.")]
 Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"] | None, typer.Option(help="Precision; chosen by default.")
 ]
@@ -51,7 +53,7 @@ AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Go on although the plan was made for another architecture.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of samples and of sampling.")]
-Lengths = Annotated[str | None, typer.Option(metavar="LENGTHS", help="Context lengths, such as 4k,16k,32k.")]
+Lengths = Annotated[str | None, typer.Option(metavar="LIST", help="Context lengths, such as 4k,16k,32k.")]
 Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
 Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")]
 Batch = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once.")]
@@ -110,6 +112,14 @@ def lengths_from(text: str, flag: str) -> tuple[int, ...]:
     if len(set(lengths)) < len(lengths):
         raise UsageError(f"{flag}: expected each length once, found {text!r:.40}")
     return lengths
+
+
+def counts_from(text: str, flag: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, such as 1,4, each once and in the order given."""
+    numbers = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in names_from(text, flag))
+    if not all(1 <= number <= MOST for number in numbers):
+        raise UsageError(f"{flag}: expected whole numbers from 1 to {MOST}, such as 1,4, found {text!r:.40}")
+    return tuple(dict.fromkeys(numbers))
 
 
 def layers_from(text: str, flag: str) -> tuple[int, ...]:
@@ -179,7 +189,12 @@ def settings(device: str | None = None, dtype: str | None = None, backend: str |
 
     flags = {"device": device, "dtype": dtype, "backend": backend}
     found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
-    check_device(found.device)
+    try:
+        check_device(found.device)
+    except UsageError as error:
+        if device is None:
+            error.add_note("the device is that of SPARSEKV_DEVICE; correct or unset it")
+        raise
     return found
 
 
@@ -247,8 +262,14 @@ class Subject:
             )
         return self.plan
 
-    def load(self, device: str | None, dtype: str | None) -> LoadedModel:
+    def load(
+        self, device: str | None, dtype: str | None, check: Callable[[ModelInfo, str], object] | None = None
+    ) -> LoadedModel:
         """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
+
+        Args:
+            check: called with the model's description and the type of the device before weights are downloaded or
+                read, which takes minutes; raises where they are not worth it.
 
         Raises:
             UsageError: there is no such model, or a setting is none of those allowed.
@@ -256,13 +277,23 @@ class Subject:
         asked = settings(device, dtype)
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_model, torch_device
+        from sparsekv.runtime.hf.describe import describe_config
+        from sparsekv.runtime.hf.load import load_config, load_model, torch_device
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        torch_device(asked.device)  # what is wrong with it is not the model
-        try:
+        target = torch_device(asked.device)  # what is wrong with it is not the model
+        if check is not None:
+            with self._saying_whose_model():
+                config = load_config(self.model)
+            check(describe_config(config, resolve_model(self.model).path_or_id), target.type)
+        with self._saying_whose_model():
             return load_model(self.model, device=asked.device, dtype=asked.dtype)
+
+    @contextmanager
+    def _saying_whose_model(self) -> Iterator[None]:
+        try:
+            yield
         except UsageError as error:
             if self.from_plan:
                 error.add_note(f"The plan was made for {self.model}; say where that model is with --model MODEL")

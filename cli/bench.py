@@ -1,4 +1,4 @@
-"""`sparsekv bench`: kernels, and the prefill of a whole model, against the fastest dense kernel of the same process."""
+"""`sparsekv bench`: kernels, and prefill and decode of a whole model, against the fastest dense one of the process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
+    from sparsekv.planner.bench.decode_bench import DecodeRow
     from sparsekv.planner.bench.kernel_bench import KernelRow
     from sparsekv.planner.bench.prefill_bench import PrefillRow
     from sparsekv.planner.bench.timing import DensePeers
 
-app = typer.Typer(help="Time kernels or a model's prefill against the fastest dense kernel.", no_args_is_help=True)
+app = typer.Typer(
+    help="Time kernels, or a model's prefill or decode, against the fastest dense one.", no_args_is_help=True
+)
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}
 _WIDEST = 1024  # heads, their size, layers: as in a plan
 _PREFILL_LENGTHS = {"cuda": "8k,32k", "cpu": "4k"}
+_DECODE_LENGTHS = {"cuda": "8k,32k,128k,512k", "cpu": "8k"}
 
 Lengths = Annotated[
     str | None, typer.Option(metavar="LIST", help="Tokens, such as 8k,32k; by default as fits the device.")
@@ -165,6 +169,88 @@ def prefill(
     _print(rows, title, _PREFILL_COLUMNS, 2, as_json)
 
 
+@app.command("decode")
+def decode(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.")],
+    plan: arguments.PlanFile = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Random weights of the model's shape, made on the device.")
+    ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Cached tokens a row, such as 8k,512k; by default as fits model and device."),
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="LIST", help="Rows decoded at once, such as 1,4.")] = "1",
+    budget: Annotated[
+        str | None, typer.Option(metavar="N", help="Without a plan: tokens that a filter layer chooses; 2k by default.")
+    ] = None,
+    filters: Annotated[
+        str | None, typer.Option(metavar="LAYERS", help="Without a plan: filter layers; three by depth by default.")
+    ] = None,
+    selector: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Without a plan: last, uniform, exponential; last by default.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, max=_WIDEST, metavar="N", help="Queries that uniform and exponential selectors weigh."),
+    ] = None,
+    repeats: Repeats = 3,
+    seed: arguments.Seed = 0,
+    device: arguments.Device = None,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    allow_mismatch: arguments.AllowMismatch = False,
+    as_json: arguments.Json = False,
+) -> None:
+    """Attention of one step, and whole tokens, by a plan and dense, in turn."""
+    given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
+    batches = arguments.counts_from(batch, "--batch")
+    named = arguments.settings(device, dtype, backend).backend
+    by_hand = any(option is not None for option in (budget, filters, selector, window))
+    if by_hand and plan is not None:
+        raise UsageError(
+            "expected --plan, or --budget, --filters, --selector and --window of a plan made by hand, found both; "
+            "choose one"
+        )
+    used = None if by_hand else arguments.Subject.named(model, plan, None).plan
+    if not used and allow_mismatch:
+        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
+    hardware, precision = arguments.device_and_dtype(device, dtype)
+    from sparsekv.planner.bench.decode_bench import RANDOM_NOTE, DecodeBench, bench_decode, check_decode
+    from sparsekv.planner.bench.random_model import BenchModel, HandDecode, describe_named, random_model
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.patterns import tokens
+    from sparsekv.runtime.hf.describe import dtype_name
+
+    hand = HandDecode(
+        tokens(2048) if budget is None else arguments.budget_from(budget, "--budget"),
+        () if filters is None else arguments.layers_from(filters, "--filters"),
+        ("last",) if selector is None else arguments.names_from(selector, "--selector"),
+        window,
+    )
+    info = describe_named(model, random_weights)
+    usual = arguments.lengths_from(_DECODE_LENGTHS[hardware.type], "--lengths")
+    if random_weights:
+        wanted = given or usual
+        info = info.model_copy(update={"context_length": max(*wanted, info.context_length)})
+    else:
+        wanted = given or tuple(n for n in usual if n <= info.context_length) or (info.context_length,)
+    bench = DecodeBench(wanted, batches, repeats, backend=named, seed=seed, allow_mismatch=allow_mismatch)
+    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
+    check_decode(info, plans, bench)
+    if random_weights:
+        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), seed=seed)
+        tell(subject.note)
+    else:
+        loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))
+        subject = BenchModel(loaded.model, loaded.info, model, "loaded")
+    rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
+    if as_json:
+        tell(RANDOM_NOTE)
+    title = f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}"
+    _print(rows, f"{title}\n{RANDOM_NOTE}", _DECODE_COLUMNS, 3, as_json)
+
+
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +291,24 @@ _PREFILL_COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
 }
 
 
+_DECODE_COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
+    "of one": lambda row: row.name,
+    "selector": lambda row: row.selector if row.window == 1 else f"{row.selector} {row.window}",
+    "backend": lambda row: row.backend,
+    "length": lambda row: _tokens(row.length),
+    "batch": lambda row: str(row.batch),
+    "tokens read": lambda row: _number(row.density, ".4f"),
+    "dense ms": lambda row: _number(row.dense_ms, ".3f"),
+    "sparse ms": lambda row: _number(row.sparse_ms, ".3f"),
+    "speedup": lambda row: _number(row.speedup, ".2f"),
+    "GB/s": lambda row: _number(row.gbytes_per_second, ".4g"),
+    "dense": lambda row: _number(row.dense_gbytes_per_second, ".4g"),
+    "unmodified ms": lambda row: _number(row.unmodified_ms, ".3f"),
+    "replay ms": lambda row: _number(row.replay_ms, ".3f"),
+    "dense replay": lambda row: _number(row.dense_replay_ms, ".3f"),
+}
+
+
 def _print(
     rows: Sequence[Any], title: str, shown: Mapping[str, Callable[[Any], str]], left: int, as_json: bool
 ) -> None:
@@ -225,13 +329,13 @@ def _print(
         raise typer.Exit(1)
 
 
-def _dense_lines(rows: Sequence[KernelRow | PrefillRow]) -> Iterator[str]:
+def _dense_lines(rows: Sequence[KernelRow | PrefillRow | DecodeRow]) -> Iterator[str]:
     """Every dense kernel, once a length; ratios are against the first named."""
-    seen: dict[int, DensePeers] = {row.length: row.dense_peers for row in rows if row.dense_peers}
-    for length, peers in seen.items():
+    seen: dict[str, DensePeers] = {row.dense_case: row.dense_peers for row in rows if row.dense_peers}
+    for case, peers in seen.items():
         timed = sorted(peers.timed_ms.items(), key=lambda item: item[1])
         named = [f"{name} {ms:.3f} ms" for name, ms in timed]
-        yield f"dense at {_tokens(length)}: {', '.join(named) or 'none ran'}"
+        yield f"dense at {case}: {', '.join(named) or 'none ran'}"
         for name, why in peers.refused.items():
             yield f"  not {name}: {why}"
 

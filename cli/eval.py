@@ -12,6 +12,7 @@ from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.eval_results import EvalResult
+    from sparsekv.plans.model import ModelInfo
 
 
 def evaluate(
@@ -20,7 +21,7 @@ def evaluate(
     plan: arguments.PlanFile = None,
     model: arguments.Model = None,
     tasks: arguments.Tasks = None,
-    length: Annotated[str, typer.Option(metavar="LENGTH", help="Most tokens of a prompt and its answer.")] = "4k",
+    length: Annotated[str, typer.Option(metavar="TOKENS", help="Most tokens of a prompt and its answer.")] = "4k",
     samples: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
     seed: arguments.Seed = 0,
@@ -55,12 +56,12 @@ def evaluate(
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    loaded = subject.load(device, dtype)
-    if lengths[0] > loaded.info.context_length:
-        raise PromptError(
-            f"expected a length within the model's context of {loaded.info.context_length} tokens, found {lengths[0]}; "
-            "give a shorter --length"
-        )
+    def check(info: ModelInfo, _: str) -> None:
+        _check_length(lengths[0], info.context_length)
+        if subject.plan:
+            check_model(subject.plan, info, allow_mismatch)
+
+    loaded = subject.load(device, dtype, check)
     differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
     modes: dict[str, Mode] = {}
     if subject.plan is not None:
@@ -71,6 +72,13 @@ def evaluate(
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
         emit(_text(result, samples, has_plan))
+
+
+def _check_length(length: int, context: int) -> None:
+    if length > context:
+        raise PromptError(
+            f"expected a length within the model's context of {context} tokens, found {length}; give a shorter --length"
+        )
 
 
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:

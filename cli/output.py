@@ -210,7 +210,7 @@ def _meaning(error: BaseException, command: str, notes: list[str]) -> tuple[str,
     if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
         return kind, f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype", FAILED
     notes.append(f"run `sparsekv --debug {command} ...` for the traceback")
-    return kind, f"unexpected {kind}: {(str(error).splitlines() or [''])[0]}", FAILED
+    return kind, f"unexpected {kind}: {(str(error).splitlines() or [''])[0]:.300}", FAILED
 
 
 def show_warning(

@@ -123,7 +123,7 @@ def plan(
     # Imports torch, which takes seconds: what is wrong with the options was said by now.
     from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.plan import compile_files, compile_plan
+    from sparsekv.planner.plan import check_plannable, compile_files, compile_plan
     from sparsekv.planner.profile.profile_data import Profile, for_profile
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.files import write_plan
@@ -131,13 +131,15 @@ def plan(
     profiled = read_measured(Profile, profile) if profile else None
     measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:
-        for_profile(wanted, profiled)  # says what is not in it before a model is loaded
+        for_profile(wanted, profiled)  # says what is not in it before a model is looked for
     with files.telling_what_is_saved():
         outputs = {"profile_out": profile_out, "cost_out": cost_out}
         if profiled and measured and no_verify:
             result = compile_files(model, wanted, profiled, measured, **outputs)
         else:
-            loaded = arguments.Subject(model).load(device, dtype)
+            loaded = arguments.Subject(model).load(
+                device, dtype, lambda info, hardware: check_plannable(info, wanted, hardware, profiled, measured)
+            )
             result = compile_plan(
                 loaded,
                 wanted,
@@ -296,7 +298,7 @@ def _check_replaceable(path: Path, flag: str, kind: str) -> None:
     """
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD)
+            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf")
         if head.startswith(b"\x1f\x8b"):
             head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
     except FileNotFoundError:

@@ -82,10 +82,11 @@ def run(
     if text is None and (as_json or compare):
         raise UsageError("expected a prompt beside --json or --compare, found none; give --prompt or --prompt-file")
     from sparsekv.cli.chat import Session
+    from sparsekv.plans.schema import check_model
     from sparsekv.runtime.hf.generate import Sampling
 
     session = Session(
-        loaded=subject.load(device, dtype),
+        loaded=subject.load(device, dtype, lambda info, _: used and check_model(used, info, allow_mismatch)),
         plan=used,
         prefill=not dense_prefill,
         decode=not dense_decode,

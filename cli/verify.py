@@ -21,7 +21,7 @@ def verify(
     plan: arguments.PlanFile = None,
     model: arguments.Model = None,
     lengths: Annotated[
-        str | None, typer.Option(metavar="LENGTHS", help="Such as 4k,16k; the plan's own by default.")
+        str | None, typer.Option(metavar="LIST", help="Such as 4k,16k; the plan's own by default.")
     ] = None,
     tasks: arguments.Tasks = None,
     samples: arguments.HeldOut = None,
@@ -60,7 +60,11 @@ def verify(
     from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
-    loaded = subject.load(device, dtype)
+    def check(info: ModelInfo, hardware: str) -> None:
+        check_model(found, info, allow_mismatch)
+        asked.settled(info.context_length, hardware)
+
+    loaded = subject.load(device, dtype, check)
     differs = check_model(found, loaded.info, allow_mismatch)
     if write:
         _check_same_model(found, loaded.info, differs)

@@ -302,6 +302,7 @@ class Fallback:
     def __init__(self, backend: str) -> None:
         self.backend = backend  # that the next call runs on
         self.failed: dict[str, str] = {}  # backends that are not tried again, and why
+        self.decode_failed = ""  # why decode is computed by torch; empty where nothing failed
         self.builder_failed = ""  # why indices are no longer built by Triton; empty where nothing failed
 
     def run(self, call: Callable[[str], Found], q_BHSD: torch.Tensor, tile: TileShape | None = None) -> Found:
@@ -350,6 +351,33 @@ class Fallback:
                 stacklevel=3,
             )
         return call("torch")
+
+    def decode(self, call: Callable[[str], Found], backend: str, device: torch.device) -> Found:
+        """`call(backend)`: a decode step of a layer, or by torch operations once that has failed.
+
+        Raises:
+            Exception: what the backend raised, when the input is at fault, torch computed it, or the device works no
+                more.
+        """
+        if self.decode_failed:
+            return call("reference")
+        try:
+            return call(backend)
+        except Exception as error:
+            if (
+                _of_input(error)
+                or isinstance(error, torch.OutOfMemoryError)
+                or backend in ("cpu", "reference")
+                or not _alive(device)
+            ):
+                raise
+            self.decode_failed = _summary(error)
+            warnings.warn(
+                f"decode by Triton failed ({self.decode_failed}); torch computes it from here on, which is slower",
+                BackendWarning,
+                stacklevel=3,
+            )
+        return call("reference")
 
     def _replace(self, error: Exception, fallback: str) -> None:
         self.failed[self.backend] = _summary(error)

@@ -37,7 +37,7 @@ def for_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
     _side_by_side(work, items, threads)
 
 
-def spread(work: Callable[[Item], None], items: Sequence[Item], *, elements: int) -> None:
+def spread(work: Callable[[Item], None], items: Sequence[Item], *, elements: int, device: torch.device) -> None:
     """`work` on every item, one thread each: the caller's where all of it is small, else as many as pay.
 
     For the layers of a decode step, of which there are many and each short. On a busy machine an operation that all
@@ -45,12 +45,13 @@ def spread(work: Callable[[Item], None], items: Sequence[Item], *, elements: int
 
     Args:
         elements: that all items together read from memory, or as much work.
+        device: where they lie. What goes to a GPU stays on the caller's thread, and so on its stream.
 
     Raises:
         Whatever `work` raises, of the first item for which it does.
     """
     threads = min(torch.get_num_threads(), len(items), elements // THREAD_ELEMENTS)
-    if threads > 1:
+    if threads > 1 and device.type == "cpu":
         _side_by_side(work, items, threads)
         return
     with one_thread():

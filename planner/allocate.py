@@ -32,7 +32,8 @@ TOLERANCE = 1.1
 
 
 def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> PrefillPlan:
-    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last.
+    """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last (dense where that
+    would not pay all the way up to the model's context).
 
     The density over the sparse heads of each bucket is at most its target. Heads, layers, and lengths between the
     profiled ones that dense is predicted to compute faster go dense, unless `options.crossover` is off.
@@ -57,6 +58,8 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
         above = buckets[-1].up_to if buckets else None
         buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
+    if not (buckets[-1].dense or work[-1].pays_up_to(profile.model.context_length, choices[-1])):
+        last = PrefillBucket(up_to=None, dense=True)
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
@@ -151,6 +154,13 @@ class _Length:
         below = None if self._savings is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
         dense = [PrefillBucket(up_to=below, dense=True)] if below else []
         return [*dense, PrefillBucket(up_to=length, heads=groups)]
+
+    def pays_up_to(self, longest: int, choice: Choice) -> bool:
+        """Whether the choice pays at longer lengths too, or is to hold whether it pays or not."""
+        length = self._entry.length
+        if self._savings is None or longest <= length:
+            return True
+        return longest_losing(lambda n: self._pays_at(choice, n), longest + 1, length) is None
 
     def _pays_at(self, choice: Choice, length: int) -> bool:
         times = layer_times(self._cost, self._tables, choice, self._tile, length)

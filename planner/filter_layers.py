@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import decode_share, step_us
+from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import Profile, Reuse
 from sparsekv.plans.errors import UsageError
@@ -94,7 +94,7 @@ class _Chooser:
 
     def __init__(self, profile: Profile, cost: DeviceCost, options: PlanOptions) -> None:
         model = profile.model
-        self._cost, self._options, self._layers = cost, options, model.layers
+        self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
         reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
         self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
@@ -118,7 +118,7 @@ class _Chooser:
         return min(found, key=lambda one: self._spent(*one))
 
     def buckets(self, segments: tuple[Segment, ...], sparse: Sequence[bool]) -> tuple[DecodeBucket, ...]:
-        """Ascending, equal neighbours as one, the last open-ended."""
+        """Ascending, equal neighbours as one, the last open-ended: dense where the context would outgrow the gain."""
         buckets: list[DecodeBucket] = []
         for one, is_sparse in zip(self._lengths, sparse, strict=True):
             above = (buckets[-1].up_to or 0) if buckets else 0
@@ -126,7 +126,11 @@ class _Chooser:
             buckets += [DecodeBucket(up_to=below, dense=True)] if below else []
             buckets += [DecodeBucket(up_to=one.length, segments=segments)] if is_sparse else []
         differing = [bucket for bucket, after in pairwise(buckets) if bucket.segments != after.segments]
-        return (*differing, buckets[-1].model_copy(update={"up_to": None}))
+        last = buckets[-1]
+        # Beyond the longest length budgets no longer grow, and times are linear: the far end tells of all between.
+        if last.segments and self._options.crossover and not self._pays(segments, self._model.context_length):
+            return (*differing, last, DecodeBucket(up_to=None, dense=True))
+        return (*differing, last.model_copy(update={"up_to": None}))
 
     def _where_it_pays(
         self, assignment: Sequence[FilterSegment], allowed: Sequence[int]
@@ -139,8 +143,8 @@ class _Chooser:
         return (segments, paying) if any(paying) else ((), paying)
 
     def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
-        step = step_us(segments, self._cost, length, self._layers)
-        return step is not None and pays(step, self._layers * self._cost.decode_dense.us(length))
+        step = step_us(segments, self._cost, length, self._model)
+        return step is not None and pays(step, dense_step_us(self._cost, length, self._model))
 
     def _crossing(self, segments: tuple[Segment, ...], length: int, above: int) -> int | None:
         if not self._options.crossover:
@@ -151,9 +155,9 @@ class _Chooser:
         """Of a step relative to dense, summed over the lengths."""
         total = 0.0
         for one, is_sparse in zip(self._lengths, sparse, strict=True):
-            used, dense_us = segments if is_sparse else (), self._layers * self._cost.decode_dense.us(one.length)
-            step = step_us(used, self._cost, one.length, self._layers) if self._options.crossover else None
-            share = decode_share(used, one.length, self._layers)
+            used, dense_us = segments if is_sparse else (), dense_step_us(self._cost, one.length, self._model)
+            step = step_us(used, self._cost, one.length, self._model) if self._options.crossover else None
+            share = decode_share(used, one.length, self._model)
             total += share if step is None else step / max(dense_us, 1e-9)
         return total
 
@@ -161,11 +165,15 @@ class _Chooser:
         """Over the lengths from the `first` on."""
         options, cost, length = self._options, self._cost, self._longest
         attended = min(length, options.decode_sink + options.decode_budget.resolve(length) + options.decode_recent)
+        groups = self._model.by_layer
+        visible = [visible_tokens(groups[layer], length) for layer in range(len(groups))]
         # Without a crossover the file is to be sparse whatever this device makes of it: tokens stand in for time.
-        us = (float(length), float(attended), 1.0)
+        dense_us, sparse_us, choose_us = list(map(float, visible)), float(attended), 1.0
         if options.crossover:
-            us = (cost.decode_dense.us(length), cost.decode_sparse.us(attended), cost.decode_choose.us(length))
-        dense_ns, sparse_ns, choose_ns = (np.full(self._layers, round(price * 1e3)) for price in us)
+            dense_us = [cost.decode_dense.us(seen) for seen in visible]
+            sparse_us, choose_us = cost.decode_sparse.us(attended), cost.decode_choose.us(length)
+        dense_ns = np.array([round(us * 1e3) for us in dense_us])
+        sparse_ns, choose_ns = (np.full(len(groups), round(us * 1e3)) for us in (sparse_us, choose_us))
         loss = np.max([one.loss for one in self._lengths[first:]], 0)
         return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.decode_loss)
 

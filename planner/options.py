@@ -45,7 +45,9 @@ TASKS = (*RETRIEVAL_TASKS, "perplexity")
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
+# Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+_APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
 _MACHINE = ("backend", "device", "dtype")
@@ -303,8 +305,15 @@ def too_low(target: float, length: int, least: float) -> UsageError:
 
 
 def _default_lengths(context_length: int, device_type: str) -> tuple[int, ...]:
-    fitting = tuple(length for length in _LENGTHS.get(device_type, _LENGTHS["cpu"]) if length <= context_length)
-    return fitting or (context_length,)
+    usual = _LENGTHS.get(device_type, _LENGTHS["cpu"])
+    longest = min(context_length, usual[-1])
+    return (*(length for length in usual if length <= _APART * longest), longest)
+
+
+def lengths_up_to(context_length: int, planned: Sequence[int]) -> tuple[int, ...]:
+    """The lengths that plan a context to its end: those planned, the usual ones beyond them, and its own."""
+    usual = (length for length in _LENGTHS["cuda"] if planned[-1] < length <= _APART * context_length)
+    return (*planned, *usual, context_length)
 
 
 def _check(options: PlanOptions) -> None:

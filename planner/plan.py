@@ -135,6 +135,21 @@ def compile_plan(
     return PlanResult(plan, time.monotonic() - started, attempts, remarks)
 
 
+def check_plannable(
+    model: ModelInfo, options: PlanOptions, device_type: str, profile_in: Profile | None, cost_in: DeviceCost | None
+) -> None:
+    """Finds out what `compile_plan` refuses of a model from its description alone, before its weights are read.
+
+    Raises:
+        PlanMismatchError, UsageError: see `compile_plan`.
+    """
+    own = profile_in
+    if profile_in is not None:
+        check_model(profile_in, model, weights=False)
+        options, own = for_profile(options, profile_in)
+    _check(model, options.settled(model.context_length, device_type), own, cost_in, None)
+
+
 def compile_files(
     name: str,
     options: PlanOptions,

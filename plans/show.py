@@ -19,6 +19,9 @@ from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
+_PICTURE = """\
+oldest  SSSS..C....CC........C...C.....C..RRRRRRRR  newest     what the layers of a segment attend to:
+        S sinks   C chosen by their filter layer among all between   R recent   . skipped in this step"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,8 @@ def _patterns(title: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -
 
 def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text("\nDecode; lengths are cached tokens", style="bold")
+    if decode.sparse_layers:
+        yield Text(_PICTURE)
     for position, bucket in enumerate(decode.lengths):
         title = reach(decode.lengths, position)
         yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
@@ -251,7 +256,7 @@ def _quality(quality: Quality) -> Table:
 
 def _cost(cost: Cost) -> Table:
     numbers = ("Length", "Dense", "Sparse", "Speedup", "Density")
-    title = f"\nPredicted attention time on {cost.device}, {cost.backend}"
+    title = f"\nPredicted time of attention alone on {cost.device}, {cost.backend}"
     table = _table(title, "Length", "Phase", *numbers[1:], numbers=numbers)
     for entry in cost.lengths:
         for phase, estimate in (("prefill", entry.prefill), ("decode step", entry.decode)):

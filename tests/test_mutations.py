@@ -10,7 +10,9 @@ import io
 import json
 import os
 import random
+import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,9 @@ from sparsekv.planner.cost.device_cost import DeviceCost, Line, Timing
 from sparsekv.planner.data_files import record_of
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_files
-from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.plans.errors import PlanMismatchError
+from sparsekv.planner.profile.profile_data import SCORES, Profile, TokenChoice
+from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, length_means
+from sparsekv.plans.errors import PlanError, PlanMismatchError, PlanWarning
 from sparsekv.plans.files import dump_plan, parse_plan, plan_of, sign
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.schema import check_model, to_data, unsupported
@@ -134,6 +137,50 @@ def use_profile(data: Any) -> None:
     recompile(profile, _cost(), wanted)
 
 
+def _records() -> list[Any]:
+    """What an interrupted run of `_profile(0)`, first length, had measured of each layer."""
+    profile = _profile(0)
+    entry = profile.lengths[0]
+    assert entry.reuse is not None
+    kept = [[[table[scores.layer] for table in tables] for tables in entry.reuse.kept] for scores in entry.layers]
+    return [
+        LayerRecord(
+            **{name: getattr(scores, name) for name in ("layer", *SCORES)},
+            length=entry.length,
+            sample=0,
+            patterns=tuple(tuple(entry.patterns[at] for at in row) for row in scores.patterns),
+            importance=0.5,
+            kept=kept[number],
+        ).model_dump(mode="json")
+        for number, scores in enumerate(entry.layers)
+    ]
+
+
+RECORDS = Mutations(_records())
+
+
+def use_records(data: Any) -> None:
+    """A partial profile with these records: what fits is taken up, and makes a profile."""
+    profile = _profile(0)
+    entry = profile.lengths[0]
+    assert entry.reuse is not None
+    choice = TokenChoice(**{name: getattr(entry.reuse, name) for name in TokenChoice.model_fields})
+    shape = RunShape(profile.model, {entry.length: 1}, {entry.length: entry.candidates}, choice)
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        path = Path(folder) / "partial"
+        Records(path, {}, shape)
+        with path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in data)
+        records = Records(path, {}, shape)
+        assert Records(path, {}, shape)  # of what is left of it
+    keys = [(entry.length, 0, layer) for layer in range(profile.model.layers)]
+    if not all(key in records for key in keys):
+        raise PlanError("records were dropped")
+    means = length_means(entry.length, [1], entry.candidates, choice, [[records[key]] for key in keys])
+    made_up_profile(means, model=profile.model)
+
+
 def use_cost(data: Any) -> None:
     cost = record_of(DeviceCost, data, PATH)
     draw = random.Random(json.dumps(data))
@@ -147,6 +194,7 @@ KINDS = {
     "plan text": (PLANS, use_plan_text, 100),
     "profile": (PROFILES, use_profile, 250),
     "cost": (COSTS, use_cost, 200),
+    "records": (RECORDS, use_records, 200),
 }
 
 

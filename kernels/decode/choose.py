@@ -27,6 +27,7 @@ def choose(
     most: int,
     sink: int,
     recent: int,
+    backend: str,
 ) -> torch.Tensor:
     """The `counts_B[b]` best tokens among [sink, length - recent) of every row that is scored.
 
@@ -39,18 +40,20 @@ def choose(
         counts_B: int32, how many to choose: no more than there are. Rows that are not scored hold anything.
         capacity: most tokens that a row can have.
         most: length of the lists.
+        backend: of the attention; "reference" asks the device.
 
     Returns:
         int32 [B, g, most]: ascending positions, the rest NO_TOKEN.
     """
-    if scores_gT.is_cuda:
+    if scores_gT.is_cuda and backend != "reference":
         from sparsekv.kernels.decode.radix import choose as choose_by_radix
 
         return choose_by_radix(
             scores_gT, scoring.starts_B, lengths_B, counts_B, capacity=capacity, most=most, sink=sink, recent=recent
         )
     with one_thread():
-        chosen_BgN = torch.full((lengths_B.shape[0], scoring.lists, most), NO_TOKEN, dtype=torch.int32)
+        shape, device = (lengths_B.shape[0], scoring.lists, most), scores_gT.device
+        chosen_BgN = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=device)
     rows = zip(scoring.starts_B.tolist(), lengths_B.tolist(), counts_B.tolist(), strict=True)
     choices = [
         (chosen_BgN[b, g, :count], scores_gT[g, start + sink : start + length - recent])
@@ -63,5 +66,5 @@ def choose(
         chosen_N, free_S = choice
         chosen_N.copy_(best_ascending(free_S, len(chosen_N)) + sink)
 
-    spread(fill, choices, elements=_READS * sum(len(free_S) for _, free_S in choices))
+    spread(fill, choices, elements=_READS * sum(len(free_S) for _, free_S in choices), device=device)
     return chosen_BgN

@@ -54,8 +54,7 @@ def decode(
             for g, (tokens, count) in enumerate(_attended(keys, selection, window, b, length))
             if count
         ]
-    # On a GPU, launches stay on the stream of the caller.
-    spread(call.attend, heads, elements=0 if q_BHQD.is_cuda else 2 * D * sum(head.count for head in heads))
+    spread(call.attend, heads, elements=2 * D * sum(head.count for head in heads), device=q_BHQD.device)
     out_BHQD = out_BGND.view(B, H, 1, D).to(q_BHQD.dtype)
     lse_BHQ = lse_BGN.view(B, H, 1) if want_lse else None
     if scoring is None or scores_GT is None or scoring.lists == G:
@@ -138,5 +137,5 @@ def _best_of_heads(scores_GT: torch.Tensor, starts: list[int], lengths: list[int
     def reduce(row: slice) -> None:
         torch.amax(scores_GT[:, row], 0, out=best_1T[0, row])
 
-    spread(reduce, rows, elements=0 if scores_GT.is_cuda else scores_GT.shape[0] * sum(lengths))
+    spread(reduce, rows, elements=scores_GT.shape[0] * sum(lengths), device=scores_GT.device)
     return best_1T

@@ -64,7 +64,7 @@ def decode(
     check_row_strides(keys.k, keys.v)
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
-    launch = launch or launch_for(device, B * G, keys.capacity, q_BHQD.dtype, scoring is not None)
+    launch = launch or launch_for(device, B * G, q_BHQD.dtype)
     part_BHPD = torch.empty((B, H, launch.splits, D), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD)
@@ -128,16 +128,15 @@ def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: 
     return logits_HT, scoring.starts_B, logits_HT.stride(0)
 
 
-def launch_for(device: torch.device, rows: int, capacity: int, dtype: torch.dtype, scored: bool = False) -> Launch:
-    """What suits the GPU, over all tokens as over selected ones. `rows` are pairs of a batch row and a KV head.
+def launch_for(device: torch.device, rows: int, dtype: torch.dtype) -> Launch:
+    """What suits the GPU; `rows` are pairs of a batch row and a KV head.
 
-    As many programs as an H200 has resident at once, four on a multiprocessor and three of those that write logits:
-    one more would be a wave of its own.
+    Four programs are resident on a multiprocessor of an H200: one more would be a wave of its own. Over all tokens or
+    selected ones, with scores or without, at every capacity the launch is the same, and so is rounding: tokens depend
+    on no more than what is attended to.
     """
     block_n, stages = (32, 1) if dtype == torch.float32 else (64, 2)
-    resident, warps = (3, 4) if scored else (4, 2)
-    splits = min(_MOST_SPLITS, triton.cdiv(capacity, block_n), resident * _multiprocessors(device) // rows)
-    return Launch(max(1, splits), block_n, warps, stages)
+    return Launch(max(1, min(_MOST_SPLITS, 4 * _multiprocessors(device) // rows)), block_n, 2, stages)
 
 
 def _multiprocessors(device: torch.device) -> int:

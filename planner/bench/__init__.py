@@ -1,1 +1,1 @@
-"""`sparsekv bench`: kernels and prefill beside the fastest dense kernel of the same process."""
+"""`sparsekv bench`: kernels, prefill and decode beside the fastest dense kernel of the same process."""

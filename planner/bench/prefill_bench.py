@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from sparsekv.planner.bench.timing import (
     fastest_that_runs,
     flash_attn_4,
     free_memory,
-    in_short,
+    repeat_in_turn,
     try_each,
     wait_for,
 )
@@ -296,16 +296,20 @@ def _row(blank: PrefillRow, runs: PrefillRuns) -> PrefillRow:
     ids_1S = torch.randint(1, runs.model.config.vocab_size, (1, blank.length), generator=random).to(runs.model.device)
     sparse, failed = try_each([SPARSE], lambda way: [runs.warmed(way, ids_1S)])
     dense, refused = _try_dense(runs, ids_1S)
+
+    def again(way: str) -> Run:
+        return runs.run(way, ids_1S)
+
     notes = [blank.note, *(f"sparse: {why}" for why in failed.values())]
     if bench.dense_layers is None:
         least = min((found[0].milliseconds for found in dense.values()), default=0.0)
         near = {way: found for way, found in dense.items() if found[0].milliseconds <= _OUT_OF_REACH * least}
-        notes.append(_repeat(runs, near | sparse, ids_1S, bench.repeats))
+        notes.append(repeat_in_turn(near | sparse, again, bench.repeats))
     else:
         copies = ", without the copies of layers in host memory"
         notes.append(f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once")
         notes[-1] += copies if 0 < (bench.kv_host_layers or 0) < blank.layers else ""
-        notes.append(_repeat(runs, sparse, ids_1S, bench.repeats))
+        notes.append(repeat_in_turn(sparse, again, bench.repeats))
     timed_ms = {way: statistics.median(run.milliseconds for run in found) for way, found in dense.items()}
     row = replace(blank, dense_peers=(peers := DensePeers(blank.length, timed_ms, refused)))
     if peers.fastest:
@@ -333,20 +337,6 @@ def _try_dense(runs: PrefillRuns, ids_1S: torch.Tensor) -> tuple[dict[str, list[
     on_part, failed = try_each(runs.dense, lambda way: runs.multiplied(way, part_1S, 1).milliseconds)
     tried, refused = fastest_that_runs(on_part, ids_1S.shape[1], whole)
     return tried, failed | refused
-
-
-def _repeat(runs: PrefillRuns, turns: Mapping[str, list[Run]], ids_1S: torch.Tensor, repeats: int) -> str:
-    """The other repeats, appended to the first runs, every other round backwards.
-
-    What fails ends the repeats, as the others would no longer be timed in turn with it; returns what there is to say.
-    """
-    for number in range(1, repeats):
-        for way in list(turns)[:: -1 if number % 2 else 1]:
-            try:
-                turns[way].append(runs.run(way, ids_1S))
-            except Exception as error:
-                return f"repeat {number + 1} failed, and the ones before it are shown: {in_short(error)}"
-    return ""
 
 
 def _with_sparse(row: PrefillRow, runs: PrefillRuns, found: list[Run], notes: list[str]) -> PrefillRow:

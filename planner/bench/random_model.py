@@ -1,5 +1,5 @@
-"""The model that a prefill is timed on, loaded or of a known shape with random weights made on the device itself, and a
-plan at stated densities for a model that has none.
+"""The model that is timed, loaded or of a known shape with random weights made on the device itself, and plans at
+stated densities or budgets for a model that has none.
 
 Public shapes are facts from the models' own cards and configs, for where not even their config can be had. Rope bases
 are among them, though no time depends on them.
@@ -8,21 +8,30 @@ are among them, though no time depends on them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparsekv.planner.bench.structure import diffuse_pattern
+from sparsekv.planner.options import SELECTORS, Selector
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Pattern, TileShape
-from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.patterns import Budget, Pattern, TileShape, tokens
+from sparsekv.plans.phases import (
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    HeadGroup,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+)
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.describe import check_supported, describe_model
+from sparsekv.plans.types import MAX_ID, format_ids, format_length
+from sparsekv.runtime.hf.describe import check_supported, describe_config, describe_model
 from sparsekv.runtime.hf.load import load_config
 
 _SIZES = (
@@ -72,7 +81,7 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model in evaluation mode on its device; no tokenizer is needed to time a prefill."""
+    """A model in evaluation mode on its device; no tokenizer is needed to time it."""
 
     model: PreTrainedModel
     info: ModelInfo
@@ -119,6 +128,15 @@ def random_model(
         torch.manual_seed(seed)
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
     return BenchModel(model, describe_model(model, _short(name)), _short(name), "random", "; ".join(notes))
+
+
+def describe_named(name: str, random_weights: bool) -> ModelInfo:
+    """What is known of a model before its weights are loaded or made.
+
+    Raises:
+        UsageError, UnsupportedError: as loading it, or `random_model`, would.
+    """
+    return describe_config(_config_of(name, PUBLIC_SHAPES)[0] if random_weights else load_config(name), _short(name))
 
 
 def _config_of(name: str, shapes: Mapping[str, dict[str, Any]]) -> tuple[Any, list[str]]:
@@ -179,3 +197,91 @@ def _groups(info: ModelInfo, patterns: Sequence[Pattern]) -> tuple[HeadGroup, ..
         for number, pattern in enumerate(patterns)
         if number < group.heads
     )
+
+
+_SINK, _RECENT = 4, 128
+
+
+@dataclass(frozen=True, slots=True)
+class HandDecode:
+    """Decode plans made by hand, for every length, that differ in their selectors alone.
+
+    Attributes:
+        budget: tokens that a filter layer chooses.
+        filters: the filter layers, each of which chooses for all layers up to the next; empty for three by depth.
+        selectors: how the last queries weigh in the choice; a plan each.
+        window: how many queries all selectors but `last` weigh.
+    """
+
+    budget: Budget = field(default_factory=lambda: tokens(2048))
+    filters: tuple[int, ...] = ()
+    selectors: tuple[str, ...] = ("last",)
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.selectors if name not in SELECTORS]
+        if unknown or not self.selectors:
+            raise UsageError(f"expected selectors of {', '.join(SELECTORS)}, found {(unknown or ['none'])[0]!r:.40}")
+        windowed = [name for name in self.selectors if name != "last"]
+        if windowed and self.window is None:
+            raise UsageError(f"expected --window N beside the selector {windowed[0]}, found none; add --window 16")
+        if self.window is not None and not windowed:
+            raise UsageError("expected --window beside the selector uniform or exponential, found last alone")
+        if self.window is not None and not 1 <= self.window <= MAX_ID + 1:
+            raise UsageError(f"expected a window of 1 to {MAX_ID + 1} queries, found {self.window}")
+
+    def plans(self, info: ModelInfo, longest: int) -> tuple[dict[str, Plan], str]:
+        """By selector; and in words.
+
+        Args:
+            longest: tokens of the longest context, of which a budget that is a share is taken.
+
+        Raises:
+            UsageError: a filter layer is none of the model's layers with full attention, or chooses for no layer.
+        """
+        filters = self.filters or _by_depth(info.full_layers)
+        segments = _followers(info.full_layers, filters)
+        idle = [layer for layer in filters if not segments[layer]]
+        if idle or not filters:
+            raise UsageError(
+                "expected filter layers with full attention, each with other such layers before the next one to choose "
+                f"for (layers {format_ids(info.full_layers) or 'none'} of this model have it), found "
+                f"{format_ids(idle) or 'none'}; choose others with --filters"
+            )
+        at_most = None if self.budget.fraction is None else self.budget.resolve(longest)
+        budget = DecodeBudget(tokens=self.budget.tokens, fraction=self.budget.fraction, at_most=at_most)
+        plans: dict[str, Plan] = {}
+        for selector in cast(tuple[Selector, ...], self.selectors):
+            window = (self.window or 1) if selector != "last" else 1
+            rows = tuple(
+                Segment(
+                    filter=layer,
+                    layers=layers,
+                    budget=budget,
+                    sink=_SINK,
+                    recent=_RECENT,
+                    selector=selector,
+                    window=window,
+                )
+                for layer, layers in segments.items()
+            )
+            decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=rows),))
+            plans[selector] = Plan(status="unverified", model=info, decode=decode)
+        words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {_SINK} sinks, {_RECENT} recent"
+        return plans, words
+
+
+def _by_depth(full: Sequence[int]) -> tuple[int, ...]:
+    """Layers 2, 8 and 18 of 32, and where that is in other models: near the filter layers of published plans."""
+    count = len(full)
+    at = [number for number in (2, max(4, count // 4), max(6, count * 9 // 16)) if number <= count - 2]
+    return tuple(full[number] for number in at or [count - 2] if number >= 0)
+
+
+def _followers(full: Sequence[int], filters: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each filter layer the layers between it and the next; none where it has no full attention itself."""
+    ends = (*filters[1:], MAX_ID + 1)
+    return {
+        layer: tuple(other for other in full if layer < other < end) if layer in full else ()
+        for layer, end in zip(filters, ends, strict=False)  # no end is needed where there are no filters
+    }

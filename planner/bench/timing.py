@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.prefill.flash.call import ignore_argument_warnings
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.types import format_length
 
 Call = Callable[[], object]
 
@@ -72,6 +73,36 @@ def _event_ms(call: Call) -> float:
     stop.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(stop))
+
+
+def replayed(call: Call, device: torch.device) -> Call:
+    """On a CUDA GPU the call as a graph, captured when it is first called; elsewhere the call itself.
+
+    The call gives all its work to the current stream, and asks the device for nothing.
+    """
+    return _Replayed(call, device) if device.type == "cuda" else call
+
+
+class _Replayed:
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self._call = call
+        self._device = device
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        with torch.cuda.device(self._device):
+            self._graph = self._graph or self._captured()
+            self._graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._call()  # what is compiled and allocated once
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, stream=stream):
+            self._call()
+        return graph
 
 
 def wait_for(device: torch.device) -> None:
@@ -141,8 +172,22 @@ def fastest_that_runs(
     return {}, refused
 
 
+def repeat_in_turn(turns: Mapping[str, list[Found]], run: Callable[[str], Found], repeats: int) -> str:
+    """The other repeats, appended to the first runs, every other round backwards.
+
+    What fails ends the repeats, as the others would no longer be timed in turn with it; returns what there is to say.
+    """
+    for number in range(1, repeats):
+        for name in list(turns)[:: -1 if number % 2 else 1]:
+            try:
+                turns[name].append(run(name))
+            except Exception as error:
+                return f"repeat {number + 1} failed, and the ones before it are shown: {in_short(error)}"
+    return ""
+
+
 FLASH_ATTN = "flash-attn-4"
-_KERNELS = {
+TORCH_KERNELS = {
     "torch flash": SDPBackend.FLASH_ATTENTION,
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -193,6 +238,11 @@ class BenchRow:
         """How many times faster than the fastest way to run dense."""
         return self.dense_ms / self.sparse_ms if self.dense_ms is not None and self.sparse_ms else None
 
+    @property
+    def dense_case(self) -> str:
+        """What the dense peers were timed on."""
+        return format_length(self.length)
+
     def with_keys(self, *own: str) -> dict[str, Any]:
         """As JSON data, with these attributes of a bench's own; the first nine keys are relied on."""
         relied_on = ("name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device")
@@ -212,7 +262,7 @@ def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor
     """
     if q_BHSD.is_cuda:
         calls: dict[str, Call] = {
-            name: partial(_torch_kernel, kernel, q_BHSD, k_BGSD, v_BGSD) for name, kernel in _KERNELS.items()
+            name: partial(torch_kernel, kernel, q_BHSD, k_BGSD, v_BGSD) for name, kernel in TORCH_KERNELS.items()
         }
         return calls | {FLASH_ATTN: partial(flash_attn_4, q_BHSD, k_BGSD, v_BGSD)}
     chunk, scale = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2]), q_BHSD.shape[-1] ** -0.5
@@ -269,25 +319,31 @@ def dense_flops(heads: int, head_dim: int, length: int) -> float:
     return 4.0 * heads * head_dim * length * (length + 1) / 2
 
 
-def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, **options: Any) -> torch.Tensor:
     """flash-attn-4's dense causal kernel; queries are the last of the keys. [B, H, S, D].
+
+    Args:
+        options: others of its own.
 
     Raises:
         ImportError: it is not installed.
     """
     attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
     ignore_argument_warnings()
-    found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True)
+    found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True, **options)
     out_BSHD = found[0] if isinstance(found, tuple) else found
     assert isinstance(out_BSHD, torch.Tensor)
     return out_BSHD.transpose(1, 2)
 
 
-def _torch_kernel(kernel: SDPBackend, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+def torch_kernel(
+    kernel: SDPBackend, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:
+    """One kernel of torch's SDPA, [B, H, S, D]. Raises RuntimeError where it does not take the tensors."""
     grouped = q_BHSD.shape[1] != k_BGSD.shape[1]
     with sdpa_kernel(kernel):
         try:
-            return scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
+            return scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=causal, enable_gqa=grouped)
         except RuntimeError as error:
             if "No available kernel" in str(error):
                 raise RuntimeError("torch has no such kernel for these tensors") from error

@@ -188,22 +188,27 @@ class Bench:
     ) -> Iterator[Timing]:
         keys = full_view(k_BGSD, v_BGSD)
 
-        def step(layer: LayerProgram) -> DecodeState:
+        def step(layer: LayerProgram) -> tuple[Callable[[], object], DecodeState]:
+            """A step of the layer, to be run time and again, and its state."""
             state = DecodeState(Program(Rank(), (layer,)))
-            attend = partial(decode, layer, q_BH1D, Resident(keys), state, scale=scale, backend=self.backend)
-            state.begin(keys.lengths_B, q_BH1D.device)
-            attend()
-            return state
+
+            def run() -> torch.Tensor:
+                state.begin(keys.lengths_B, q_BH1D.device)
+                return decode(layer, q_BH1D, Resident(keys), state, scale=scale, backend=self.backend)
+
+            return run, state
 
         heads = self.shape.heads
-        dense_us = self._step_us(partial(step, LayerProgram(0, heads, keys.kv_heads, None)))
+        dense_us = self._step_us(step(LayerProgram(0, heads, keys.kv_heads, None))[0])
         yield _timing("dense decode", length, (1.0, float(length)), dense_us)
-        filter_us = self._step_us(partial(step, _filter(length // 10, heads, keys)))
+        filter_us = self._step_us(step(_filter(length // 10, heads, keys))[0])
         yield _timing("choose", length, (1.0, float(length)), max(_LEAST_US, filter_us - dense_us))
         for count in (length // 16, length // 4):
             layer = _filter(count, heads, keys)
             assert layer.filters is not None
-            selection = step(layer).chosen(layer.filters)
+            run, state = step(layer)
+            run()
+            selection = state.chosen(layer.filters)
             assert selection is not None, "fewer tokens than there are"
             attend = partial(decode_attention, q_BH1D, keys, selection, scale=scale, backend=self.backend)
             yield _timing("sparse decode", length, (1.0, float(selection.most)), self._step_us(attend))

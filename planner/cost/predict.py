@@ -6,16 +6,17 @@ Shapes: L profiled layers, C candidates, H heads (of the widest layer; absent he
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.options import Family, mandatory_a_row
+from sparsekv.planner.options import Family, density_for, mandatory_a_row
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, Prediction
@@ -145,6 +146,14 @@ def shares_at(tables: ScoreTables, choice: Choice, tile: TileShape, length: int)
     return there_LH, both_LH - there_LH
 
 
+def at_usual_density(tables: ScoreTables, length: int) -> ScoreTables:
+    """The tables as they may be at a length that was not profiled: densities fall with length as the defaults do."""
+    share = density_for(length) / density_for(tables.entry.length)
+    names = ("tiles_LCH", "columns_LCH", "density_LCH")
+    scaled = {name: getattr(tables, name) * share for name in names}
+    return replace(tables, entry=tables.entry.model_copy(update={"length": length}), **scaled)
+
+
 def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape) -> Estimate:
     """Attention of a whole prefill over the profiled layers, when each head follows its choice."""
     times = layer_times(cost, tables, choice, tile)
@@ -177,32 +186,47 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
 
 
 def _of_decode(profile: Profile, length: int, plan: DecodePlan, cost: DeviceCost) -> Estimate | None:
-    layers, segments = profile.model.layers, plan.bucket(length).segments
-    step = step_us(segments, cost, length, layers, plan.offload)
+    segments = plan.bucket(length).segments
+    step = step_us(segments, cost, length, profile.model, plan.offload)
     if step is None:
         return None
-    dense_us = layers * cost.decode_dense.us(length)
-    return Estimate(dense_us=dense_us, sparse_us=step, density=decode_share(segments, length, layers))
+    dense_us = dense_step_us(cost, length, profile.model)
+    return Estimate(dense_us=dense_us, sparse_us=step, density=decode_share(segments, length, profile.model))
+
+
+def dense_step_us(
+    cost: DeviceCost, length: int, model: ModelInfo, without: Collection[int] = frozenset[int]()
+) -> float:
+    """Attention of one dense decode step over all layers but some, in microseconds."""
+    return sum(
+        len(set(group.layers).difference(without)) * cost.decode_dense.us(visible_tokens(group, length))
+        for group in model.attention
+    )
+
+
+def visible_tokens(group: AttentionGroup, length: int) -> int:
+    """How many of `length` cached tokens a layer attends to when it is dense: those of its own window, or all."""
+    return length if group.window is None else min(length, group.window)
 
 
 def step_us(
-    segments: Sequence[Segment], cost: DeviceCost, length: int, layers: int, offload: Offload | None = None
+    segments: Sequence[Segment], cost: DeviceCost, length: int, model: ModelInfo, offload: Offload | None = None
 ) -> float | None:
     """Attention of one decode step over all layers, in microseconds; None where rows in host memory have no price.
 
-    Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on the
-    device, are chosen more often: the price is rather too high.
+    A filter layer costs what a dense one does, and its choice on top. The rest of a step, weights and sampling, is not
+    in it. Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on
+    the device, are chosen more often: the price is rather too high.
     """
     sparse = frozenset(layer for segment in segments for layer in segment.layers)
     hosted = frozenset(offload.layers if offload else ())
     if hosted - sparse:
         return None  # it reads back everything it has, in every step
-    dense_us = cost.decode_dense.us(length)
-    total = (layers - len(sparse)) * dense_us
+    total = dense_step_us(cost, length, model, without=sparse)
     for segment in segments:
         chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
         if chosen is None:  # all of the context is attended to, and nothing is chosen
-            total += (len(segment.layers) - moved) * dense_us
+            total += (len(segment.layers) - moved) * cost.decode_dense.us(length)
         else:
             total += cost.decode_choose.us(length)
             total += (len(segment.layers) - moved) * cost.decode_sparse.us(attended_tokens(segment, length))
@@ -221,8 +245,8 @@ def attended_tokens(segment: Segment, length: int) -> int:
     return length if chosen is None else segment.sink + chosen + segment.recent
 
 
-def decode_share(segments: Sequence[Segment], length: int, layers: int) -> float:
-    """Tokens attended to over tokens cached, over all layers of one step."""
-    sparse = sum(len(segment.layers) for segment in segments)
-    attended = sum(len(segment.layers) * attended_tokens(segment, length) for segment in segments)
-    return (attended + (layers - sparse) * length) / (layers * length)
+def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> float:
+    """Tokens attended to over tokens that dense attends to, over all layers of one step."""
+    attended = {layer: attended_tokens(segment, length) for segment in segments for layer in segment.layers}
+    visible = {layer: visible_tokens(group, length) for layer, group in model.by_layer.items()}
+    return sum((visible | attended).values()) / sum(visible.values())

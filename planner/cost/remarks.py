@@ -8,26 +8,41 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparsekv.planner.allocate import allocate
+from sparsekv.planner.cost.crossover import first_paying, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import DENSE, ScoreTables, choice_of, prefill_estimate, step_us
+from sparsekv.planner.cost.predict import (
+    DENSE,
+    ScoreTables,
+    at_usual_density,
+    choice_of,
+    dense_step_us,
+    layer_times,
+    prefill_estimate,
+    step_us,
+)
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import ROUNDING, PlanOptions
+from sparsekv.planner.options import ROUNDING, PlanOptions, lengths_up_to
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.plans.phases import DecodePlan, Offload, PrefillPlan
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import Budget
+from sparsekv.plans.phases import DecodeBudget, DecodePlan, Offload, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 
 
 def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
     """A line for each thing to know about a plan; `options` are those it was compiled with."""
-    prefill = crossover_remarks(profile, cost, plan.prefill, options) if plan.prefill else ()
-    if plan.decode is None:
-        return prefill
-    return (
-        *prefill,
-        *dense_decode_remarks(profile, cost, plan.decode, options),
-        *offload_remarks(profile, cost, plan.decode),
-    )
+    lines: list[str] = []
+    if plan.prefill:
+        lines += crossover_remarks(profile, cost, plan.prefill, options)
+        lines += no_sparse_prefill_remarks(profile, cost, plan.prefill, options)
+    if plan.decode:
+        lines += dense_decode_remarks(profile, cost, plan.decode, options)
+        lines += no_sparse_decode_remarks(profile, cost, plan.decode, options)
+        lines += sparse_decode_remarks(profile, cost, plan.decode)
+        lines += offload_remarks(profile, cost, plan.decode)
+    return (*lines, *extrapolation_remarks(plan, profile, cost))
 
 
 def crossover_remarks(
@@ -130,6 +145,117 @@ def dense_decode_remarks(
     return tuple(line for line, lengths in zip(lines, (slower, lossy), strict=True) if lengths)
 
 
+def no_sparse_decode_remarks(
+    profile: Profile, cost: DeviceCost, decode: DecodePlan, options: PlanOptions
+) -> tuple[str, ...]:
+    """Of decode that is dense at every length because that is faster: from which length on it would gain.
+
+    Args:
+        profile: what the plan was compiled from.
+        cost: of the device that it was compiled for.
+        options: settled, of the plan.
+    """
+    longest = profile.lengths[-1].length
+    if decode.sparse_layers or not options.crossover:
+        return ()
+    segments = choose_filter_layers(profile, cost, replace(options, crossover=False)).bucket(longest).segments
+    if not segments:  # no choice is good enough, however long it takes
+        return ()
+
+    def pays_at(length: int) -> bool:
+        grown = tuple(_grown(segment, options.decode_budget, length) for segment in segments)
+        step = step_us(grown, cost, length, profile.model)
+        return step is not None and pays(step, dense_step_us(cost, length, profile.model))
+
+    return (_would_gain("decode", first_paying(pays_at, longest), profile, cost),)
+
+
+def _grown(segment: Segment, budget: Budget, length: int) -> Segment:
+    """The segment as a plan for this length would have it."""
+    at_most = None if budget.fraction is None else budget.resolve(length)
+    grown = DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most)
+    return segment.model_copy(update={"budget": grown})
+
+
+def no_sparse_prefill_remarks(
+    profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: PlanOptions
+) -> tuple[str, ...]:
+    """Of a prefill that is dense at every length: from which length on it would gain.
+
+    Args:
+        profile: what the plan was compiled from.
+        cost: of the device that it was compiled for.
+        options: settled, of the plan.
+    """
+    entry = profile.lengths[-1]
+    if not options.crossover or not all(prefill.bucket(one.length).dense for one in profile.lengths):
+        return ()
+    tables = ScoreTables.of(entry)
+    try:
+        anyway = choice_of(allocate(profile, cost, replace(options, crossover=False)).bucket(entry.length), tables)
+    except UsageError:  # where nothing is to be dense, no candidates come to the target
+        return ()
+    assert anyway is not None, "allocated from this very profile"
+
+    def pays_at(length: int) -> bool:
+        times = layer_times(cost, at_usual_density(tables, length), anyway, profile.tile)
+        return pays(float(times.sparse_us.sum()), float(times.dense_us.sum()))
+
+    return (_would_gain("prefill", first_paying(pays_at, entry.length), profile, cost),)
+
+
+def _would_gain(phase: str, found: int | None, profile: Profile, cost: DeviceCost) -> str:
+    """Why a phase is dense at every length, and what would not be."""
+    context, planned = profile.model.context_length, [entry.length for entry in profile.lengths]
+    dense = f"dense {phase} is faster up to {planned[-1]} tokens on {cost.device}: sparse {phase}"
+    if found is None:
+        return f"{dense} is not predicted to gain at any length"
+    gain = f"{dense} would gain from about {found} tokens, by extrapolation"
+    if found > context:
+        return f"{gain}; this model's context ends at {context}: plan a model with a longer one"
+    return f"{gain}; --lengths {','.join(map(format_length, (*planned, *_from(found, context))))} plans that"
+
+
+def _from(found: int, context: int) -> tuple[int, ...]:
+    """A length well above `found`, where the gain is: a power of two, or the end of a context that has few more."""
+    power = 1 << (found + found // 2 - 1).bit_length()
+    return (power,) if 2 * power <= context else (context,)
+
+
+def sparse_decode_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> tuple[str, ...]:
+    """From which length on decode is sparse, and what that is predicted to gain."""
+    ratios = []
+    for entry in profile.lengths:
+        segments, dense_us = decode.bucket(entry.length).segments, dense_step_us(cost, entry.length, profile.model)
+        step = step_us(segments, cost, entry.length, profile.model, decode.offload) if segments else None
+        if step is not None:
+            ratios.append(f"{dense_us / max(step, 1e-9):.2f}x at {format_length(entry.length)}")
+    if not ratios:
+        return ()
+    first = next(position for position, bucket in enumerate(decode.lengths) if bucket.segments)
+    start = f"from {decode.lengths[first - 1].up_to or 0} cached tokens on" if first else "at every length"
+    return (
+        f"decode is sparse {start}: predicted speedup of attention in a step {', '.join(ratios)} on {cost.device}; the "
+        "rest of a step (weights, sampling) takes as long as before and is not in these ratios",
+    )
+
+
+def extrapolation_remarks(plan: Plan, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+    """What holds for contexts longer than any that was profiled, where the model has them, and how to plan these."""
+    longest, context = profile.lengths[-1].length, profile.model.context_length
+    if longest >= context:
+        return ()
+    phases = [phase for phase in (plan.prefill, plan.decode) if phase]
+    dense = all(phase.bucket(context).dense for phase in phases)
+    what = "run dense" if dense else f"run by what was found at {format_length(longest)}, extrapolated and not verified"
+    lengths = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))
+    slow = ", hours on a CPU" if cost.backend == "cpu" else ""
+    return (
+        f"contexts above {format_length(longest)}, up to the model's {format_length(context)}, were not profiled and "
+        f"{what}; --lengths {lengths} plans them{slow}",
+    )
+
+
 def _listed(lengths: Sequence[int]) -> str:
     return ", ".join(map(format_length, lengths))
 
@@ -149,8 +275,8 @@ def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> t
 def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: Offload) -> Iterator[str]:
     for entry in profile.lengths:
         bucket, at = decode.bucket(entry.length), format_length(entry.length)
-        step = step_us(bucket.segments, cost, entry.length, profile.model.layers, offload)
-        dense_us = profile.model.layers * cost.decode_dense.us(entry.length)
+        step = step_us(bucket.segments, cost, entry.length, profile.model, offload)
+        dense_us = dense_step_us(cost, entry.length, profile.model)
         if step is None:
             yield (
                 f"decode at {at} is not predicted: layers whose rows are in host memory run dense there and read all "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from sparsekv.plans.types import FieldError, Length, Natural, canonical_json
 
 Key = tuple[int, int, int]
 _PARTIAL = "sparsekv.partial"
+_HEADER = re.compile(rf"{re.escape(_PARTIAL)} [0-9a-f]{{64}}\n")
 
 
 class LayerRecord(ScoreParts):
@@ -135,10 +137,10 @@ class Records:
         """Renames the file of a run with other options, for when that one is started again, and takes back our own."""
         if path.exists():
             with path.open(encoding="utf-8", errors="replace") as file:
-                header, record = file.readline(), file.readline()
+                header, record = file.readline(len(self._header)), file.readline(1)
             if header == self._header:
                 return
-            if header.startswith(_PARTIAL) and record:
+            if _HEADER.fullmatch(header) and record:
                 aside = _aside(path, header)
                 path.replace(aside)
                 warnings.warn(f"a run with other options had stopped here; its profile is in {aside}", PlanWarning, 2)

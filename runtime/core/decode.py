@@ -85,7 +85,7 @@ def decode(
     scoring = scoring_for(layer, keys, state)
     in_passing = scoring if layer.filters.queries == 1 else None
     output = decode_attention(q_BH1D, keys, scale=scale, scoring=in_passing, backend=backend)
-    choose_tokens(layer, q_BH1D, keys, state, scoring, output.scores_gT, scale=scale)
+    choose_tokens(layer, q_BH1D, keys, state, scoring, output.scores_gT, scale=scale, backend=backend)
     return output.out_BHSD
 
 

@@ -52,6 +52,7 @@ def choose_tokens(
     scores_gT: torch.Tensor | None,
     *,
     scale: float,
+    backend: str,
 ) -> None:
     """The choice of a filter layer for its segment, recorded in the state.
 
@@ -63,6 +64,7 @@ def choose_tokens(
         scoring: where the scores lie.
         scores_gT: those of the new queries; None where the selector looks at older ones too: computed here.
         scale: softmax scale.
+        backend: of the attention.
     """
     segment = layer.filters
     assert segment is not None
@@ -81,6 +83,7 @@ def choose_tokens(
         most=segment.most,
         sink=segment.sink,
         recent=segment.recent,
+        backend=backend,
     )
     state.choose(segment, Selection(chosen_BgN, counts_B, segment.sink, segment.recent))
 

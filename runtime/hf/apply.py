@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType, UnionType
 
 import torch
@@ -55,7 +56,7 @@ class PlanEngine:
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
         self._device = device
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._program = program
         self._placement = placement
         self._chunking = chunking
@@ -73,8 +74,8 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self._graphs = StepGraphs(decoder, self, self._program)
-        return (self._graphs,)
+        self.graphs = StepGraphs(decoder, self, self._program)
+        return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
         """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
@@ -86,22 +87,16 @@ class PlanEngine:
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
         self._memory.close()
-        if self._graphs is not None:
-            self._graphs.release()
+        if self.graphs is not None:
+            self.graphs.release()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """The call's phase of its layer."""
         layer, entry = self._program.layers[call.layer], call.entry
         if call.phase is Phase.DECODE:
             assert entry is not None, "decode without a cache"
-            return decode(
-                layer,
-                call.q_BHSD,
-                entry.store,
-                entry.state,
-                scale=call.scale,
-                backend=self._backend,
-            )
+            step = partial(decode, layer, call.q_BHSD, entry.store, entry.state, scale=call.scale)
+            return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
         if entry is not None:
             entry.state.remember(layer, call.q_BHSD)
         chunk = call.chunk
@@ -183,6 +178,11 @@ class Handle:
     def builder_failed(self) -> str:
         """Why torch builds the indices in place of Triton; empty where Triton did not fail."""
         return self._engine.fallback.builder_failed
+
+    @property
+    def steps(self) -> StepGraphs | None:
+        """The captured decode steps; None where the device or the backend has none."""
+        return self._engine.graphs
 
     @property
     def closed(self) -> bool:

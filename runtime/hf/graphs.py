@@ -194,19 +194,26 @@ class StepGraphs:
         self._next: StepGraph | None = None
         self._pool: Any = None
         self._parts = _Parts(decoder)
+        self.replayed = 0  # steps so far
+        self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
-        self._told = ""
+        self._told = False
+
+    @property
+    def latest(self) -> StepGraph | None:
+        """The captured step that ran last."""
+        return self._next
 
     def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
         context: Context = inputs[CONTEXT]
-        if self._never or context.phase is not Phase.DECODE or not inputs[CONTEXT].cache.layers:
+        if context.phase is not Phase.DECODE:
             return False
-        found = self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
-        if found and not self._told:
-            self._told = found
-            warnings.warn(f"decode steps run one launch at a time, not captured: {found}", GraphWarning, stacklevel=2)
-        return not found
+        self.why_not = self._never or self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
+        if self.why_not and not self._told:
+            self._told = True
+            warnings.warn(f"decode steps run one launch at a time, not captured: {self.why_not}", GraphWarning, 2)
+        return not self.why_not
 
     def run(self, decoder: Any, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns. `takes` has made the step ready.
@@ -222,6 +229,7 @@ class StepGraphs:
             return type(decoder).forward(decoder, **inputs)
         for store in _stores(cache):
             store.length += 1
+        self.replayed += 1
         return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=cache)
 
     def release(self) -> None:

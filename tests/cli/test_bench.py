@@ -1,10 +1,13 @@
 """bench: rows that scripts rely on, and what is refused."""
 
+from shutil import copyfile
+
 import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
 from sparsekv.plans.files import write_plan
+from sparsekv.plans.schema import Plan
 
 RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
 KERNELS = ("bench", "kernels", "--lengths", 512, "--heads", 2, "--kv-heads", 1, "--head-dim", 32, "--tile", 64)
@@ -76,6 +79,71 @@ def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(spa
     for said in ("weights: random", "made by hand", "density of 0.5, 0.3", "stretched from 1k", "1 of 3 layers", "2k"):
         assert said in done.out
     assert "weights are random" in done.err
+
+
+DECODE = ("--lengths", 256, "--repeats", 1, "--device", "cpu")
+
+
+def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
+    done = sparsekv("bench", "decode", folder, *DECODE, "--json")
+    assert done.code == 0, done.err
+    attention, token = done.data
+    for row in (attention, token):
+        assert list(row)[:9] == RELIED_ON
+        assert (row["plan"], row["selector"], row["batch"], row["weights"]) == ("given", "last", 1, "loaded")
+        assert 0 < row["density"] < 1
+    assert attention["gbytes_per_second"] > 0
+    assert token["unmodified_ms"] > 0
+    assert "random" in done.err
+
+
+def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(sparsekv, folder):
+    by_hand = ("--budget", 32, "--filters", 0, "--selector", "exponential", "--window", 4, "--batch", 2)
+    done = sparsekv("bench", "decode", folder, "--random-weights", *DECODE[2:], "--lengths", 2048, *by_hand)
+    assert done.code == 0, done.err
+    for said in (
+        "weights: random",
+        "made by hand: filter layers 0 choose 32",
+        "values are random",
+        "stretched from 1k",
+        "exponential 4",
+        "unmodified ms",
+        "dense at 2k, batch 2, token: ",
+        "dense at 2k, batch 2, attention: ",
+    ):
+        assert said in done.out
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (("--selector", "median"), "median"),
+        (("--selector", "uniform"), "--window"),
+        (("--window", "8"), "--window"),
+        (("--filters", "9"), "found 9"),
+        (("--filters", "1-0"), "--filters"),
+        (("--lengths", "64k"), "1024"),
+        (("--lengths", "16"), "or more"),
+        (("--batch", "1,0"), "--batch"),
+        (("--budget", "0"), "--budget"),
+        (("--plan", "x.yaml", "--budget", "2k"), "choose one"),
+        (("--budget", "2k", "--allow-mismatch"), "--allow-mismatch"),
+    ],
+)
+def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(sparsekv, folder, tmp_path, call, word):
+    copyfile(folder / "config.json", tmp_path / "config.json")  # weights would be missed
+    done = sparsekv("bench", "decode", tmp_path, *call, "--device", "cpu")
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert "weights" not in done.err
+
+
+def test_a_decode_by_a_plan_without_that_phase_is_refused(sparsekv, folder, tmp_path):
+    model = tiny_model(context=1024)
+    write_plan(Plan(status="unverified", model=sparse_plan(model).model), path := tmp_path / "prefill.yaml")
+    done = sparsekv("bench", "decode", folder, "--plan", path, *DECODE)
+    assert done.code == 2
+    assert "--budget" in done.err
 
 
 @pytest.mark.parametrize(

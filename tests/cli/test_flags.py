@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -14,10 +15,14 @@ OTHERS = {"--local-dir"}  # of the hub's own command
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
-def flags_of(command: str) -> set[str]:
+def parameters_of(command: str) -> list[Any]:
     found = get_command(app).commands[command]
     parts = getattr(found, "commands", {"": found}).values()  # a command, or a group of some
-    return {flag for part in parts for parameter in part.params for flag in parameter.opts} | {"--help"}
+    return [parameter for part in parts for parameter in part.params]
+
+
+def flags_of(command: str) -> set[str]:
+    return {flag for parameter in parameters_of(command) for flag in parameter.opts} | {"--help"}
 
 
 COMMANDS = tuple(get_command(app).commands)
@@ -49,3 +54,14 @@ def test_messages_name_flags_that_exist():
         for flag in FLAG.findall(node.value)
     }
     assert {pair for pair in named if pair[1] not in KNOWN | OTHERS} == set()
+
+
+def test_no_option_is_called_like_its_value():
+    """Typer 0.27 shows `--device DEVICE` as the flag `--DEVICE`, and takes no other."""
+    options = [
+        (command, parameter.name, parameter.metavar)
+        for command in COMMANDS
+        for parameter in parameters_of(command)
+        if parameter.param_type_name == "option"
+    ]
+    assert [option for option in options if str(option[2]).lower() == option[1]] == []

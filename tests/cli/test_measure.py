@@ -108,6 +108,15 @@ def test_a_backend_that_cannot_run_is_found_out_before_dense_is_measured(sparsek
     assert "flash" in done.err
 
 
+@pytest.mark.parametrize(("command", "flag"), [("eval", "--length"), ("verify", "--lengths")])
+def test_a_length_beyond_the_context_needs_no_weights(sparsekv, copy, command, flag):
+    (copy / "model.safetensors").unlink()
+    done = sparsekv(command, "--plan", copy / "sparsekv.yaml", "--model", copy, flag, "64k")
+    assert (done.code, done.out) == (2, "")
+    assert "context" in done.err
+    assert "--model" not in done.err
+
+
 def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     model = tiny_model(context=2048)
     write_plan(plan_for(model, every_head(model, Dense())), copy / "sparsekv.yaml")

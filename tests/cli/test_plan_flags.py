@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,13 @@ def refused(sparsekv, model, out):
 )
 def test_options_that_mean_nothing_are_refused_before_any_work(refused, arguments, word):
     assert word in refused(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [("--lengths", "64k"), ("--filter-layers", "99")], ids=" ".join)
+def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, model, tmp_path_factory, arguments):
+    bare = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "weights" not in refused(*arguments, model=bare)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +191,7 @@ def test_a_file_that_is_no_part_of_a_profile_is_never_overwritten_by_one(refused
     "data",
     [
         b"",
-        b"# a comment\n\nkind: sparsekv.plan\nschema_version: 99\n",
+        b"\xef\xbb\xbf# a comment\n\nkind: sparsekv.plan\nschema_version: 99\n",
         b"schema_version: 1\nkind: 'sparsekv.plan'\nmodel: {",  # cut short
         b'{"status": "verified",\n "kind": "sparsekv.plan"}',
     ],

@@ -319,6 +319,21 @@ def test_allow_mismatch_runs_a_plan_whose_layers_fit(sparsekv, folder, tmp_path)
     assert sparsekv(*call).code == 0
 
 
+@pytest.mark.parametrize(
+    "command", [("run", "--prompt", PROMPT), ("eval", "--length", "256"), ("verify",)], ids=lambda command: command[0]
+)
+def test_a_plan_that_the_model_lacks_layers_for_is_refused_before_weights_are_read(
+    sparsekv, folder, tmp_path, command: tuple[str, ...]
+):
+    other = save_model(tiny_model(layers=2, context=2048), tmp_path / "other")
+    (other / "model.safetensors").unlink()
+    name, *options = command
+    named = ("--model", other) if name == "verify" else (other,)
+    done = sparsekv(name, *named, "--plan", folder / "sparsekv.yaml", *options, "--allow-mismatch")
+    assert done.code == 3
+    assert "cannot run this plan at all" in done.err
+
+
 def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path):
     tuned = save_model(tiny_model(seed=7, context=2048), tmp_path / "tuned")
     done = sparsekv("run", tuned, "--plan", folder / "sparsekv.yaml", "--prompt", PROMPT, "--json", *FEW)

@@ -10,6 +10,8 @@ from torch_threads import torch_threads
 
 from sparsekv.kernels.cpu_threads import THREAD_ELEMENTS, for_each, spread
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def two_threads():
@@ -86,7 +88,10 @@ def test_threads_write_to_what_the_caller_made_in_its_own_mode(mode):
 def test_small_work_and_a_single_item_take_the_callers_thread_alone(items: int, elements: int):
     seen = []
     spread(
-        lambda item: seen.append((torch.get_num_threads(), threading.current_thread())), range(items), elements=elements
+        lambda item: seen.append((torch.get_num_threads(), threading.current_thread())),
+        range(items),
+        elements=elements,
+        device=CPU,
     )
     assert seen == [(1, threading.main_thread())] * items
     assert torch.get_num_threads() == 2
@@ -101,7 +106,7 @@ def test_large_work_takes_as_many_threads_as_pay():
         alone.append((torch.get_num_threads(), threading.current_thread() is threading.main_thread()))
 
     with torch_threads(4):
-        spread(work, range(2), elements=100 * THREAD_ELEMENTS)
+        spread(work, range(2), elements=100 * THREAD_ELEMENTS, device=CPU)
         assert torch.get_num_threads() == 4
     assert alone == [(1, False)] * 2
 
@@ -111,5 +116,5 @@ def test_small_work_that_fails_gives_the_threads_back():
         raise ValueError(f"item {item}")
 
     with pytest.raises(ValueError, match="item 0"):
-        spread(fail, range(4), elements=0)
+        spread(fail, range(4), elements=0, device=CPU)
     assert torch.get_num_threads() == 2

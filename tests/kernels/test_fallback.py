@@ -157,3 +157,22 @@ def test_nothing_else_builds_indices_where_the_input_is_wrong() -> None:
     with pytest.raises(ShapeError):
         Fallback("triton").build(calls, Q.device)
     assert calls.names == ["auto"]
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if not isinstance(fault, torch.OutOfMemoryError)], ids=str)
+def test_torch_computes_decode_once_triton_broke(fault: Exception) -> None:
+    calls, first = Calls(triton=fault), Fallback("triton")
+    with pytest.warns(BackendWarning, match="decode by Triton failed.*torch computes it from here on"):
+        assert first.decode(calls, "triton", Q.device) == "by reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert first.decode(calls, "triton", Q.device) == "by reference"
+    assert calls.names == ["triton", "reference", "reference"]
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), ShapeError("one query a row")])
+def test_nothing_else_computes_decode_where_memory_or_the_input_is_at_fault(fault: Exception) -> None:
+    calls = Calls(triton=fault)
+    with pytest.raises(type(fault)):
+        Fallback("triton").decode(calls, "triton", Q.device)
+    assert calls.names == ["triton"]

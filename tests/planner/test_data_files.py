@@ -13,7 +13,7 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
-from sparsekv.planner.data_files import check_model, digest_of, read_measured, write_measured
+from sparsekv.planner.data_files import check_model, digest_of, read_measured, record_of, write_measured
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 
@@ -115,6 +115,67 @@ def test_a_profile_may_come_through_a_pipe(profile: Profile, tmp_path: Path) -> 
         file.write((tmp_path / "p.json").read_bytes())
     assert read_measured(Profile, Path(f"/dev/fd/{read}")) == profile
     os.close(read)
+
+
+def _put(value, *path):
+    def put(data):
+        *inner, last = path
+        for step in inner:
+            data = data[step]
+        data[last] = value(data[last]) if callable(value) else value
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [
+        (_put([], "lengths"), "lengths: Tuple should have at least 1 item"),
+        (_put(lambda own: own * 2, "lengths"), "lengths: expected ascending order, found 4096 after 4096"),
+        (_put(1 << 16 | 1, "lengths", 0, "length"), "lengths: expected lengths within the model's context of 65536"),
+        (_put(1 << 40, "lengths", 0, "length"), "lengths.0.length: "),
+        (_put([], "lengths", 0, "candidates"), "lengths.0.candidates: expected candidates and layers, or none"),
+        (_put(0, "lengths", 0, "layers", 1, "layer"), "lengths.0.layers: expected ascending order, found 0 after 0"),
+        (_put(3, "lengths", 0, "layers", 2, "layer"), "lengths.0.layers.2.layer: expected a layer of the model"),
+        (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "mass"), "lengths.0.layers.0.mass: expected 12 rows"),
+        (_put([0.1], "lengths", 0, "layers", 0, "error", 3), "layers.0.error.3: expected 4 entries, found 1"),
+        (_put([99] * 4, "lengths", 0, "layers", 0, "patterns", 0), "layers.0.patterns: expected positions below 12"),
+        (_put([0] * 4, "lengths", 0, "layers", 0, "patterns", 11), "expected patterns of block_sparse, found a_shape"),
+        (_put(1.1, "lengths", 0, "layers", 0, "tiles", 0, 0), "lengths.0.layers.0.tiles.0.0: "),
+        (_put(0.0, "lengths", 0, "layers", 0, "tiles", 0, 0), "lengths.0.layers.0.tiles.0.0: "),
+        (_put(1e300, "lengths", 0, "layers", 0, "error", 0, 0), "lengths.0.layers.0.error.0.0: "),
+        (_put([], "lengths", 0, "reuse", "budgets"), "lengths.0.reuse.budgets: "),
+        (_put(lambda own: own[:2], "lengths", 0, "reuse", "importance"), "reuse.importance: expected 3 layers"),
+        (_put([[0.5]], "lengths", 0, "reuse", "kept", 0, 1), "reuse.kept: expected a lower triangle of 3 layers"),
+        (_put(lambda own: own[:1], "lengths", 0, "reuse", "kept"), "reuse.kept: expected 2 rows, found 1"),
+        (_put("x" * 100_000, "dtype"), "dtype: "),
+        (_put({"x" * 100_000: 1}, "versions"), "versions.xxx"),
+    ],
+    ids=range(20),
+)
+def test_a_profile_that_contradicts_itself_is_refused_where_it_does(
+    profile: Profile, tmp_path: Path, forge, said: str
+) -> None:
+    data = profile.model_dump(mode="json")
+    forge(data)
+    (tmp_path / "p.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError) as refused:
+        read_measured(Profile, tmp_path / "p.json")
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_lengths_that_do_not_go_together_are_refused(profile: Profile) -> None:
+    (short,) = profile.lengths
+    longer = short.model_copy(update={"length": 8192})
+    for change, said in (
+        ({"layers": (), "candidates": ()}, "layers at every length or at none"),
+        ({"reuse": None}, "the same sink, recent, budgets and selectors"),
+        ({"reuse": short.reuse.model_copy(update={"sink": 9})}, "the same sink, recent, budgets and selectors"),
+    ):
+        data = profile.model_copy(update={"lengths": (short, longer.model_copy(update=change))})
+        with pytest.raises(PlanError, match=rf"lengths\.1\..*{said}"):
+            record_of(Profile, data.model_dump(mode="json"), Path("p"))
 
 
 def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:

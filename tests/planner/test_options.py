@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.planner.options import Gate, PlanOptions, check_targets, density_for
+from sparsekv.planner.options import Gate, PlanOptions, check_targets, density_for, lengths_up_to
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, tokens
 
@@ -61,6 +61,41 @@ def test_lengths_beyond_the_context_are_refused() -> None:
 def test_default_lengths_fit_the_context() -> None:
     assert PlanOptions().settled(1000, "cpu").lengths == (1000,)
     assert max(PlanOptions().settled(40_000, "cuda").lengths) <= 40_000
+
+
+@pytest.mark.parametrize(
+    ("context", "device", "lengths"),
+    [
+        (2048, "cuda", (2048,)),
+        (8192, "cuda", (4096, 8192)),
+        (32768, "cuda", (4096, 16384, 32768)),
+        (40960, "cuda", (4096, 16384, 40960)),
+        (65536, "cuda", (4096, 16384, 32768, 65536)),
+        (131072, "cuda", (4096, 16384, 32768, 131072)),
+        (1 << 20, "cuda", (4096, 16384, 32768, 131072)),
+        (2048, "cpu", (2048,)),
+        (6144, "cpu", (4096, 6144)),
+        (131072, "cpu", (4096, 8192)),
+    ],
+)
+def test_default_lengths_reach_the_end_of_the_context_or_what_the_device_does_in_minutes(
+    context: int, device: str, lengths: tuple[int, ...]
+) -> None:
+    assert PlanOptions().settled(context, device).lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("context", "planned", "lengths"),
+    [
+        (32768, (4096, 8192), (4096, 8192, 16384, 32768)),
+        (131072, (8192,), (8192, 16384, 32768, 131072)),
+        (1 << 20, (4096, 131072), (4096, 131072, 1 << 20)),
+        (40960, (4096, 16384), (4096, 16384, 40960)),
+    ],
+)
+def test_a_longer_context_is_planned_with_lengths_that_lead_up_to_it(context, planned, lengths) -> None:
+    assert lengths_up_to(context, planned) == lengths
+    assert PlanOptions(lengths=lengths).settled(context, "cpu").lengths == lengths
 
 
 def test_densities_pair_with_lengths_in_the_order_given() -> None:

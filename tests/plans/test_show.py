@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
@@ -47,11 +48,21 @@ def test_tables_fit_100_columns_and_few_screens(plan: Plan) -> None:
         "niah_single",
         "-0.0123 to +0.0025",
         "4.00x",
+        "Predicted time of attention alone on NVIDIA H200",
         "cannot run this plan",
     ],
 )
 def test_the_tables_show(fragment: str) -> None:
     assert fragment in "\n".join(shown(full_plan()))
+
+
+def test_what_a_sparse_step_attends_to_is_drawn_where_the_plan_has_one() -> None:
+    axis, legend = (next(line for line in shown(full_plan()) if word in line) for word in ("oldest  SSSS", "S sinks"))
+    drawn = axis.split()[1]
+    assert axis.split()[2] == "newest"
+    assert re.fullmatch(r"S+\.[.C]*C[.C]*\.R+", drawn)
+    assert all(word in legend for word in ("S sinks", "C chosen", "R recent", ". skipped"))
+    assert not any("oldest" in line for line in shown(small_plan(decode=None)))
 
 
 def test_layers_that_do_the_same_share_a_row() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparsekv.plans.errors import SparseKVError
 
-MOST_MESSAGE = 2000  # characters
+MOST_MESSAGE = 3000  # characters
 MOST_SECONDS = 20.0  # of one document, on the CPU
 
 _INTS = (0, 1, -1, 2, 3, 63, 64, 65, 127, 128, 1023, 1024, 2048, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 40)
@@ -25,7 +25,7 @@ _NO_NUMBERS = (float("nan"), float("inf"), float("-inf"))
 _TEXTS = (
     *("", " ", "0", "0-3", "3-0", "0-1023", "0-99999", "0,0", "5", "-1", "1m", "1M", "max", "same", "all", "dense"),
     *("null", "true", "no", "é", "漢字", "\u202e", "\U0001f600", "a\nb", "\x7f", "\x00", "[red]x[/red]", "{x}", "%s"),
-    *("a" * 513, "/etc/passwd", "sha256:" + "0" * 64, "1e-05", "4\u0664"),
+    *("a" * 513, "k" * 6000, "/etc/passwd", "sha256:" + "0" * 64, "1e-05", "4\u0664"),
 )
 _VALUES = (*_INTS, *_HUGE, *_FLOATS, *_NO_NUMBERS, *_TEXTS, None, True, False)
 
@@ -67,7 +67,8 @@ class Mutations:
         return copy
 
     def _replace(self, place: Any, key: Any, draw: random.Random) -> None:
-        place[key] = draw.choice((*_VALUES, [], {}, [place[key]], {"tokens": draw.choice(_INTS)}))
+        many = ([place[key]] * 1100, {"k" * 6000: place[key]})
+        place[key] = draw.choice((*_VALUES, *many, [], {}, [place[key]], {"tokens": draw.choice(_INTS)}))
 
     def _remove(self, place: Any, key: Any, draw: random.Random) -> None:
         del place[key]

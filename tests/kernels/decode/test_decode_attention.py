@@ -37,16 +37,6 @@ def test_cpu_backend_joins_blocks_of_tokens_with_heads_side_by_side(dtype: torch
         check(DecodeCase("x", (5000, 30), (4500, ALL), 4500, dim=128, dtype=dtype), "cpu")
 
 
-@pytest.mark.parametrize("lists", [1, 2])
-def test_scores_on_a_cpu_are_the_largest_weights_in_every_block_of_tokens(lists: int) -> None:
-    q, k, v = torch.randn(1, 4, 1, 128), *torch.randn(2, 1, 2, 5000, 128)
-    scoring = Scoring(torch.zeros(1, dtype=torch.int32), 5000, lists)
-    with torch_threads(2):
-        found = decode_attention(q, full_view(k, v), scale=0.1, scoring=scoring, backend="cpu").scores_gT
-    weights_GNT = (q.view(2, 2, 128) @ k[0].mT * 0.1).softmax(2)
-    torch.testing.assert_close(found, weights_GNT.amax(1) if lists == 2 else weights_GNT.amax((0, 1))[None])
-
-
 class Watch(TorchDispatchMode):
     """Notes how many threads the operations of the calling thread have, and the bytes of the largest result."""
 
@@ -76,7 +66,7 @@ def test_the_choice_on_a_cpu_shares_no_operation_between_threads() -> None:
     counts_B, scores = torch.tensor([3000]).int(), torch.rand(1, 40000)
     for row in (scores, torch.ones(1, 40000)):  # all of them equal: decided by position
         with torch_threads(2), Watch() as watch:
-            choose(row, scoring, lengths_B, counts_B, capacity=40000, most=50000, sink=4, recent=20)
+            choose(row, scoring, lengths_B, counts_B, capacity=40000, most=50000, sink=4, recent=20, backend="cpu")
         assert watch.threads == {1}
 
 
@@ -180,3 +170,41 @@ def test_misfits_are_refused_with_what_was_found() -> None:
     refuse("the batch of q, found 2 rows for 1", keys=twice)
     with pytest.raises(ShapeError, match="expected room for 301 tokens a row, found a capacity of 300"):
         keys.contiguous(301)
+
+
+def elsewhere(keys: KeyView, capacity: int) -> tuple[KeyView, tuple[torch.Tensor, torch.Tensor]]:
+    """The same keys, found by offsets from tensors that only say their shape; and where they really are."""
+    (batch, heads, tokens, size), anchor = keys.k.shape, torch.empty_like(keys.k[:, :, :1])
+    k, v = (x.new_empty((batch, heads, tokens + 5, size)) for x in (keys.k, keys.v))
+    k[:, :, :tokens], v[:, :, :tokens] = keys.k, keys.v
+    offsets = [(x.data_ptr() - anchor.data_ptr()) // x.element_size() for x in (k, v)]
+    where = torch.tensor([*offsets, tokens + 5], device=k.device)
+    shape = anchor.expand(-1, -1, capacity, -1)
+    return KeyView(shape, shape, keys.lengths_B, None, where), (k, v)
+
+
+def check_elsewhere(device: str) -> None:
+    from sparsekv.kernels.decode.append import append_newest
+
+    for chosen in ((70, ALL), None):
+        problem = draw(DecodeCase("x", (300, 90), chosen), device)
+        there, (k, v) = elsewhere(problem.keys, 512)
+        assert_close(attend(replace(problem, keys=there), "triton"), problem)
+        new_k, new_v = torch.randn(2, 2, 2, 1, 64, device=device)
+        before = k.clone()
+        append_newest(there, new_k, new_v)
+        for b, length in enumerate(problem.case.lengths):
+            assert torch.equal(k[b, :, length - 1], new_k[b, :, 0])
+            assert torch.equal(v[b, :, length - 1], new_v[b, :, 0])
+            before[b, :, length - 1] = k[b, :, length - 1]
+        assert torch.equal(k.nan_to_num(), before.nan_to_num())  # nothing else was written
+
+
+@needs_interpreter
+def test_keys_are_read_and_written_where_a_tensor_says() -> None:
+    check_elsewhere("cpu")
+
+
+@pytest.mark.gpu
+def test_keys_on_a_gpu_are_read_and_written_where_a_tensor_says() -> None:
+    check_elsewhere("cuda")

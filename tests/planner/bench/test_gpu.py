@@ -1,12 +1,19 @@
 """The bench on a CUDA GPU; run with `pytest -m gpu`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from sparsekv.planner.bench.decode_bench import DecodeBench, bench_decode, check_decode
 from sparsekv.planner.bench.kernel_bench import KernelBench, bench_kernels, families_of
 from sparsekv.planner.bench.planted import plant
+from sparsekv.planner.bench.random_model import HandDecode, random_model
+from sparsekv.planner.bench.step_attention import StepAttention
 from sparsekv.planner.bench.structure import FAMILIES
-from sparsekv.plans.patterns import TileShape
+from sparsekv.planner.bench.timing import try_each
+from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.runtime.hf.placement import layouts_of
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +48,29 @@ def test_every_backend_that_can_run_computes_what_its_index_stands_for(tile):
         assert row.error < 0.05, row
         assert row.mass > 0.9, row
         assert row.dense_peers.fastest
+
+
+def test_every_dense_kernel_of_a_decode_step_that_runs_computes_the_same():
+    subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192, layers=2)
+    layouts = tuple(replace(layout, batch=2) for layout in layouts_of(subject.model))
+    calls = StepAttention(subject.info, layouts, 8000, "triton", 1).dense()
+    found, refused = try_each(calls, lambda name: torch.stack(calls[name]()).float())
+    assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= found.keys(), refused
+    for name, out in found.items():
+        torch.testing.assert_close(out, found["sparsekv dense"], atol=2e-3, rtol=2e-2, msg=name)
+
+
+def test_decode_steps_are_captured_unless_the_selector_looks_back():
+    bench = DecodeBench(lengths=(8192,), batches=(2,), repeats=1)
+    subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192)
+    plans, words = HandDecode(tokens(256), (), ("last", "exponential"), 8).plans(subject.info, 8192)
+    check_decode(subject.info, plans, bench)
+    last, _, captured, launched = bench_decode(subject, plans, words, bench)
+    for row in (last, captured, launched):
+        assert row.sparse_ms, row.note
+        assert row.dense_ms, row.dense_peers
+    assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= last.dense_peers.timed_ms.keys()
+    assert 0 < captured.replay_ms < captured.sparse_ms
+    assert "captured" not in captured.note
+    assert launched.replay_ms is None
+    assert "looks at older queries" in launched.note

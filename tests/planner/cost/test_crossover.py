@@ -13,7 +13,16 @@ from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.crossover import LEAST_GAIN, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
-from sparsekv.planner.cost.predict import LayerTimes, ScoreTables, choice_of, layer_times, predict, shares_at, step_us
+from sparsekv.planner.cost.predict import (
+    LayerTimes,
+    ScoreTables,
+    choice_of,
+    dense_step_us,
+    layer_times,
+    predict,
+    shares_at,
+    step_us,
+)
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
@@ -235,6 +244,23 @@ def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
     assert plan.bucket(1 << 20).dense
 
 
+@pytest.mark.parametrize(("context", "dense"), [(8192, False), (16384, False), (131072, True)])
+def test_beyond_the_longest_length_prefill_is_dense_where_index_building_outgrows_what_it_saves(
+    context: int, dense: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    profile = made_up_profile(made_up_length(8192, rng, levels=(0.3,)), model=made_up_model(context=context))
+    # An index takes more than the dense kernel once its launches no longer make up for it.
+    index = {name: Line(prices=(0.0, 0.0, 1.2e-4)) for name in FAMILIES}
+    sparse = Line(prices=(0.0, 0.0, 2.0, 2.0))
+    cost = made_up_cost(prefill_dense=Line(prices=(60_000.0, 1.0)), prefill_sparse=sparse, index=index)
+    plan = allocate(profile, cost, PlanOptions(target_density=(0.3,)))
+    assert not plan.bucket(8192).dense
+    assert plan.bucket(max(8193, context)).dense is dense
+    if not dense:
+        assert (plan.lengths[-1].extrapolated, plan.lengths[-1].same_as) == (True, 8192)
+
+
 def test_a_prompt_within_the_first_tile_is_dense_where_its_end_would_not_pay() -> None:
     def pays_at(length: int) -> bool:
         return length == 1 or length > 64
@@ -293,9 +319,60 @@ def test_decode_goes_dense_below_its_crossing() -> None:
     assert plan.lengths[0].dense
     assert [bucket.dense for bucket in plan.lengths] == [True, False]
     segments = plan.lengths[1].segments
-    assert not pays(step_us(segments, cost, crossing, 3), 3 * cost.decode_dense.us(crossing))
+    model = made_up_model(layers=3)
+    assert not pays(step_us(segments, cost, crossing, model), dense_step_us(cost, crossing, model))
     longer = crossing + 256
-    assert pays(step_us(segments, cost, longer, 3), 3 * cost.decode_dense.us(longer))
+    assert pays(step_us(segments, cost, longer, model), dense_step_us(cost, longer, model))
+
+
+def decode_profile(*lengths: int, layers: int = 3, sliding: tuple[int, ...] = (), context: int = 65536) -> Profile:
+    """Any choice serves every layer, at these lengths; some layers have a window of their own."""
+    model = made_up_model(layers=layers, context=context)
+    (group,) = model.attention
+    full = group.model_copy(update={"layers": tuple(sorted(set(range(layers)).difference(sliding)))})
+    window = group.model_copy(update={"layers": sliding, "kind": "sliding", "window": 1024})
+    model = model.model_copy(update={"attention": (full, window) if sliding else (full,)})
+    reuse = made_up_reuse(np.ones((layers, layers)))
+    entries = [LengthProfile(length=length, prompt_tokens=(length,), reuse=reuse) for length in lengths]
+    return made_up_profile(*entries, model=model)
+
+
+def test_a_layer_with_a_window_of_its_own_costs_what_its_window_holds() -> None:
+    profile, cost = decode_profile(8192, layers=4, sliding=(1, 3)), made_up_cost()
+    decode = choose_filter_layers(profile, cost, PlanOptions())
+    assert [(part.filter, part.layers) for part in decode.bucket(8192).segments] == [(0, (2,))]
+    (found,) = predict(profile, cost, None, decode).lengths
+    attended = 4 + 820 + 128
+    assert found.decode.dense_us == pytest.approx(2 * 8.192 + 2 * 1.024)
+    assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 0.001 * attended + 2 * 1.024)
+    assert found.decode.density == pytest.approx((8192 + attended + 2048) / (2 * 8192 + 2048), rel=1e-4)
+
+
+def test_beyond_the_longest_length_decode_is_dense_where_choosing_outgrows_what_it_saves() -> None:
+    cost = made_up_cost(decode_dense=Line(prices=(20.0, 0.001)), decode_choose=Line(prices=(0.0, 0.0025)))
+    plan = choose_filter_layers(decode_profile(8192, context=131072), cost, PlanOptions())
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(256, True), (8192, False), (None, True)]
+    # In a shorter context it never comes to that.
+    plan = choose_filter_layers(decode_profile(8192, context=32768), cost, PlanOptions())
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(256, True), (None, False)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dense=st.tuples(st.floats(0.0, 30.0), st.floats(1e-4, 2e-3)),
+    sparse=st.tuples(st.floats(0.0, 60.0), st.floats(1e-4, 8e-3)),
+    choose=st.tuples(st.floats(0.0, 60.0), st.floats(0.0, 4e-3)),
+    sliding=st.sets(st.integers(1, 5), max_size=3),
+    length=st.integers(1, 65536),
+)
+def test_no_decode_step_is_predicted_to_be_slower_than_dense(dense, sparse, choose, sliding, length: int) -> None:
+    profile = decode_profile(4096, 16384, layers=6, sliding=tuple(sorted(sliding)))
+    lines = dict(zip(("decode_dense", "decode_sparse", "decode_choose"), (dense, sparse, choose), strict=True))
+    cost = made_up_cost(**{name: Line(prices=prices) for name, prices in lines.items()})
+    plan = choose_filter_layers(profile, cost, PlanOptions())
+    for one in (length, 255, 4096, 4097, 16384, 16385, 65536):
+        step = step_us(plan.bucket(one).segments, cost, one, profile.model)
+        assert step <= dense_step_us(cost, one, profile.model) * (1 + 1e-9), one
 
 
 def test_decode_goes_dense_between_two_profiled_lengths() -> None:

@@ -1,5 +1,6 @@
 """What a plan's figures do not say is told: heads that went dense, lengths that could not be predicted."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,10 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.cost.predict import predict
-from sparsekv.planner.cost.remarks import crossover_remarks, dense_decode_remarks, offload_remarks
+from sparsekv.planner.cost.remarks import crossover_remarks, dense_decode_remarks, offload_remarks, plan_remarks
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.verify import tightened_remarks
 from sparsekv.plans.patterns import tokens
@@ -178,6 +180,75 @@ def test_decode_on_the_device_needs_no_price_of_the_host() -> None:
     plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False))
     assert offload_remarks(profile, made_up_cost(), plan) == ()
     assert len(predict(profile, made_up_cost(), None, plan).lengths) == 1
+
+
+def compiled(cost: DeviceCost, *, context: int = 8192, **options) -> tuple[str, ...]:
+    """The remarks of a plan of 8192 tokens."""
+    entry = profile_with().lengths[0].model_copy(update={"reuse": made_up_reuse(np.ones((3, 3)))})
+    profile = made_up_profile(entry, model=made_up_model(context=context))
+    asked = replace(TARGET, **options)
+    return plan_remarks(compile_once(profile.model, asked, profile, cost), asked, profile, cost)
+
+
+def about(line: str, phase: str) -> int:
+    """The length from which on a phase would gain."""
+    told = re.search(
+        rf"dense {phase} is faster up to 8192 tokens on made up: sparse {phase} .* about (\d+) tokens", line
+    )
+    assert told, line
+    return int(told[1])
+
+
+def test_decode_that_is_dense_at_every_length_says_from_where_it_would_gain() -> None:
+    """Two layers of three save 0.9 us in 1000 tokens each, for 100 us a step."""
+    slow = made_up_cost(decode_choose=Line(prices=(100.0, 0.0)))
+    *_, line = compiled(slow, phases=("decode",))
+    assert 55_000 < about(line, "decode") < 72_000
+    assert line.endswith("this model's context ends at 8192: plan a model with a longer one")
+    *_, line, _ = compiled(slow, phases=("decode",), context=131072)
+    assert line.endswith("--lengths 8k,128k plans that")
+    *_, line = compiled(made_up_cost(decode_sparse=Line(prices=(0.0, 1.0))), phases=("decode",))
+    assert line.endswith("sparse decode is not predicted to gain at any length")
+
+
+def test_prefill_that_is_dense_at_every_length_says_from_where_it_would_gain() -> None:
+    saved = 0.7 * 4 * 128 * 129 / 2  # by a layer at 8192 tokens
+    dear = made_up_cost(prefill_sparse=Line(prices=(5.0 * saved, 0.0, 1.0, 1.0)))
+    *_, line = compiled(dear, phases=("prefill",))
+    assert 16_384 < about(line, "prefill") < 20_000  # more than four times the tiles, of which fewer are computed
+    assert line.endswith("plan a model with a longer one")
+    *_, line, _ = compiled(dear, phases=("prefill",), context=32768)
+    assert line.endswith("--lengths 8k,32k plans that")
+    *_, line = compiled(made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 99.0, 99.0))), phases=("prefill",))
+    assert line.endswith("sparse prefill is not predicted to gain at any length")
+
+
+def test_a_plan_that_is_sparse_somewhere_or_asked_to_be_does_not_say_what_would_gain() -> None:
+    slow = made_up_cost(decode_choose=Line(prices=(100.0, 0.0)), prefill_sparse=Line(prices=(1e6, 0.0, 1.0, 1.0)))
+    assert not any("would gain" in line for line in (*compiled(made_up_cost()), *compiled(slow, crossover=False)))
+    assert sum("would gain" in line for line in compiled(slow)) == 2
+
+
+def test_sparse_decode_says_from_which_length_on_and_by_how_much_attention_alone_gains() -> None:
+    (line,) = compiled(made_up_cost(), phases=("decode",))
+    ratio = 3 * 8.192 / (8.192 + 0.8192 + 2 * (0.001 * (4 + 820 + 128)))
+    assert line.startswith("decode is sparse from 256 cached tokens on: ")
+    assert f"predicted speedup of attention in a step {ratio:.2f}x at 8k on made up" in line
+    assert line.endswith("the rest of a step (weights, sampling) takes as long as before and is not in these ratios")
+    (line,) = compiled(made_up_cost(), phases=("decode",), crossover=False)
+    assert line.startswith("decode is sparse at every length: ")
+
+
+def test_a_longer_context_is_said_to_be_extrapolated_with_the_lengths_that_plan_it() -> None:
+    *_, line = compiled(made_up_cost(), context=131072)
+    assert line == (
+        "contexts above 8k, up to the model's 128k, were not profiled and run by what was found at 8k, extrapolated "
+        "and not verified; --lengths 8k,16k,32k,128k plans them, hours on a CPU"
+    )
+    slow = made_up_cost(prefill_sparse=Line(prices=(1e6, 0.0, 1.0, 1.0)), backend="triton")
+    *_, line = compiled(slow, context=131072, phases=("prefill",))
+    assert line.endswith("were not profiled and run dense; --lengths 8k,16k,32k,128k plans them")
+    assert not any("not profiled" in line for line in compiled(made_up_cost(), context=8192))
 
 
 def test_what_was_given_up_to_meet_the_gate_is_told() -> None:

@@ -31,6 +31,13 @@ def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> No
         assert record(5).key in Records(path, {"seed": 1}, SHAPE)
 
 
+def test_a_first_line_of_another_kind_names_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    path.write_text("sparsekv.partial ../../else\nmore\n")
+    Records(path, {"seed": 0}, SHAPE)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_partial_profile_without_records_is_not_kept_aside(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     Records(path, {"seed": 0}, SHAPE)

@@ -217,6 +217,29 @@ def test_two_models_can_each_have_a_plan():
         assert torch.equal(second(prompt).logits, dense)
 
 
+def greedy(model, prompt, count: int):
+    """Token by token."""
+    cache, token = None, prompt
+    for _ in range(count):
+        found = model(token, past_key_values=cache, use_cache=True)
+        cache, token = found.past_key_values, found.logits[:, -1:].argmax(-1)
+        yield token.item()
+
+
+def test_two_models_that_generate_in_turns_give_the_tokens_of_each_alone():
+    models = tiny_model(seed=1), tiny_model("qwen3", seed=2)
+    prompts, alone, stats = (random_tokens(1, 120), random_tokens(1, 70, seed=1)), [], []
+    with torch.no_grad():
+        for model, prompt in zip(models, prompts, strict=True):
+            with apply(model, some_plan(model)) as handle:
+                alone.append(tuple(greedy(model, prompt, 8)))
+                stats.append(handle.stats())
+        with apply(models[0], some_plan(models[0])) as first, apply(models[1], some_plan(models[1])) as second:
+            turns = [greedy(model, prompt, 8) for model, prompt in zip(models, prompts, strict=True)]
+            assert list(zip(*turns, strict=True)) == list(zip(*alone, strict=True))
+            assert [first.stats(), second.stats()] == stats
+
+
 def test_a_model_that_shares_its_config_with_a_planned_one_says_so():
     first = tiny_model()
     second = LlamaForCausalLM(first.config).eval()

@@ -1,6 +1,7 @@
 """Caches: adopted in place, refused when they are someone else's, copied, reset."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -128,6 +129,23 @@ def test_statistics_give_the_bytes_of_the_cache_used_last(model, handle):
     longest = stats.kv_bytes_device + stats.kv_bytes_host
     model(random_tokens(1, 1), past_key_values=short)
     assert 0 < handle.stats().kv_bytes_device + handle.stats().kv_bytes_host < longest
+
+
+def test_many_requests_of_mixed_lengths_leave_nothing_behind(model, handle):
+    def live(requests: int) -> tuple[int, int]:
+        """Tensors, and the bytes of their memory, after so many requests of mixed lengths."""
+        for number in range(requests):
+            prompt = random_tokens(1, 3 + 17 * number % 20)
+            cache = model(prompt[:, :-1]).past_key_values
+            model(prompt[:, -1:], past_key_values=cache)
+        del cache
+        gc.collect()
+        tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        storages = {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}
+        return len(tensors), sum(storages.values())
+
+    before = live(20)  # every length once: small tensors that follow from a length are cached
+    assert live(60) == before
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -1,12 +1,15 @@
 """What would give wrong tokens is refused before it runs, with a way out."""
 
+import threading
 from functools import partial
 
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from sparsekv.plans.errors import (
     BackendError,
@@ -153,6 +156,22 @@ def test_a_plan_of_another_model_on_request(model):
         apply(model, plan_for(other, None, decode_plan(segment(0, (1, 4), 8))), allow_mismatch=True)
 
 
+class NothingRuns(TorchDispatchMode):
+    """No operation of torch takes place, so that no tensor is made either."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        pytest.fail(f"{function} ran")
+
+
+def test_segments_that_do_not_fit_the_model_are_refused_before_anything_is_allocated(model):
+    other = tiny_model(layers=5)
+    plan = plan_for(other, None, decode_plan(segment(0, (1, 4), 8), offload=(1, 4), hot=1 << 20))
+    info, was = info_of(model), model.config._attn_implementation
+    with NothingRuns(), pytest.raises(PlanMismatchError, match="cannot run this plan at all"):
+        apply(model, plan, info=info, allow_mismatch=True)
+    assert model.config._attn_implementation == was
+
+
 def test_a_plan_for_other_weights_only_warns(model):
     with pytest.warns(PlanWarning, match="other weights"):
         apply(model, plan_for(tiny_model(seed=1))).close()
@@ -235,3 +254,32 @@ def test_a_new_cache_of_no_size(model, tokens, batch):
 
 def test_info_of_names_nothing_of_this_machine(model):
     assert info_of(model).id == "tests/tiny"
+
+
+def test_two_threads_under_one_handle(model):
+    """The second one is refused, the first goes on undisturbed."""
+    started, refused = threading.Event(), threading.Event()
+    found = []
+
+    class Waits(BaseStreamer):
+        def put(self, value):
+            started.set()
+            assert refused.wait(30)
+
+        def end(self):
+            pass
+
+    prompt = random_tokens(1, 20)
+    with torch.no_grad(), apply(model, plan_for(model)):
+        expected = model.generate(prompt, max_new_tokens=3)
+        generate = partial(model.generate, prompt, max_new_tokens=3, streamer=Waits())
+        thread = threading.Thread(target=lambda: found.append(torch.no_grad()(generate)()))
+        thread.start()
+        assert started.wait(30)
+        for call in (model, partial(model.generate, max_new_tokens=2)):
+            with pytest.raises(UsageError, match="one thread at a time under a handle, found another one"):
+                call(prompt)
+        refused.set()
+        thread.join(30)
+        assert torch.equal(found[0], expected)
+        assert model(prompt).logits.shape[1] == 20  # free again
