@@ -3,8 +3,8 @@
     python benchmarks/decode_goals.py [--json]
 
 8B shape (32 query heads, 8 KV heads of 128, bfloat16), random keys. Each call is captured in a CUDA graph and replayed
-(`triton.testing.do_bench_cudagraph`, medians); keys and values of a case are several times the cache of the GPU, those of
-selected tokens and scores lie in it, as they do between the layers of a step.
+(`triton.testing.do_bench_cudagraph`, medians). Keys and values of the long cases are several times the cache of the
+GPU; those of 8K tokens, selected ones and scores lie in it.
 """
 
 from __future__ import annotations
