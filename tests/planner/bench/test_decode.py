@@ -42,7 +42,7 @@ def plan(subject) -> Plan:
 
 def rows_of(subject, plans, runs=DecodeRuns, **options):
     plans = {"plan": plans} if isinstance(plans, Plan) else plans
-    bench = DecodeBench(**{"lengths": (LENGTH,), "repeats": 1, "new_tokens": 16} | options)
+    bench = DecodeBench(**{"lengths": (LENGTH,), "repeats": 1, "new_tokens": 32} | options)
     check_decode(subject.info, plans, bench)
     return list(bench_decode(subject, plans, "by hand", bench, runs=runs))
 
@@ -102,7 +102,7 @@ def test_rates_count_the_keys_and_values_that_attention_reads(subject, plan):
 def test_the_share_of_tokens_is_what_a_run_counts(subject, plan):
     attention, token = rows_of(subject, plan)
     with sparsekv.apply(subject.model, plan) as handle:
-        for steps, row in ((1, attention), (16, token)):
+        for steps, row in ((1, attention), (32, token)):
             cache = handle.new_cache(LENGTH)
             fill(cache.layers, LENGTH - steps, layouts_of(subject.model), seed=0)
             handle.reset_stats()
@@ -296,8 +296,8 @@ def test_a_model_with_one_layer_cannot_be_sparse():
 def test_a_case_that_cannot_be_timed_is_refused(subject, plan):
     with pytest.raises(PromptError, match="1024"):
         rows_of(subject, plan, lengths=(2048,))
-    with pytest.raises(UsageError, match="22 tokens or more"):
-        rows_of(subject, plan, lengths=(21,))
+    with pytest.raises(UsageError, match="38 tokens or more"):
+        rows_of(subject, plan, lengths=(37,))
     with pytest.raises(UsageError, match="at least one"):
         rows_of(subject, plan, batches=())
     with pytest.raises(UsageError, match="decode phase"):

@@ -363,13 +363,14 @@ def test_beyond_the_longest_length_decode_is_dense_where_choosing_outgrows_what_
     sparse=st.tuples(st.floats(0.0, 60.0), st.floats(1e-4, 8e-3)),
     choose=st.tuples(st.floats(0.0, 60.0), st.floats(0.0, 4e-3)),
     sliding=st.sets(st.integers(1, 5), max_size=3),
+    rule=st.sampled_from([{}, {"filter_rule": "omnikv"}, {"filter_rule": "fixed", "filter_layers": (0,)}]),
     length=st.integers(1, 65536),
 )
-def test_no_decode_step_is_predicted_to_be_slower_than_dense(dense, sparse, choose, sliding, length: int) -> None:
+def test_no_decode_step_is_predicted_to_be_slower_than_dense(dense, sparse, choose, sliding, rule, length: int) -> None:
     profile = decode_profile(4096, 16384, layers=6, sliding=tuple(sorted(sliding)))
     lines = dict(zip(("decode_dense", "decode_sparse", "decode_choose"), (dense, sparse, choose), strict=True))
     cost = made_up_cost(**{name: Line(prices=prices) for name, prices in lines.items()})
-    plan = choose_filter_layers(profile, cost, PlanOptions())
+    plan = choose_filter_layers(profile, cost, PlanOptions(**rule))
     for one in (length, 255, 4096, 4097, 16384, 16385, 65536):
         step = step_us(plan.bucket(one).segments, cost, one, profile.model)
         assert step <= dense_step_us(cost, one, profile.model) * (1 + 1e-9), one

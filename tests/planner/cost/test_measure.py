@@ -8,7 +8,7 @@ from planner_profiles import made_up_length, made_up_profile
 
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
-from sparsekv.planner.cost.measure import fit_line, measure_cost, timed_lengths
+from sparsekv.planner.cost.measure import copies_to_read_cold, fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.options import FAMILIES, PlanOptions
 from sparsekv.plans.patterns import AShape, tokens
@@ -101,6 +101,15 @@ def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(meas
 def test_short_lengths_are_timed_for_launches_and_long_ones_for_work(heads, lengths, device, timed) -> None:
     shape = HeadShape(heads=heads, kv_heads=2, head_dim=64 if heads < 32 else 128)
     assert timed_lengths(shape, lengths, device) == timed
+
+
+@pytest.mark.parametrize(
+    ("read", "cache", "copies"),
+    [(1 << 30, 50 << 20, 1), (100 << 20, 50 << 20, 1), (33 << 20, 50 << 20, 4), (1 << 20, 50 << 20, 16), (0, 1, 2)],
+)
+def test_steps_are_timed_on_more_keys_than_the_cache_of_the_device_holds(read: int, cache: int, copies: int) -> None:
+    assert copies_to_read_cold(read, cache) == copies
+    assert copies == 16 or copies * read >= cache or not read
 
 
 def test_a_cost_without_offload_has_no_price_of_it() -> None:
