@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
+
+THREAD_ELEMENTS = 1 << 20  # read in half a millisecond, several times what it takes to start a thread
 
 
 def for_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
@@ -31,9 +34,46 @@ def for_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
         for item in items:
             work(item)
         return
-    crew = _Crew(work, items)
+    _side_by_side(work, items, threads)
+
+
+def spread(work: Callable[[Item], None], items: Sequence[Item], *, elements: int, device: torch.device) -> None:
+    """`work` on every item, one thread each: the caller's where all of it is small, else as many as pay.
+
+    For the layers of a decode step, of which there are many and each short. On a busy machine an operation that all
+    threads share takes a time slice, however small it is. As `for_each` otherwise; a single item gets one thread.
+
+    Args:
+        elements: that all items together read from memory, or as much work.
+        device: where they lie. What goes to a GPU stays on the caller's thread, and so on its stream.
+
+    Raises:
+        Whatever `work` raises, of the first item for which it does.
+    """
+    threads = min(torch.get_num_threads(), len(items), elements // THREAD_ELEMENTS)
+    if threads > 1 and device.type == "cpu":
+        _side_by_side(work, items, threads)
+        return
+    with one_thread():
+        for item in items:
+            work(item)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside it, operations of the calling thread are not spread over others."""
+    threads = torch.get_num_threads()
     try:
-        for _ in range(threads):
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _side_by_side(work: Callable[[Item], None], items: Sequence[Item], at_once: int) -> None:
+    threads, crew = torch.get_num_threads(), _Crew(work, items)
+    try:
+        for _ in range(at_once):
             threading.Thread(target=crew.work, name="sparsekv").start()
         crew.wait()
     finally:

@@ -58,12 +58,18 @@ class KeyView:
         """The same tokens of these KV heads alone."""
         return KeyView(self.k[:, kv], self.v[:, kv], self.lengths_B, self.table_BP)
 
-    def row(self, b: int, tokens_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some tokens of one batch row, copied: [G, T, D] each."""
+    def head(self, x: torch.Tensor, b: int, g: int, tokens: slice | torch.Tensor) -> torch.Tensor:
+        """[T, D] of `x`, which is `k` or `v`: some tokens of one KV head of one batch row.
+
+        Args:
+            tokens: an interval of contiguous keys, which is not copied, or int64 [T].
+        """
+        if isinstance(tokens, slice):
+            return x[b, g, tokens]
         if self.table_BP is None:
-            return self.k[b].index_select(1, tokens_T), self.v[b].index_select(1, tokens_T)
-        page_T, slot_T = self.table_BP[b].index_select(0, tokens_T // self.page), tokens_T % self.page
-        return self.k[page_T, :, slot_T].transpose(0, 1), self.v[page_T, :, slot_T].transpose(0, 1)
+            return x[b, g].index_select(0, tokens)
+        page_T, slot_T = self.table_BP[b].index_select(0, tokens // self.page), tokens % self.page
+        return x[:, g][page_T, slot_T]
 
     def contiguous(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, G, longest, D] each: views of contiguous keys, copies of paged ones. Rows shorter than `longest` hold

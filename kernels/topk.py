@@ -57,3 +57,16 @@ def ascending(mask_XN: torch.Tensor, width: int, padding: int) -> torch.Tensor:
 def top_ascending(scores_XN: torch.Tensor, count_X: torch.Tensor, most: int, padding: int) -> torch.Tensor:
     """The count_X highest entries of each row, ascending: int32 [X, most], the rest `padding`."""
     return ascending(top_mask(scores_XN, count_X, most), most, padding).contiguous()
+
+
+def best_ascending(scores_N: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` highest entries of one row, ascending: int64 [count]; asks the device.
+
+    A row takes one selection; only where entries beyond the last one chosen equal it, all of them are looked at again.
+    """
+    if count in (0, len(scores_N)):
+        return torch.arange(count, device=scores_N.device)
+    best = scores_N.topk(count + 1)
+    if best.values[count - 1] > best.values[count]:
+        return best.indices[:count].sort().values
+    return top_ascending(scores_N[None], torch.tensor([count], device=scores_N.device), count, -1)[0].long()

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from sparsekv.kernels.cpu_threads import one_thread, spread
 from sparsekv.kernels.decode.selection import Scoring
 from sparsekv.kernels.tiles import NO_TOKEN
-from sparsekv.kernels.topk import top_ascending
+from sparsekv.kernels.topk import best_ascending
+
+_READS = 16  # elements that are read in the time that it takes to rank one
 
 
 def choose(
@@ -48,13 +51,20 @@ def choose(
         return choose_by_radix(
             scores_gT, scoring.starts_B, lengths_B, counts_B, capacity=capacity, most=most, sink=sink, recent=recent
         )
-    chosen_BgN = torch.full(
-        (lengths_B.shape[0], scoring.lists, most), NO_TOKEN, dtype=torch.int32, device=scores_gT.device
-    )
+    with one_thread():
+        shape, device = (lengths_B.shape[0], scoring.lists, most), scores_gT.device
+        chosen_BgN = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=device)
     rows = zip(scoring.starts_B.tolist(), lengths_B.tolist(), counts_B.tolist(), strict=True)
-    for b, (start, length, count) in enumerate(rows):
-        if start >= 0:
-            free_gS = scores_gT[:, start + sink : start + length - recent]
-            count_g = torch.full((scoring.lists,), count, device=scores_gT.device)
-            chosen_BgN[b, :, :count] = top_ascending(free_gS, count_g, count, NO_TOKEN) + sink
+    choices = [
+        (chosen_BgN[b, g, :count], scores_gT[g, start + sink : start + length - recent])
+        for b, (start, length, count) in enumerate(rows)
+        if start >= 0
+        for g in range(scoring.lists)
+    ]
+
+    def fill(choice: tuple[torch.Tensor, torch.Tensor]) -> None:
+        chosen_N, free_S = choice
+        chosen_N.copy_(best_ascending(free_S, len(chosen_N)) + sink)
+
+    spread(fill, choices, elements=_READS * sum(len(free_S) for _, free_S in choices), device=device)
     return chosen_BgN

@@ -1,20 +1,28 @@
 """Decode attention with torch operations, in float32.
 
-Shapes: B batch, H query heads, G KV heads, g the KV heads that share a list, N query heads of a KV head, D head size,
-T attended tokens.
+A KV head of a batch row is one piece of work with few operations, each on one thread; KV heads run side by side where
+that pays (cpu_threads.py). Tokens are gathered and converted in blocks that stay in a cache.
+
+Shapes: B batch, H query heads, G KV heads, g lists of a row, N query heads of a KV head, D head size, T attended tokens
+of a row; of the scores, tokens of all rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.cpu_threads import one_thread, spread
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import attend_newest
 from sparsekv.kernels.tiles import AttentionOutput
+from sparsekv.kernels.topk import blocks
+
+BLOCK_ELEMENTS = 1 << 18  # of the keys that are read at once: 1 MiB as float32
 
 
 @torch.no_grad()
@@ -33,41 +41,101 @@ def decode(
     if selection is None and scoring is None and not want_lse and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
-    B, H = q_BHQD.shape[:2]
-    per_kv = H // keys.kv_heads
-    out_BHQD = torch.empty_like(q_BHQD)
-    lse_BHQ = torch.empty((B, H, 1), device=q_BHQD.device)
-    scores_gT = None if scoring is None else torch.empty((scoring.lists, scoring.tokens), device=q_BHQD.device)
-    for b in range(B):
-        for kv, tokens_T in _attended(keys, selection, window, b):
-            at = slice(kv.start * per_kv, kv.stop * per_kv)
-            k_gTD, v_gTD = (x_gTD.float() for x_gTD in keys.heads(kv).row(b, tokens_T))
-            q_gND = q_BHQD[b, at, 0].float().unflatten(0, (-1, per_kv)) * scale
-            scores_gNT = q_gND @ k_gTD.mT
-            lse_gN1 = scores_gNT.logsumexp(2, keepdim=True)
-            p_gNT = (scores_gNT - lse_gN1.masked_fill(lse_gN1 == -math.inf, 0.0)).exp_()
-            if scoring is not None and scores_gT is not None and (start := int(scoring.starts_B[b])) >= 0:
-                weights_gNT = p_gNT.flatten(0, 1)[None] if scoring.lists == 1 else p_gNT
-                scores_gT[:, start : start + len(tokens_T)] = weights_gNT.amax(1)
-            out_BHQD[b, at, 0] = (p_gNT @ v_gTD).flatten(0, 1).to(out_BHQD.dtype)
-            lse_BHQ[b, at] = lse_gN1.flatten(0, 1)
-    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None, scores_gT)
+    (B, H, _, D), G = q_BHQD.shape, keys.kv_heads
+    q_BGND = (q_BHQD.float() * scale).view(B, G, H // G, D)
+    out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
+    scores_GT = None if scoring is None else q_BGND.new_empty((G, scoring.tokens))
+    starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
+    call = _Call(q_BGND, keys, out_BGND, lse_BGN if want_lse else None, scores_GT)
+    with one_thread():
+        heads = [
+            _Head(b, g, tokens, count, starts[b])
+            for b, length in enumerate(lengths)
+            for g, (tokens, count) in enumerate(_attended(keys, selection, window, b, length))
+            if count
+        ]
+    spread(call.attend, heads, elements=2 * D * sum(head.count for head in heads), device=q_BHQD.device)
+    out_BHQD = out_BGND.view(B, H, 1, D).to(q_BHQD.dtype)
+    lse_BHQ = lse_BGN.view(B, H, 1) if want_lse else None
+    if scoring is None or scores_GT is None or scoring.lists == G:
+        return AttentionOutput(out_BHQD, lse_BHQ, scores_GT)
+    return AttentionOutput(out_BHQD, lse_BHQ, _best_of_heads(scores_GT, starts, lengths))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """One KV head of one batch row."""
+
+    b: int
+    g: int
+    tokens: slice | torch.Tensor
+    count: int  # of the tokens
+    start: int  # of its scores, or -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What the KV heads read, and where their results go."""
+
+    q_BGND: torch.Tensor  # scaled
+    keys: KeyView
+    out_BGND: torch.Tensor
+    lse_BGN: torch.Tensor | None
+    scores_GT: torch.Tensor | None
+
+    def attend(self, head: _Head) -> None:
+        """All query heads of one KV head."""
+        at, keys = (head.b, head.g), self.keys
+        q_ND, out_ND = self.q_BGND[at], self.out_BGND[at]
+        parts = list(blocks(head.count, q_ND.shape[1], BLOCK_ELEMENTS))
+        logits_NT = q_ND.new_empty((len(q_ND), head.count))
+        for part in parts:
+            k_TD = keys.head(keys.k, *at, _part(head.tokens, part)).float()
+            torch.mm(q_ND, k_TD.mT, out=logits_NT[:, part])
+        p_NT = logits_NT.softmax(1)
+        for part in parts:
+            v_TD = keys.head(keys.v, *at, _part(head.tokens, part)).float()
+            out_ND.addmm_(p_NT[:, part], v_TD)
+        if self.lse_BGN is not None:
+            self.lse_BGN[at] = logits_NT.logsumexp(1)
+        if self.scores_GT is not None and head.start >= 0:
+            torch.amax(p_NT, 0, out=self.scores_GT[head.g, head.start : head.start + head.count])
+
+
+def _part(tokens: slice | torch.Tensor, part: slice) -> slice | torch.Tensor:
+    if isinstance(tokens, slice):
+        return slice(tokens.start + part.start, tokens.start + part.stop)
+    return tokens[part]
 
 
 def _attended(
-    keys: KeyView, selection: Selection | None, window: int | None, b: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The tokens of one row, ascending by part: KV heads, and what they attend to (int64 [T])."""
-    length, device = int(keys.lengths_B[b]), keys.k.device
+    keys: KeyView, selection: Selection | None, window: int | None, b: int, length: int
+) -> Iterator[tuple[slice | torch.Tensor, int]]:
+    """For each KV head of one row the tokens that it attends to, ascending by part, and how many."""
+    G, device = keys.kv_heads, keys.k.device
     first = 0 if window is None else max(0, length - window)
     count = ALL if selection is None else int(selection.counts_B[b])
     if selection is None or count == ALL:
-        yield slice(0, keys.kv_heads), torch.arange(first, length, device=device)
+        interval = slice(first, length)
+        tokens = interval if keys.table_BP is None else torch.arange(first, length, device=device)
+        yield from [(tokens, length - first)] * G
         return
-    lists = selection.chosen_BgN.shape[1]
     sink_T = torch.arange(selection.sink, device=device)
     recent_T = torch.arange(length - selection.recent, length, device=device)
-    for g in range(lists):
-        tokens_T = torch.cat((sink_T, selection.chosen_BgN[b, g, :count].long(), recent_T))
-        kv = slice(0, keys.kv_heads) if lists == 1 else slice(g, g + 1)
-        yield kv, tokens_T[tokens_T >= first]
+    lists = selection.chosen_BgN.shape[1]
+    for chosen_N in selection.chosen_BgN[b, :, :count]:
+        tokens_T = torch.cat((sink_T, chosen_N, recent_T))
+        tokens_T = tokens_T[tokens_T >= first]
+        yield from [(tokens_T, len(tokens_T))] * (G // lists)
+
+
+def _best_of_heads(scores_GT: torch.Tensor, starts: list[int], lengths: list[int]) -> torch.Tensor:
+    """[1, T], of the rows that are scored."""
+    best_1T = scores_GT.new_empty((1, scores_GT.shape[1]))
+    rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True) if start >= 0]
+
+    def reduce(row: slice) -> None:
+        torch.amax(scores_GT[:, row], 0, out=best_1T[0, row])
+
+    spread(reduce, rows, elements=scores_GT.shape[0] * sum(lengths), device=scores_GT.device)
+    return best_1T

@@ -11,6 +11,7 @@ Shapes: B batch, G KV heads, C tokens a row has room for, D head size, E hidden 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
@@ -90,7 +91,7 @@ class StepGraph:
         self._where_host_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, pin_memory=True)
         self._copied = torch.cuda.Event()
         self.shapes = [self._shape(store.tensors[0]) for store in stores]
-        self._bound: list[torch.Tensor] = []
+        self._bound: list[weakref.ref[torch.Tensor]] = []  # a cache that is let go of is freed
         self._room = 0
         self._state = DecodeState(program)
         self._graph = torch.cuda.CUDAGraph()
@@ -115,7 +116,7 @@ class StepGraph:
         if ids_B1.shape != self.ids_B1.shape or length > self._room:
             return False
         return len(stores) == len(self._bound) and all(
-            store.keys is bound for store, bound in zip(stores, self._bound, strict=True)
+            store.keys is bound() for store, bound in zip(stores, self._bound, strict=True)
         )
 
     def bind(self, stores: Sequence[DeviceStore]) -> None:
@@ -129,8 +130,8 @@ class StepGraph:
             self._where_host_L3[layer, 2] = k_BGCD.shape[2]
         self.where_L3.copy_(self._where_host_L3, non_blocking=True)
         self._copied.record()
-        self._bound = [store.tensors[0] for store in stores]
-        self._room = min(k_BGCD.shape[2] for k_BGCD in self._bound)
+        self._bound = [weakref.ref(store.tensors[0]) for store in stores]
+        self._room = min(store.tensors[0].shape[2] for store in stores)
 
     def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, past: int) -> None:
         """What the next step is of."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch_threads import torch_threads
 
-from sparsekv.kernels.cpu_threads import for_each
+from sparsekv.kernels.cpu_threads import THREAD_ELEMENTS, for_each, spread
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +82,39 @@ def test_threads_write_to_what_the_caller_made_in_its_own_mode(mode):
 
         for_each(work, range(6))
     assert rows.sum(1).tolist() == [0, 3, 6, 9, 12, 15]
+
+
+@pytest.mark.parametrize(("items", "elements"), [(4, 2 * THREAD_ELEMENTS - 1), (1, 100 * THREAD_ELEMENTS)])
+def test_small_work_and_a_single_item_take_the_callers_thread_alone(items: int, elements: int):
+    seen = []
+    spread(
+        lambda item: seen.append((torch.get_num_threads(), threading.current_thread())),
+        range(items),
+        elements=elements,
+        device=CPU,
+    )
+    assert seen == [(1, threading.main_thread())] * items
+    assert torch.get_num_threads() == 2
+
+
+def test_large_work_takes_as_many_threads_as_pay():
+    both = threading.Barrier(2)  # two items at once, else it breaks
+    alone = []
+
+    def work(item: int) -> None:
+        both.wait(30)
+        alone.append((torch.get_num_threads(), threading.current_thread() is threading.main_thread()))
+
+    with torch_threads(4):
+        spread(work, range(2), elements=100 * THREAD_ELEMENTS, device=CPU)
+        assert torch.get_num_threads() == 4
+    assert alone == [(1, False)] * 2
+
+
+def test_small_work_that_fails_gives_the_threads_back():
+    def fail(item: int) -> None:
+        raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match="item 0"):
+        spread(fail, range(4), elements=0, device=CPU)
+    assert torch.get_num_threads() == 2

@@ -4,12 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_blocks import small_blocks
 
 from sparsekv.kernels.scores import token_scores
-from sparsekv.kernels.topk import top_ascending
 from sparsekv.plans.errors import ShapeError
 
 WEIGHTS = torch.tensor([0.2, 0.5, 1.0])
@@ -63,17 +60,6 @@ def test_blocks_of_heads_give_the_same_scores() -> None:
         whole = token_scores(q, k, (27, 28, 29), WEIGHTS, scale=0.4, heads=heads)
         with small_blocks():
             torch.testing.assert_close(token_scores(q, k, (27, 28, 29), WEIGHTS, scale=0.4, heads=heads), whole)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=50), st.data())
-def test_the_best_are_ascending_padded_and_the_lower_of_equals(values: list[int], data: st.DataObject) -> None:
-    most = data.draw(st.integers(0, len(values)))
-    count = data.draw(st.integers(0, most))
-    best = sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:count])
-    found = top_ascending(torch.tensor([values]).float(), torch.tensor([count]), most, -1)
-    assert found.dtype == torch.int32
-    assert found.tolist() == [best + [-1] * (most - count)]
 
 
 def test_bad_windows_and_limits_are_refused() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decode_cases import DecodeCase, DecodeProblem, assert_close, draw
+from torch_threads import torch_threads
 
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.choose import choose
@@ -43,7 +44,7 @@ def scored(problem: DecodeProblem, backend: str, lists: int, skip: int = 1) -> t
 def expected_scores(problem: DecodeProblem, b: int, lists: int) -> torch.Tensor:
     """[g, length]: the largest softmax weight over the heads of each list."""
     group, length = problem.case.heads // problem.case.kv_heads, problem.case.lengths[b]
-    k_GSD, _ = problem.keys.row(b, torch.arange(length, device=problem.q_BHQD.device))
+    k_GSD = problem.keys.contiguous_keys(problem.keys.capacity)[b, :, :length]
     logits_HS = (problem.q_BHQD[b].float() @ k_GSD.float().repeat_interleave(group, 0).mT)[:, 0] * problem.scale
     return logits_HS.softmax(1).unflatten(0, (lists, -1)).amax(1)
 
@@ -64,6 +65,11 @@ def check_scores(case: DecodeCase, backend: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
 def test_scores_are_the_largest_attention_weights(case: DecodeCase, backend: str) -> None:
     check_scores(case, backend)
+
+
+def test_cpu_scores_cover_every_block_of_tokens_with_heads_side_by_side() -> None:
+    with torch_threads(2):
+        check_scores(DecodeCase("x", (5000, 30), None, dim=128), "cpu")
 
 
 @pytest.mark.gpu

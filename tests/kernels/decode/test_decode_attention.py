@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, draw
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_threads import torch_threads
 
 from sparsekv.kernels.backends import decode_attention
-from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.decode.choose import choose
+from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
+from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.reference import reference_attention
 from sparsekv.plans.errors import ShapeError
 
@@ -26,6 +29,53 @@ def check(case: DecodeCase, backend: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cpu_backend_attends_to_the_selected_tokens_only(case: DecodeCase) -> None:
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_backend_joins_blocks_of_tokens_with_heads_side_by_side(dtype: torch.dtype) -> None:
+    with torch_threads(2):
+        check(DecodeCase("x", (5000, 30), (4500, ALL), 4500, dim=128, dtype=dtype), "cpu")
+
+
+class Watch(TorchDispatchMode):
+    """Notes how many threads the operations of the calling thread have, and the bytes of the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view and any(isinstance(x, torch.Tensor) and x.numel() > 1000 for x in (*args, found)):
+            self.threads.add(torch.get_num_threads())
+            self.most_bytes = max(self.most_bytes, found.nbytes if isinstance(found, torch.Tensor) else 0)
+        return found
+
+
+def test_a_layer_over_selected_tokens_shares_no_operation_between_threads() -> None:
+    """On a busy machine, each would wait for the slowest thread: a time slice of the scheduler."""
+    problem = draw(DecodeCase("x", (4000,), (3000,), 3000))
+    with torch_threads(2), Watch() as watch:
+        attend(problem, "cpu", want_lse=False)
+    assert watch.threads == {1}
+
+
+def test_the_choice_on_a_cpu_shares_no_operation_between_threads() -> None:
+    scoring, lengths_B = Scoring(torch.tensor([0], dtype=torch.int32), 40000, 1), torch.tensor([40000]).int()
+    counts_B, scores = torch.tensor([3000]).int(), torch.rand(1, 40000)
+    for row in (scores, torch.ones(1, 40000)):  # all of them equal: decided by position
+        with torch_threads(2), Watch() as watch:
+            choose(row, scoring, lengths_B, counts_B, capacity=40000, most=50000, sink=4, recent=20, backend="cpu")
+        assert watch.threads == {1}
+
+
+def test_a_filter_layer_on_a_cpu_copies_no_keys() -> None:
+    q, k, v = torch.randn(1, 4, 1, 64), *torch.randn(2, 1, 2, 4000, 64)
+    scoring = Scoring(torch.zeros(1, dtype=torch.int32), 4000, 1)
+    with torch_threads(1), Watch() as watch:
+        decode_attention(q, full_view(k, v), scale=0.1, scoring=scoring, backend="cpu")
+    assert 0 < watch.most_bytes < k[0, 0].nbytes / 4
 
 
 @needs_interpreter

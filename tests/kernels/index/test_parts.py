@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sparsekv.kernels.index.block_sparse import mean_pool
 from sparsekv.kernels.tiles import count_bits, pack_bits, unpack_bits
-from sparsekv.kernels.topk import ascending, blocks, top_ascending
+from sparsekv.kernels.topk import ascending, best_ascending, blocks, top_ascending
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -36,6 +36,7 @@ def test_choice_takes_the_lowest_index_among_equals(values: list[int], data: st.
     expected = sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:count])
     listed = top_ascending(torch.tensor([values]).float(), torch.tensor([count]), most, -1)
     assert listed.tolist() == [expected + [-1] * (most - count)]
+    assert best_ascending(torch.tensor(values).float(), count).tolist() == expected
 
 
 def test_marks_beyond_the_width_are_cut_and_not_wrapped() -> None:

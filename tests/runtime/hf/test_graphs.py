@@ -233,6 +233,16 @@ def test_many_requests_leave_nothing_behind(llama):
     assert torch.cuda.memory_allocated() < held  # the graphs are gone with the handle
 
 
+def test_a_cache_that_is_let_go_of_is_freed(llama):
+    with apply(llama, plan_for(llama)) as handle, torch.no_grad():
+        _, cache = steps(llama, random_tokens(2, 2000).cuda(), random_tokens(2, 2, 1).cuda())
+        held = handle.stats().kv_bytes_device
+        before = torch.cuda.memory_allocated()
+        del cache
+        gc.collect()
+        assert before - torch.cuda.memory_allocated() >= held
+
+
 def test_two_models_share_nothing(uncaptured):
     models = [tiny_model(head_dim=64, dtype=torch.bfloat16, seed=seed).cuda() for seed in (0, 1)]
     prompt, new = random_tokens(1, 300).cuda(), random_tokens(1, 20, 1).cuda()
