@@ -78,7 +78,7 @@ def _slower(
     choice = choice_of(bucket, tables)
     if bucket.dense or choice is None:
         return None
-    found = prefill_estimate(cost, tables, choice, profile.tile)
+    found = prefill_estimate(cost, tables, choice, profile)
     speedup = found.dense_us / max(found.sparse_us, 1e-9)
     if speedup >= target:
         return None
