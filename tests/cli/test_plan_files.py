@@ -75,6 +75,48 @@ def test_the_pre_commit_hook_checks_the_plans_of_a_model_repository(sparsekv, pl
     assert sparsekv(*arguments, *hook.get("args", ()), plan, tmp_path / "sparsekv.yaml").code == 0
 
 
+def test_diff_says_what_changed_and_exits_1(sparsekv, plan, tmp_path):
+    other = tmp_path / "other.yaml"
+    write_plan(small_plan(status="imported", decode=None), other)
+    done = sparsekv("diff", plan, other)
+    assert (done.code, done.err) == (1, "")
+    assert done.out.startswith("Status\n  status: unverified -> imported\nDecode, above 4,096\n  layers 4-7: sparse (")
+    data = sparsekv("diff", plan, other, "--json").data
+    assert data["changed"] is True
+    assert data["changes"][0] == {
+        "section": "Status",
+        "path": "status",
+        "text": "status: unverified -> imported",
+        "old": "unverified",
+        "new": "imported",
+    }
+
+
+def test_diff_of_plans_that_differ_in_layout_alone_exits_0(sparsekv, plan, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text("# for review\n" + plan.read_text().replace("{tokens: 64}", "\n            {tokens:   64}"))
+    assert other.read_text() != plan.read_text()
+    done = sparsekv("diff", plan, other)
+    assert (done.code, done.out, done.err) == (0, f"no change: {other} says what {plan} says\n", "")
+    assert sparsekv("diff", plan, other, "--json").data == {"changed": False, "changes": []}
+
+
+def test_diff_reads_an_edited_plan_before_it_is_sealed_and_says_so(sparsekv, plan, tmp_path):
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
+    done = sparsekv("diff", plan, edited)
+    assert done.code == 1
+    assert "layers 0-11 heads 0-1: a_shape window 1024 -> 2048 tokens" in done.out
+    assert f"sparsekv seal {edited}" in done.err
+
+
+def test_diff_refuses_what_is_no_plan(sparsekv, plan, tmp_path):
+    (tmp_path / "empty.yaml").touch()
+    for pair in ((plan, tmp_path / "empty.yaml"), (tmp_path / "none.yaml", plan)):
+        done = sparsekv("diff", *pair, "--json")
+        assert done.code == done.data["error"]["exit_code"] == 2
+
+
 def test_show_prints_every_phase_of_a_plan_that_uses_every_field(sparsekv, tmp_path):
     path = tmp_path / "full.yaml"
     write_plan(full_plan(), path)
