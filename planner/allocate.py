@@ -99,7 +99,7 @@ class _Length:
     """The allocation of one length."""
 
     def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: PlanOptions) -> None:
-        self._entry, self._cost = entry, cost
+        self._profile, self._entry, self._cost = profile, entry, cost
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile
         self._tables = ScoreTables.of(entry)
@@ -130,7 +130,7 @@ class _Length:
                 choice = self.at_density(density)
             except UsageError:  # no room for mandatory tiles here, nor at lower densities
                 break
-            estimate = prefill_estimate(self._cost, self._tables, choice, self._tile)
+            estimate = prefill_estimate(self._cost, self._tables, choice, self._profile)
             speedup = estimate.dense_us / max(estimate.sparse_us, 1e-9)
             if speedup >= target:
                 return choice

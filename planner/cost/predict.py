@@ -87,7 +87,7 @@ def predict(profile: Profile, cost: DeviceCost, prefill: PrefillPlan | None, dec
         if prefill and entry.layers:
             tables = ScoreTables.of(entry)
             choice = choice_of(prefill.bucket(entry.length), tables)
-            estimate = None if choice is None else prefill_estimate(cost, tables, choice, profile.tile)
+            estimate = None if choice is None else prefill_estimate(cost, tables, choice, profile)
         step = _of_decode(profile, entry.length, decode, cost) if decode else None
         if estimate or step:
             lengths.append(Prediction(length=entry.length, prefill=estimate, decode=step))
@@ -154,12 +154,29 @@ def at_usual_density(tables: ScoreTables, length: int) -> ScoreTables:
     return replace(tables, entry=tables.entry.model_copy(update={"length": length}), **scaled)
 
 
-def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, tile: TileShape) -> Estimate:
-    """Attention of a whole prefill over the profiled layers, when each head follows its choice."""
-    times = layer_times(cost, tables, choice, tile)
-    return Estimate(
-        dense_us=float(times.dense_us.sum()), sparse_us=float(times.sparse_us.sum()), density=tables.density(choice)
+def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:
+    """Attention of a whole prefill over all layers, when each head follows its choice.
+
+    Layers with a window of their own take the same time either way. The density is that of the others.
+    """
+    times = layer_times(cost, tables, choice, profile.tile)
+    same_us = sum(
+        len(group.layers) * cost.prefill_dense.us(group.heads * _window_tiles(tables.entry.length, group, profile.tile))
+        for group in profile.model.attention
+        if group.window is not None
     )
+    return Estimate(
+        dense_us=float(times.dense_us.sum()) + same_us,
+        sparse_us=float(times.sparse_us.sum()) + same_us,
+        density=tables.density(choice),
+    )
+
+
+def _window_tiles(length: int, group: AttentionGroup, tile: TileShape) -> int:
+    """Tiles of a head that sees its window alone, over a whole prompt."""
+    rows = [(first, min(first + tile.query, length) - 1) for first in range(0, length, tile.query)]
+    oldest = [max(0, first + 1 - visible_tokens(group, length)) for first, _ in rows]
+    return sum(last // tile.key + 1 - key // tile.key for (_, last), key in zip(rows, oldest, strict=True))
 
 
 def heads_by_pattern(tables: ScoreTables, choice_H: Choice) -> dict[Family, int]:

@@ -30,6 +30,8 @@ from sparsekv.plans.phases import DecodeBudget, DecodePlan, Offload, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 
+_HOURS_ON_A_CPU = 32768
+
 
 def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
     """A line for each thing to know about a plan; `options` are those it was compiled with."""
@@ -76,7 +78,7 @@ def _slower(
     choice = choice_of(bucket, tables)
     if bucket.dense or choice is None:
         return None
-    found = prefill_estimate(cost, tables, choice, profile.tile)
+    found = prefill_estimate(cost, tables, choice, profile)
     speedup = found.dense_us / max(found.sparse_us, 1e-9)
     if speedup >= target:
         return None
@@ -249,7 +251,7 @@ def extrapolation_remarks(plan: Plan, profile: Profile, cost: DeviceCost) -> tup
     dense = all(phase.bucket(context).dense for phase in phases)
     what = "run dense" if dense else f"run by what was found at {format_length(longest)}, extrapolated and not verified"
     lengths = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))
-    slow = ", hours on a CPU" if cost.backend == "cpu" else ""
+    slow = ", which takes a CPU hours" if cost.backend == "cpu" and context >= _HOURS_ON_A_CPU else ""
     return (
         f"contexts above {format_length(longest)}, up to the model's {format_length(context)}, were not profiled and "
         f"{what}; --lengths {lengths} plans them{slow}",

@@ -348,6 +348,23 @@ def test_a_layer_with_a_window_of_its_own_costs_what_its_window_holds() -> None:
     assert found.decode.density == pytest.approx((8192 + attended + 2048) / (2 * 8192 + 2048), rel=1e-4)
 
 
+@pytest.mark.parametrize("window", [1, 64, 65, 1000, 2048, 100_000])
+def test_a_prefill_with_windowed_layers_is_predicted_over_all_layers(window: int) -> None:
+    """The layers with windows take the same time either way: the tiles that their windows touch."""
+    profile = profile_with(2048, levels=(0.3,))
+    (group,) = profile.model.attention
+    sliding = group.model_copy(update={"layers": (3, 4), "kind": "sliding", "window": window})
+    model = profile.model.model_copy(update={"attention": (group, sliding)})
+    mixed = profile.model_copy(update={"model": model})
+    plan = allocate(profile, made_up_cost(), PlanOptions(target_density=(0.3,)))
+    (without,), (found,) = (predict(one, made_up_cost(), plan, None).lengths for one in (profile, mixed))
+    i, j = np.arange(2048)[:, None], np.arange(2048)[None]
+    seen = (j <= i) & (i - j < window)
+    tiles = seen.reshape(32, 64, 32, 64).any((1, 3)).sum()
+    assert found.prefill.dense_us == pytest.approx(without.prefill.dense_us + 2 * 4 * tiles)
+    assert found.prefill.sparse_us == pytest.approx(without.prefill.sparse_us + 2 * 4 * tiles)
+
+
 def test_beyond_the_longest_length_decode_is_dense_where_choosing_outgrows_what_it_saves() -> None:
     cost = made_up_cost(decode_dense=Line(prices=(20.0, 0.001)), decode_choose=Line(prices=(0.0, 0.0025)))
     plan = choose_filter_layers(decode_profile(8192, context=131072), cost, PlanOptions())

@@ -243,11 +243,13 @@ def test_a_longer_context_is_said_to_be_extrapolated_with_the_lengths_that_plan_
     *_, line = compiled(made_up_cost(), context=131072)
     assert line == (
         "contexts above 8k, up to the model's 128k, were not profiled and run by what was found at 8k, extrapolated "
-        "and not verified; --lengths 8k,16k,32k,128k plans them, hours on a CPU"
+        "and not verified; --lengths 8k,16k,32k,128k plans them, which takes a CPU hours"
     )
     slow = made_up_cost(prefill_sparse=Line(prices=(1e6, 0.0, 1.0, 1.0)), backend="triton")
     *_, line = compiled(slow, context=131072, phases=("prefill",))
     assert line.endswith("were not profiled and run dense; --lengths 8k,16k,32k,128k plans them")
+    *_, line = compiled(made_up_cost(), context=16384)
+    assert line.endswith("--lengths 8k,16k plans them")
     assert not any("not profiled" in line for line in compiled(made_up_cost(), context=8192))
 
 

@@ -9,7 +9,7 @@ from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.phases import Segment
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
@@ -198,6 +198,19 @@ def test_where_sinks_budget_and_recent_cover_the_context_the_step_is_dense_bit_f
     with torch.no_grad(), apply(model, plan, decode=False):
         cache = model(prompt).past_key_values
         assert torch.equal(model(token, past_key_values=cache).logits, covered)
+
+
+def test_a_context_that_outgrows_the_last_sparse_length_is_dense_again(model):
+    sparse = DecodeBucket(up_to=45, segments=(segment(0, (1, 2, 3), 4),))
+    plan = plan_for(model, None, DecodePlan(lengths=(sparse, DecodeBucket(up_to=None, dense=True))))
+    shares = []
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache = model(random_tokens(1, 40)).past_key_values
+        for token in random_tokens(1, 8, seed=1).split(1, 1):
+            handle.reset_stats()
+            model(token, past_key_values=cache)
+            shares.append(handle.stats().decode_share)
+    assert [share == 1.0 for share in shares] == [False] * 5 + [True] * 3
 
 
 def test_statistics_count_what_decode_attended_to(model):
