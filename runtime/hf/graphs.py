@@ -147,11 +147,8 @@ class StepGraph:
         """Whether it can be replayed."""
         return self._out_B1E is not None
 
-    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any) -> None:
-        """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
-        writes is written again by the replay."""
-        stream = torch.cuda.Stream(self.ids_B1.device)
-        stream.wait_stream(torch.cuda.current_stream(self.ids_B1.device))
+    def step_of(self, forward: Callable[..., Any], engine: Engine) -> Callable[[], torch.Tensor]:
+        """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         cache.layers = [SparseLayer(self, layer, self._state) for layer in range(len(self.shapes))]
 
@@ -167,9 +164,17 @@ class StepGraph:
             hidden_B1E: torch.Tensor = found.last_hidden_state
             return hidden_B1E
 
+        return step
+
+    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any) -> None:
+        """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
+        writes is written again by the replay."""
+        step, current = self.step_of(forward, engine), torch.cuda.current_stream(self.ids_B1.device)
+        stream = torch.cuda.Stream(self.ids_B1.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             step()
-        torch.cuda.current_stream(self.ids_B1.device).wait_stream(stream)
+        current.wait_stream(stream)
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._out_B1E = step()
 
