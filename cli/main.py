@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli import bench, doctor, eval, plan, run, schema, seal, show, validate, verify
+from sparsekv.cli import bench, diff, doctor, eval, plan, run, schema, seal, show, validate, verify
 from sparsekv.cli.output import (
     emit,
     emit_json,
@@ -110,6 +110,7 @@ def _options(
 app.command("plan")(plan.plan)
 app.command("run")(run.run)
 app.command("show")(show.show)
+app.command("diff")(diff.diff)
 app.command("validate")(validate.validate)
 app.command("verify")(verify.verify)
 app.command("seal")(seal.seal)

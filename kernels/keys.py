@@ -56,6 +56,7 @@ class KeyView:
 
     def heads(self, kv: slice) -> KeyView:
         """The same tokens of these KV heads alone."""
+        self._check_here()
         return KeyView(self.k[:, kv], self.v[:, kv], self.lengths_B, self.table_BP)
 
     def head(self, x: torch.Tensor, b: int, g: int, tokens: slice | torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,12 @@ class KeyView:
         """The keys of `contiguous` alone."""
         return self._rows(self.k, longest)
 
+    def _check_here(self) -> None:
+        if self.where is not None:
+            raise ShapeError("only Triton's decode kernels find keys by `where`: these tensors are not the keys")
+
     def _rows(self, x: torch.Tensor, longest: int) -> torch.Tensor:
+        self._check_here()
         if longest > self.capacity:
             raise ShapeError(f"expected room for {longest} tokens a row, found a capacity of {self.capacity}")
         if self.table_BP is None:

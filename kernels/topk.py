@@ -62,11 +62,12 @@ def top_ascending(scores_XN: torch.Tensor, count_X: torch.Tensor, most: int, pad
 def best_ascending(scores_N: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` highest entries of one row, ascending: int64 [count]; asks the device.
 
-    A row takes one selection; only where entries beyond the last one chosen equal it, all of them are looked at again.
+    Faster than `top_ascending`: one selection and two passes, unless entries left out equal the least one chosen.
     """
-    if count in (0, len(scores_N)):
-        return torch.arange(count, device=scores_N.device)
-    best = scores_N.topk(count + 1)
-    if best.values[count - 1] > best.values[count]:
-        return best.indices[:count].sort().values
+    if count == 0:
+        return torch.arange(0, device=scores_N.device)
+    least = scores_N.topk(count, sorted=False).values.amin()
+    best_K = (scores_N >= least).nonzero().squeeze(1)
+    if len(best_K) == count:
+        return best_K
     return top_ascending(scores_N[None], torch.tensor([count], device=scores_N.device), count, -1)[0].long()

@@ -70,6 +70,13 @@ def bucket_of(buckets: Sequence[AnyBucket], length: int) -> AnyBucket:
     return next(bucket for bucket in buckets if bucket.up_to is None or length <= bucket.up_to)
 
 
+def reach(after: int, up_to: int | None) -> str:
+    """The lengths above `after` up to `up_to`: "up to 8,192", "8,193 to 32,768", "above 32,768", "every length"."""
+    if not after:
+        return "every length" if up_to is None else f"up to {up_to:,}"
+    return f"above {after:,}" if up_to is None else f"{after + 1:,} to {up_to:,}"
+
+
 _PLACE = ("layer", "heads")
 
 

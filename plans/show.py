@@ -14,7 +14,16 @@ from rich.text import Text
 
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, PrefillBucket, PrefillPlan, Retention
+from sparsekv.plans.phases import (
+    AnyBucket,
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    PrefillBucket,
+    PrefillPlan,
+    Retention,
+    reach,
+)
 from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
@@ -85,13 +94,12 @@ def text_of(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def reach(lengths: Sequence[Any], position: int) -> str:
-    """The context lengths of a bucket: "up to 8,192", "8,193 to 32,768", "above 32,768", "every length"."""
-    last = lengths[position].up_to
-    if not position:
-        return "every length" if last is None else f"up to {last:,}"
-    before = lengths[position - 1].up_to
-    return f"above {before:,}" if last is None else f"{before + 1:,} to {last:,}"
+def _titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
+    """The buckets, each with the context lengths that it is for."""
+    after = 0
+    for bucket in lengths:
+        yield reach(after, bucket.up_to), bucket
+        after = bucket.up_to or after
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -184,8 +192,8 @@ def _shapes(model: ModelInfo) -> Iterator[str]:
 
 def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
     yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
-    for position, bucket in enumerate(prefill.lengths):
-        title = reach(prefill.lengths, position) + (", extrapolated" if bucket.extrapolated else "")
+    for reached, bucket in _titled(prefill.lengths):
+        title = reached + (", extrapolated" if bucket.extrapolated else "")
         if bucket.dense:
             yield Text(f"{title}: dense")
         elif bucket.same_as is not None:
@@ -207,8 +215,7 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text("\nDecode; lengths are cached tokens", style="bold")
     if decode.sparse_layers:
         yield Text(_PICTURE)
-    for position, bucket in enumerate(decode.lengths):
-        title = reach(decode.lengths, position)
+    for title, bucket in _titled(decode.lengths):
         yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
     if decode.offload:
         layers, hot = format_ids(decode.offload.layers), text_of(decode.offload.hot)

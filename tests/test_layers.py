@@ -23,7 +23,7 @@ HOSTS = {"transformers", "vllm"}
 HOSTLESS = {"runtime/core": {"runtime/core"}, "runtime/stores": {"runtime/stores"}}
 # One name in two folders: a pattern with two builders, a backend with two phases, a command over its module.
 SHARED_NAMES = {"__init__", "a_shape", "adaptive", "block_sparse", "vertical_slash", "cpu", "triton"}
-COMMANDS = {"bench", "doctor", "eval", "main", "plan", "run", "schema", "seal", "show", "validate", "verify"}
+COMMANDS = {"bench", "diff", "doctor", "eval", "main", "plan", "run", "schema", "seal", "show", "validate", "verify"}
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 

@@ -140,7 +140,7 @@ def launch_for(device: torch.device, rows: int, dtype: torch.dtype) -> Launch:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    return 8 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @no_type_check

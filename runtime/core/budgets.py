@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.plans.phases import DecodeBudget
-from sparsekv.runtime.core.program import SegmentProgram
+from sparsekv.runtime.core.program import Program, SegmentProgram
 
 SCORE_BYTES = 512 << 20  # scratch for the logits of one filter layer
 
@@ -21,6 +21,16 @@ _EVERYTHING = DecodeBudget(fraction=1.0, at_most=1 << 40)
 def scored_tokens(heads: int) -> int:
     """Tokens of all rows together that the scratch of a filter layer with so many query heads has room for."""
     return SCORE_BYTES // (4 * heads)
+
+
+def counts_of(segment: SegmentProgram, program: Program, lengths: Sequence[int]) -> list[int]:
+    """What `Budgets` computes for one segment, where the host knows the lengths: chosen tokens of each row, or ALL."""
+    room, end, counts = scored_tokens(program.layers[segment.filter].heads), 0, []
+    for length in lengths:
+        count = segment.count(length)
+        end += 0 if count == ALL else length
+        counts.append(count if end <= room else ALL)
+    return counts
 
 
 class Budgets:
@@ -47,7 +57,7 @@ class Budgets:
     def of(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each.
 
-        Scores of the rows that choose lie one behind the other; a row that the scratch has no room for attends to
+        Scores of the rows that choose lie one behind the other; a row that would end beyond the scratch attends to
         everything.
         """
         bucket_B = torch.bucketize(lengths_B, self._bounds_N)

@@ -16,6 +16,7 @@ import torch
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import KeyView
+from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 from sparsekv.runtime.core.select import choose_tokens, scoring_for, selected_for
 from sparsekv.runtime.core.state import DecodeState
@@ -73,7 +74,7 @@ def decode(
     Returns:
         [B, H, 1, D].
     """
-    state.remember(layer, q_BH1D)
+    state.remember_step(layer, q_BH1D)
     selection = selected_for(layer, state) if layer.follows else None
     lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
     if selection is not None:
@@ -100,10 +101,9 @@ def _all_attend_to_everything(segment: SegmentProgram, state: DecodeState) -> bo
 def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
     """Counts what one decode step attends to, at lengths with the new token included."""
     for (segment, window), layers in program.alike_in_decode:
-        for length in lengths:
-            visible = length if window is None else min(length, window)
-            chosen = ALL if segment is None else segment.count(length)
-            attended = visible
+        counts = [ALL] * len(lengths) if segment is None else counts_of(segment, program, lengths)
+        for length, chosen in zip(lengths, counts, strict=True):
+            visible = attended = length if window is None else min(length, window)
             if segment is not None and chosen != ALL:
                 attended = min(visible, segment.sink + chosen + segment.recent)
             meter.add_decode(layers * attended, layers * visible)

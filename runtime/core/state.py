@@ -53,6 +53,7 @@ class DecodeState:
         self._lengths_B: torch.Tensor | None = None
         self._budgets_2FB: tuple[torch.Tensor, torch.Tensor] | None = None
         self._selected: dict[int, Selection | None] = {}
+        self._remembered: set[int] = set()
         self._queries: dict[int, torch.Tensor] = {}
 
     @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
@@ -66,6 +67,7 @@ class DecodeState:
         """
         self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
         self._selected.clear()
+        self._remembered.clear()
         self._budgets_2FB = None
         if isinstance(lengths, torch.Tensor):
             self._lengths_B = lengths
@@ -111,6 +113,12 @@ class DecodeState:
         count = self._windows.get(layer.layer)
         if count is not None:
             self._remember(layer, q_BHSD, count)
+
+    def remember_step(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> None:
+        """`remember` of the step under way, once: another backend may begin the layer again."""
+        if layer.layer not in self._remembered:
+            self._remembered.add(layer.layer)
+            self.remember(layer, q_BH1D)
 
     @torch.inference_mode(False)
     def _remember(self, layer: LayerProgram, q_BHSD: torch.Tensor, count: int) -> None:

@@ -27,7 +27,7 @@ from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
-from sparsekv.runtime.hf.graphs import StepGraphs, can_capture
+from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
 from sparsekv.runtime.stores.bank import HostStore
@@ -41,22 +41,29 @@ class PlanEngine:
 
     Args:
         program: what every layer computes.
-        device: of the model.
+        model: that it is for.
         backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory.
         chunking: how long inputs are cut.
     """
 
     def __init__(
-        self, program: Program, device: torch.device, backend: str, placement: Placement, chunking: Chunking
+        self,
+        program: Program,
+        model: PreTrainedModel,
+        backend: str,
+        placement: Placement,
+        chunking: Chunking,
     ) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
         self.meter = Meter()
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
-        self._device = device
+        self._device = model.device
+        self._model_type: str = model.config.model_type
         self.graphs: StepGraphs | None = None
+        self._told = False
         self._program = program
         self._placement = placement
         self._chunking = chunking
@@ -74,7 +81,7 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self.graphs = StepGraphs(decoder, self, self._program)
+        self.graphs = StepGraphs(decoder, self._model_type, self, self._program)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -83,6 +90,9 @@ class PlanEngine:
         assert isinstance(first, SparseLayer)
         first.state.begin(lengths, device)
         count_step(self._program, lengths, self.meter)
+        if self.graphs is None and not self._told and can_capture(self._device, self._backend):
+            self._told = True
+            warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
 
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
@@ -181,7 +191,8 @@ class Handle:
 
     @property
     def steps(self) -> StepGraphs | None:
-        """The captured decode steps; None where the device or the backend has none."""
+        """The captured decode steps; None where the device or the backend has none, or the decoder a forward of its
+        own, as accelerate gives it."""
         return self._engine.graphs
 
     @property
@@ -297,7 +308,7 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     chunking = chunking or Chunking()
     placement = place_layers(phases[1], info.layers, kv_host_layers)
-    engine = PlanEngine(Program.of(*phases, info), model.device, choice.name, placement, chunking)
+    engine = PlanEngine(Program.of(*phases, info), model, choice.name, placement, chunking)
     return Handle(model, engine, choice, chunking)
 
 

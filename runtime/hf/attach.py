@@ -285,7 +285,7 @@ def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = N
         decoder = decoder_of(model)
         prompt, turn = Prompt(), RLock()
         hook = decoder.register_forward_pre_hook(
-            _decoder_hook(engine, decoder, attention_modules(model), prompt), with_kwargs=True
+            _decoder_hook(engine, decoder, attention_modules(model), prompt, turn), with_kwargs=True
         )
         undo.callback(hook.remove)
         shadows = _Shadows()
@@ -315,6 +315,9 @@ def _forward(decoder: nn.Module, executors: Sequence[Executor], turn: RLock) -> 
     return forward
 
 
+_PATIENCE = 5.0  # seconds
+
+
 @contextmanager
 def _own_turn(turn: RLock) -> Iterator[None]:
     """One thread at a time: statistics, captured steps and the prompt under way are the handle's.
@@ -322,7 +325,7 @@ def _own_turn(turn: RLock) -> Iterator[None]:
     Raises:
         UsageError: another thread is at it.
     """
-    if not turn.acquire(blocking=False):
+    if not turn.acquire(timeout=_PATIENCE):  # a `generate` that has streamed its last token is about to return
         raise UsageError(
             "expected one thread at a time under a handle, found another one in a forward pass or in generate; "
             "take turns (a lock around generate), or load the model once a thread"
@@ -350,7 +353,7 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 
 
 def _decoder_hook(
-    engine: Engine, decoder: PreTrainedModel, attentions: Sequence[nn.Module], prompt: Prompt
+    engine: Engine, decoder: PreTrainedModel, attentions: Sequence[nn.Module], prompt: Prompt, turn: RLock
 ) -> Callable[..., Any]:
     """Decides the phase of a forward pass: one token behind a past, and behind the prompt of a `generate` under way,
     is a decode step."""
@@ -358,7 +361,8 @@ def _decoder_hook(
     change = ChangeCheck(decoder, attentions)
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        change.check(module)
+        with _own_turn(turn):  # refused before it changes anything; the forward takes the turn for itself
+            change.check(module)
         inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]

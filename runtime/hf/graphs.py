@@ -35,6 +35,7 @@ from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
 
 MOST_ROWS = 64
 _LEAST_CAPACITY = 4096
+_MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not used for longest makes room
 
 
 class GraphWarning(UserWarning):
@@ -52,7 +53,7 @@ class StepStore:
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Writes the newest token of each row."""
-        from sparsekv.kernels.decode.append import append_newest
+        from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
 
         append_newest(self.view(self._step.lengths_B), k_BGSD, v_BGSD)
 
@@ -96,7 +97,6 @@ class StepGraph:
         self._state = DecodeState(program)
         self._graph = torch.cuda.CUDAGraph()
         self._out_B1E: torch.Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def _shape(self, k_BGCD: torch.Tensor) -> torch.Tensor:
         batch, heads, _, size = k_BGCD.shape
@@ -142,11 +142,13 @@ class StepGraph:
         else:
             self.positions_B1.copy_(positions)
 
-    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any) -> None:
-        """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
-        writes is written again by the replay."""
-        stream = torch.cuda.Stream(self.ids_B1.device)
-        stream.wait_stream(torch.cuda.current_stream(self.ids_B1.device))
+    @property
+    def captured(self) -> bool:
+        """Whether it can be replayed."""
+        return self._out_B1E is not None
+
+    def step_of(self, forward: Callable[..., Any], engine: Engine) -> Callable[[], torch.Tensor]:
+        """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         cache.layers = [SparseLayer(self, layer, self._state) for layer in range(len(self.shapes))]
 
@@ -162,19 +164,23 @@ class StepGraph:
             hidden_B1E: torch.Tensor = found.last_hidden_state
             return hidden_B1E
 
+        return step
+
+    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any) -> None:
+        """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
+        writes is written again by the replay."""
+        step, current = self.step_of(forward, engine), torch.cuda.current_stream(self.ids_B1.device)
+        stream = torch.cuda.Stream(self.ids_B1.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             step()
-        torch.cuda.current_stream(self.ids_B1.device).wait_stream(stream)
+        current.wait_stream(stream)
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._out_B1E = step()
 
     def run(self) -> torch.Tensor:
         """[B, 1, E]: a copy, on the current stream."""
         assert self._out_B1E is not None, "capture comes first"
-        stream = torch.cuda.current_stream(self.ids_B1.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)  # the last step used the same memory
-        self._stream = stream
         self._graph.replay()
         return self._out_B1E.clone()
 
@@ -184,17 +190,21 @@ class StepGraphs:
 
     Args:
         decoder: the module with the decoder layers.
+        model_type: the model's.
         engine: attends.
         program: what the layers compute.
     """
 
-    def __init__(self, decoder: nn.Module, engine: Engine, program: Program) -> None:
+    def __init__(self, decoder: nn.Module, model_type: str, engine: Engine, program: Program) -> None:
+        self._decoder = decoder
+        self._model_type = model_type
         self._engine = engine
         self._program = program
-        self._graphs: dict[tuple[int, int], StepGraph] = {}
+        self._graphs: dict[tuple[int, int], StepGraph] = {}  # by rows and capacity, the one used last at the end
         self._next: StepGraph | None = None
         self._pool: Any = None
-        self._parts = _Parts(decoder)
+        self._stream: torch.cuda.Stream | None = None
+        self._parts: _Parts | None = None
         self.replayed = 0  # steps so far
         self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
@@ -225,6 +235,7 @@ class StepGraphs:
         assert self._next is not None, "takes() comes first"
         cache: Cache = inputs[CONTEXT].cache
         hidden_B1E = self._next.run()
+        assert self._parts is not None
         if self._parts.changed():
             self.release()  # captured anew, where it can be
             return type(decoder).forward(decoder, **inputs)
@@ -236,8 +247,7 @@ class StepGraphs:
     def release(self) -> None:
         """Frees the graphs and their memory."""
         self._graphs.clear()
-        self._next = self._pool = None
-        self._parts.forget()
+        self._next = self._pool = self._parts = None
 
     def _obstacle(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
         """Why the step has to run as the model's own forward; empty where it does not."""
@@ -249,9 +259,11 @@ class StepGraphs:
             return f"the selector of filter layer {windows[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
-        stores = _stores(inputs[CONTEXT].cache)
-        if not all(type(store) is DeviceStore and store.tensors[0].device == ids.device for store in stores):
-            return "keys and values do not all lie on the device of the tokens"
+        for store in _stores(inputs[CONTEXT].cache):
+            if type(store) is not DeviceStore or store.keys is None or store.keys.device != ids.device:
+                return "keys and values do not all lie on the device of the tokens"
+            if store.keys.shape[0] != ids.shape[0]:
+                return f"the cache holds {store.keys.shape[0]} rows, the step has {ids.shape[0]}"
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"
         return ""
@@ -260,6 +272,10 @@ class StepGraphs:
         """Prepares the replay; why that failed."""
         ids_B1, stores = inputs["input_ids"], _stores(inputs[CONTEXT].cache)
         past, positions = stores[0].length, inputs.get("position_ids")
+        stream = torch.cuda.current_stream(ids_B1.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)  # the last step used the same memory
+        self._stream = stream
         if self._next is not None and self._next.serves(ids_B1, stores, past + 1):
             self._next.load(ids_B1, positions, past)
             return ""
@@ -268,25 +284,41 @@ class StepGraphs:
                 store.reserve(past + 1)
             rows, needed = ids_B1.shape[0], max(store.tensors[0].shape[2] for store in stores)
             fitting = [capacity for batch, capacity in self._graphs if batch == rows and capacity >= needed]
-            graph = self._graphs[rows, min(fitting)] if fitting else None
-            if graph is None and self._parts.touched():
-                return "a module of the decoder has a hook, or a forward of its own"
-            try:
-                self._next = graph or StepGraph(stores, _bucket(needed), self._program)
-                self._next.bind(stores)
-                self._next.load(ids_B1, positions, past)
-                if graph is None:
-                    self._capture(decoder, self._next)
-            except Exception as error:  # out of memory, or what a model does cannot be captured: it runs all the same
-                self.release()
-                self._never = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        return self._never
+            key = rows, min(fitting, default=_bucket(needed))
+            graph = self._graphs.pop(key, None)
+            if graph is None:
+                found = self._parts_captured()
+                if found:
+                    return found
+                graph = StepGraph(stores, key[1], self._program)
+            graph.bind(stores)
+            graph.load(ids_B1, positions, past)
+            if not graph.captured and (found := self._capture(decoder, graph)):
+                return found
+            self._graphs[key] = self._next = graph
+            if len(self._graphs) > _MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        return ""
 
-    def _capture(self, decoder: Any, graph: StepGraph) -> None:
+    def _parts_captured(self) -> str:
+        """Notes what is about to be captured, once for all graphs; why it cannot be."""
+        if self._parts is not None:
+            return ""
+        parts = _Parts(self._decoder, self._model_type)
+        found = parts.obstacle()
+        self._parts = None if found else parts
+        return found
+
+    def _capture(self, decoder: Any, graph: StepGraph) -> str:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool)
-        self._graphs[graph.ids_B1.shape[0], graph.capacity] = graph
-        self._parts.remember()
+        try:
+            graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool)
+        except Exception as error:  # out of memory, or what a model does cannot be captured: it runs all the same
+            self.release()
+            found = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+            self._never = found
+            return found
+        return ""
 
 
 def _stores(cache: Cache) -> list[Any]:
@@ -304,31 +336,42 @@ def _bucket(tokens: int) -> int:
 
 
 class _Parts:
-    """The modules and tensors that a graph has captured, to notice when others take their place."""
+    """The modules, tensors and numbers that graphs have captured, to notice when others take their place.
 
-    def __init__(self, decoder: nn.Module) -> None:
+    Attributes of modules cannot all be watched: only modules of torch and of transformers are captured, whose forward
+    reads no others.
+    """
+
+    def __init__(self, decoder: Any, model_type: str) -> None:
+        self._decoder = decoder
         self._inner = [module for module in decoder.modules() if module is not decoder]
+        self._homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")
         self._hooks = [hooks for module in self._inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._attributes = [vars(module) for module in self._inner]
         kinds = ("_modules", "_parameters", "_buffers")
         self._members = [vars(module)[kind] for module in decoder.modules() for kind in kinds]
-        self._seen: list[Any] = []
-        self._tensors: list[torch.Tensor] = []
-        self._storages: list[torch.UntypedStorage] = []
-        self._addresses: list[int] = []
-
-    def remember(self) -> None:
-        """What is captured now."""
         self._seen = self._flat()
         self._tensors = [member for member in self._seen if isinstance(member, torch.Tensor)]
-        self._storages = [tensor.untyped_storage() for tensor in self._tensors]
+        self._storages = [tensor.untyped_storage() for tensor in self._tensors]  # kept: a replay may come too late
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._numbers = self._read_numbers()
 
-    def forget(self) -> None:
-        """Lets go of what was captured."""
-        self._seen, self._tensors, self._storages, self._addresses = [], [], [], []
+    def obstacle(self) -> str:
+        """Why these modules cannot be captured; empty where they can."""
+        for module in self._inner:
+            kind = type(module)
+            if not f"{kind.__module__}.".startswith(self._homes):
+                return f"the decoder has a module of {kind.__module__}.{kind.__name__}, which may change unseen"
+        return "a module of the decoder has a hook, or a forward of its own" if self._touched() else ""
 
-    def touched(self) -> bool:
+    def changed(self) -> bool:
+        """Whether the model would compute something else than what was captured."""
+        now = self._flat()
+        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        same = same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+        return not same or self._read_numbers() != self._numbers or self._touched()
+
+    def _touched(self) -> bool:
         """Whether modules have hooks, or forwards of their own."""
         if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
             return True
@@ -336,12 +379,10 @@ class _Parts:
             return any(map(is_touched, self._inner))
         return False
 
-    def changed(self) -> bool:
-        """Whether the model would compute something else than what was captured."""
-        now = self._flat()
-        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
-        same = same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-        return not same or self.touched()
+    def _read_numbers(self) -> list[Any]:
+        attentions = [getattr(layer, "self_attn", None) for layer in self._decoder.layers]
+        of_layers = [(getattr(part, "scaling", None), getattr(part, "sliding_window", None)) for part in attentions]
+        return [self._decoder.config.num_hidden_layers, *of_layers]
 
     def _flat(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._members)))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.patterns import Budget
@@ -141,7 +141,10 @@ class HostStore:
     def gather(
         self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
     ) -> tuple[KeyView, Selection, int | None]:
-        """The selected tokens alone, side by side; only those that are not hot are read from the host."""
+        """The selected tokens alone, side by side; only those that are not hot are read from the host. All tokens where
+        a row attends to everything."""
+        if bool((selection.counts_B == ALL).any()):
+            return self.view(lengths_B), selection, window
         wanted_BgM = selection.listed(lengths_B)
         if window is not None:
             wanted_BgM = wanted_BgM.masked_fill(wanted_BgM < lengths_B[:, None, None] - window, NO_TOKEN)

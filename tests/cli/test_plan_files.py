@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from plans_samples import full_plan, small_plan
 
 from sparsekv.plans.files import load_plan, write_plan
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -30,6 +35,86 @@ def test_validate_json_tells_sound_and_unsound_plans_apart(sparsekv, plan):
     assert done.code == done.data["error"]["exit_code"] == 1
     assert done.data["valid"] is False
     assert "seal" in done.data["error"]["message"]
+
+
+def test_validate_takes_several_files_and_says_which_are_unsound(sparsekv, plan, tmp_path):
+    edited, sound = tmp_path / "edited.yaml", tmp_path / "sound.yaml"
+    sound.write_bytes(plan.read_bytes())
+    edited.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
+    done = sparsekv("validate", plan, sound)
+    assert (done.code, done.err, done.out.count(": valid, ")) == (0, "", 2)
+    done = sparsekv("validate", plan, edited, sound)
+    assert (done.code, done.out.count(": valid, ")) == (1, 2)
+    assert f"error: {edited}: expected an integrity digest" in done.err
+    done = sparsekv("validate", plan, edited, "--json")
+    assert (done.code, done.data["valid"]) == (1, False)
+    assert [(file["path"], file["valid"]) for file in done.data["files"]] == [(str(plan), True), (str(edited), False)]
+    assert sparsekv("validate", plan, sound, "--json").data["valid"] is True
+
+
+def test_validate_of_several_files_exits_1_for_what_is_no_plan_and_2_where_there_is_no_file(sparsekv, plan, tmp_path):
+    (tmp_path / "empty.yaml").touch()
+    none = tmp_path / "none.yaml"
+    assert sparsekv("validate", plan, none).code == 2
+    done = sparsekv("validate", none, tmp_path / "empty.yaml", plan)
+    assert done.code == 1
+    assert "none.yaml: expected a file" in done.err
+    assert "empty.yaml" in done.err
+
+
+def test_the_pre_commit_hook_checks_the_plans_of_a_model_repository(sparsekv, plan, tmp_path):
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    assert (hook["id"], hook["language"]) == ("sparsekv-validate", "python")
+    for name in ("sparsekv.yaml", "sub/sparsekv.yml", "long.sparsekv.yaml"):
+        assert re.search(hook["files"], name)
+    for name in ("config.yaml", "notsparsekv.yaml", "sparsekv.yaml.txt", "sparsekv.yaml/x"):
+        assert not re.search(hook["files"], name)
+    program, *arguments = hook["entry"].split()
+    assert program in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    (tmp_path / "sparsekv.yaml").write_bytes(plan.read_bytes())
+    assert sparsekv(*arguments, *hook.get("args", ()), plan, tmp_path / "sparsekv.yaml").code == 0
+
+
+def test_diff_says_what_changed_and_exits_1(sparsekv, plan, tmp_path):
+    other = tmp_path / "other.yaml"
+    write_plan(small_plan(status="imported", decode=None), other)
+    done = sparsekv("diff", plan, other)
+    assert (done.code, done.err) == (1, "")
+    assert done.out.startswith("Status\n  status: unverified -> imported\nDecode, above 4,096\n  layers 4-7: sparse (")
+    data = sparsekv("diff", plan, other, "--json").data
+    assert data["changed"] is True
+    assert data["changes"][0] == {
+        "section": "Status",
+        "path": "status",
+        "text": "status: unverified -> imported",
+        "old": "unverified",
+        "new": "imported",
+    }
+
+
+def test_diff_of_plans_that_differ_in_layout_alone_exits_0(sparsekv, plan, tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text("# for review\n" + plan.read_text().replace("{tokens: 64}", "\n            {tokens:   64}"))
+    assert other.read_text() != plan.read_text()
+    done = sparsekv("diff", plan, other)
+    assert (done.code, done.out, done.err) == (0, f"no change: {other} says what {plan} says\n", "")
+    assert sparsekv("diff", plan, other, "--json").data == {"changed": False, "changes": []}
+
+
+def test_diff_reads_an_edited_plan_before_it_is_sealed_and_says_so(sparsekv, plan, tmp_path):
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(plan.read_text().replace("tokens: 1024", "tokens: 2048"))
+    done = sparsekv("diff", plan, edited)
+    assert done.code == 1
+    assert "layers 0-11 heads 0-1: a_shape window 1024 -> 2048 tokens" in done.out
+    assert f"sparsekv seal {edited}" in done.err
+
+
+def test_diff_refuses_what_is_no_plan(sparsekv, plan, tmp_path):
+    (tmp_path / "empty.yaml").touch()
+    for pair in ((plan, tmp_path / "empty.yaml"), (tmp_path / "none.yaml", plan)):
+        done = sparsekv("diff", *pair, "--json")
+        assert done.code == done.data["error"]["exit_code"] == 2
 
 
 def test_show_prints_every_phase_of_a_plan_that_uses_every_field(sparsekv, tmp_path):

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import every_head, plan_for
+from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import BackendWarning, Fallback, backends_after
@@ -176,3 +176,24 @@ def test_nothing_else_computes_decode_where_memory_or_the_input_is_at_fault(faul
     with pytest.raises(type(fault)):
         Fallback("triton").decode(calls, "triton", Q.device)
     assert calls.names == ["triton"]
+
+
+def test_a_decode_step_that_torch_begins_again_remembers_its_query_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = segment(0, (1, 2), 30, selector="uniform", window=4)
+    model, prompt, new = tiny_model(), random_tokens(1, 100), random_tokens(1, 3, 1)
+    plan = plan_for(model, None, decode_plan(part))
+
+    def steps(backend: str) -> torch.Tensor:
+        with torch.no_grad(), apply(model, plan, backend=backend):
+            cache = model(prompt).past_key_values
+            return torch.cat([model(token, past_key_values=cache).logits for token in new.split(1, 1)], 1)
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("ptxas died")
+
+    expected = steps("cpu")
+    monkeypatch.setattr(backends, "_obstacle", lambda name, *rest: None if name != "flash" else "not here")
+    monkeypatch.setattr("sparsekv.kernels.decode.triton.decode", broken)
+    with pytest.warns(BackendWarning, match="decode by Triton failed"):
+        found = steps("triton")
+    torch.testing.assert_close(found, expected)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from plans_samples import digest_of
 
-from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, is_model_id
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Dense, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.phases import (
     DecodeBucket,
@@ -135,7 +135,7 @@ measurements = st.builds(
 _GROUP = AttentionGroup(layers=tuple(range(LAYERS)), kind="full", heads=HEADS, kv_heads=KV_HEADS, head_dim=8)
 models = st.builds(
     ModelInfo,
-    id=names,
+    id=names.filter(is_model_id),
     revision=st.none() | names,
     model_type=names,
     context_length=st.integers(1, 1 << 21),

@@ -1,10 +1,13 @@
 """Scores of tokens in the pass of attention, and the choice of the best: every backend against brute force."""
 
+from unittest import mock
+
 import pytest
 import torch
 from decode_cases import DecodeCase, DecodeProblem, assert_close, draw
 from torch_threads import torch_threads
 
+from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring
@@ -68,7 +71,7 @@ def test_scores_are_the_largest_attention_weights(case: DecodeCase, backend: str
 
 
 def test_cpu_scores_cover_every_block_of_tokens_with_heads_side_by_side() -> None:
-    with torch_threads(2):
+    with torch_threads(2), mock.patch.object(cpu_threads, "THREAD_ELEMENTS", 1):
         check_scores(DecodeCase("x", (5000, 30), None, dim=128), "cpu")
 
 

@@ -1,6 +1,7 @@
 """Decode attention over all tokens or a selection, contiguous or paged: every backend against brute force."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from decode_cases import CASES, GPU_CASES, DecodeCase, assert_close, attend, dra
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_threads import torch_threads
 
+from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import ALL, Scoring, Selection
@@ -33,7 +35,7 @@ def test_cpu_backend_attends_to_the_selected_tokens_only(case: DecodeCase) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_backend_joins_blocks_of_tokens_with_heads_side_by_side(dtype: torch.dtype) -> None:
-    with torch_threads(2):
+    with torch_threads(2), mock.patch.object(cpu_threads, "THREAD_ELEMENTS", 1):
         check(DecodeCase("x", (5000, 30), (4500, ALL), 4500, dim=128, dtype=dtype), "cpu")
 
 

@@ -252,3 +252,27 @@ def test_a_mask_that_leaves_out_cached_tokens_is_refused(model):
         cache = model(random_tokens(1, 30)).past_key_values
         with pytest.raises(UnsupportedError, match="of all 31 tokens, cached ones included, found one of 1"):
             model(random_tokens(1, 1), past_key_values=cache, attention_mask=torch.ones(1, 1, dtype=torch.long))
+
+
+def decoded(model, plan, new, rows=2, **options):
+    """Logits of the tokens after a prompt of 300, the share that was attended to, and the cache."""
+    with torch.no_grad(), apply(model, plan, **options) as handle:
+        cache = model(random_tokens(rows, 300), logits_to_keep=1).past_key_values
+        logits = [model(token, past_key_values=cache).logits for token in new.split(1, 1)]
+        return torch.cat(logits, 1), handle.stats().decode_share, cache
+
+
+@pytest.mark.parametrize("rows", [0, 1], ids=["no row", "one row of two"])
+@pytest.mark.parametrize("host", [None, [1, 2]], ids=["device", "host"])
+def test_rows_that_the_scratch_has_no_room_for_attend_to_everything(model, monkeypatch, rows: int, host):
+    monkeypatch.setattr("sparsekv.runtime.core.budgets.SCORE_BYTES", 4 * 4 * 400 if rows else 4 * 4 * 100)
+    plan, new = plan_for(model, None, decode_plan(segment(0, (1, 2), 60))), random_tokens(2, 3, 1)
+    found, share, _ = decoded(model, plan, new, kv_host_layers=host)
+    dense, *_ = decoded(model, plan, new, decode=False)
+    torch.testing.assert_close(found[rows:], dense[rows:], rtol=1e-4, atol=1e-4)
+    sparse = sum(2 + 60 + 3 + 0 * length for length in (301, 302, 303)) * 2 * rows
+    layers, cached = model.config.num_hidden_layers, 301 + 302 + 303
+    attended = 2 * layers * cached - rows * 2 * cached + sparse
+    assert share == attended / (2 * layers * cached)
+    if rows:
+        assert (found[0] - dense[0]).norm() / dense[0].norm() > 1e-3  # the first row is sparse

@@ -1,6 +1,7 @@
 """What would give wrong tokens is refused before it runs, with a way out."""
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -256,8 +257,9 @@ def test_info_of_names_nothing_of_this_machine(model):
     assert info_of(model).id == "tests/tiny"
 
 
-def test_two_threads_under_one_handle(model):
+def test_two_threads_under_one_handle(model, monkeypatch):
     """The second one is refused, the first goes on undisturbed."""
+    monkeypatch.setattr("sparsekv.runtime.hf.attach._PATIENCE", 0.05)
     started, refused = threading.Event(), threading.Event()
     found = []
 
@@ -283,3 +285,25 @@ def test_two_threads_under_one_handle(model):
         thread.join(30)
         assert torch.equal(found[0], expected)
         assert model(prompt).logits.shape[1] == 20  # free again
+
+
+def test_a_thread_that_streams_may_be_followed_by_the_next_turn_at_once(model):
+    """The streamer ends before `generate` has returned."""
+    prompt = random_tokens(1, 20)
+    ended = threading.Event()
+
+    class Ends(BaseStreamer):
+        def put(self, value):
+            pass
+
+        def end(self):
+            ended.set()
+            time.sleep(0.2)
+
+    with torch.no_grad(), apply(model, plan_for(model)):
+        generate = torch.no_grad()(partial(model.generate, prompt, max_new_tokens=2, streamer=Ends()))
+        thread = threading.Thread(target=generate)
+        thread.start()
+        assert ended.wait(30)
+        assert model.generate(prompt, max_new_tokens=2).shape == (1, 22)
+        thread.join(30)

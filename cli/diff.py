@@ -1,0 +1,53 @@
+"""`sparsekv diff`: what changed between two plans."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsekv.cli.arguments import Json
+from sparsekv.cli.output import FAILED, emit, emit_json, tell
+
+if TYPE_CHECKING:
+    from sparsekv.plans.schema import Plan
+
+Old = Annotated[Path, typer.Argument(metavar="OLD", help="A plan file.", show_default=False)]
+New = Annotated[Path, typer.Argument(metavar="NEW", help="Another plan file.", show_default=False)]
+
+
+def diff(
+    old: Old,
+    new: New,
+    full: Annotated[bool, typer.Option("--full", help="List every head of every layer; --json always does.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what changed between two plans: model, patterns, budgets, quality, cost. Needs no model.
+
+    Exit 0: nothing did; integrity, comments and layout of a file are no change. Exit 1: something did. Exit 2: a file
+    is no plan.
+    """
+    from sparsekv.plans.diff import diff_plans
+
+    changes = diff_plans(_read(old), _read(new), full or as_json)
+    if as_json:
+        emit_json({"changed": bool(changes), "changes": [asdict(change) for change in changes]})
+    elif not changes:
+        emit(f"no change: {new} says what {old} says")
+    for section, members in groupby(changes if not as_json else (), key=lambda change: change.section):
+        emit("\n".join((section, *(f"  {change.text}" for change in members))))
+    if changes:
+        raise typer.Exit(FAILED)
+
+
+def _read(path: Path) -> Plan:
+    """A plan, an edited one too: its changes are what is to be reviewed before it is sealed."""
+    from sparsekv.plans.files import parse_plan, read_text, sign
+
+    plan = parse_plan(read_text(path), str(path), signed=False)
+    if plan != sign(plan):
+        tell(f"{path}: its integrity does not fit its content; `sparsekv seal {path}` signs it, as unverified")
+    return plan

@@ -1,0 +1,139 @@
+"""Captured decode steps without a GPU: the same inputs, addresses and bookkeeping, replayed by running them again."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from emulated_graphs import emulate
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+
+from sparsekv.plans.errors import ShapeError
+from sparsekv.runtime.hf import graphs
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.graphs import GraphWarning
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
+SPARSE = decode_plan(segment(0, (1,), 12, sink=4, recent=10))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=2, head_dim=16, heads=2, kv_heads=1)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Steps are captured."""
+    emulate(monkeypatch)
+
+
+def steps(model, prompt, new, cache=None):
+    """Logits of a prompt and of each token after it."""
+    seen = []
+    with torch.no_grad():
+        for piece in (prompt, *(new.split(1, 1) if new.numel() else ())):
+            out = model(piece, past_key_values=cache, logits_to_keep=1)
+            cache = out.past_key_values
+            seen.append(out.logits)
+    return torch.cat(seen, 1), cache
+
+
+def expected(model, plan, prompt, new):
+    with apply(model, plan, backend="cpu"):
+        return steps(model, prompt, new)[0]
+
+
+@pytest.mark.parametrize("plan", [None, SPARSE], ids=["dense", "sparse"])
+def test_logits_are_those_of_the_cpu(model, captured, plan):
+    prompt, new = random_tokens(2, 60), random_tokens(2, 4, 1)
+    with apply(model, plan_for(model, None, plan), backend="triton") as handle:
+        found, cache = steps(model, prompt, new)
+        assert (handle.steps.replayed, handle.steps.why_not, cache.get_seq_length()) == (4, "", 64)
+    torch.testing.assert_close(found, expected(model, plan_for(model, None, plan), prompt, new), rtol=1e-3, atol=1e-4)
+
+
+def test_caches_take_turns_grow_and_are_copied(model, captured):
+    prompts, new = [random_tokens(1, length, length) for length in (50, 300, 40)], random_tokens(1, 3, 1)
+    plan = plan_for(model, None, SPARSE)
+    with apply(model, plan, backend="triton") as handle:
+        caches = [steps(model, prompt, new[:, :0])[1] for prompt in prompts]
+        caches.append(copy.deepcopy(caches[1]))
+        found = [[] for _ in caches]
+        for token in new.split(1, 1):
+            for cache, seen in zip(caches, found, strict=True):
+                seen.append(steps(model, token, new[:, :0], cache)[0])
+        held = caches[0].layers[0].store
+        held.reserve(5000)  # other memory, and beyond the captured capacity
+        more, _ = steps(model, new[:, :1], new[:, :0], caches[0])
+        assert handle.steps.replayed == 4 * 3 + 1
+        assert len(handle.steps._graphs) == 2
+    for prompt, seen in zip((*prompts, prompts[1]), found, strict=True):
+        alone = expected(model, plan, prompt, new)[:, 1:]
+        torch.testing.assert_close(torch.cat(seen, 1), alone, rtol=1e-3, atol=1e-4)
+    again = expected(model, plan, prompts[0], torch.cat((new, new[:, :1]), 1))[:, -1:]
+    torch.testing.assert_close(more, again, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cache_of_other_rows_is_refused_as_without_graphs(model, captured):
+    one, four = random_tokens(1, 30), random_tokens(4, 30)
+    with apply(model, plan_for(model), backend="triton") as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps(model, one, one[:, :1])
+        for prompt, token in ((four, one[:, :1]), (one, four[:, :1])):
+            _, cache = steps(model, prompt, one[:, :0])
+            with pytest.raises(ShapeError, match="start a new cache for another batch"):
+                steps(model, token, one[:, :0], cache)
+        steps(model, one, one[:, :1])
+        assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
+
+
+def test_a_model_that_changes_is_captured_anew_or_runs_by_itself(model, captured):
+    model, token, seen = copy.deepcopy(model), random_tokens(1, 1), []
+    with apply(model, plan_for(model), backend="triton") as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, cache = steps(model, random_tokens(1, 30), token)
+        mlp = model.model.layers[1].mlp
+        mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight * 2, requires_grad=False)
+        steps(model, token, token[:, :0], cache)
+        assert handle.steps.replayed == 1  # in vain
+        steps(model, token, token[:, :0], cache)
+        assert handle.steps.replayed == 2
+        hook = mlp.register_forward_hook(lambda *_: seen.append(1))
+        steps(model, token, token, cache)
+        assert (len(seen), handle.steps.replayed) == (3, 2)  # once in the replay in vain, which runs it here
+        assert "has a hook" in handle.steps.why_not
+        hook.remove()
+        model.model.layers[1].mlp = torch.nn.Sequential(mlp)
+        steps(model, token, token[:, :0], cache)
+        assert (len(seen), handle.steps.replayed, handle.steps.why_not) == (3, 3, "")
+        mlp.__class__ = type("Steered", (type(mlp),), {"__module__": "somewhere"})
+        handle.steps.release()
+        steps(model, token, token[:, :0], cache)
+        assert "somewhere.Steered, which may change unseen" in handle.steps.why_not
+        assert cache.get_seq_length() == 37
+    assert len([one for one in told if one.category is GraphWarning]) == 1
+
+
+def test_memory_that_runs_out_while_capturing_is_told_and_steps_go_on(model, captured, monkeypatch):
+    def fail(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs.StepGraph, "capture", fail)
+    prompt, new = random_tokens(1, 60), random_tokens(1, 3, 1)
+    with apply(model, plan_for(model, None, SPARSE), backend="triton") as handle:
+        with pytest.warns(GraphWarning, match="OutOfMemoryError: CUDA out of memory"):
+            found, _ = steps(model, prompt, new)
+        assert (handle.steps.replayed, handle.steps._graphs) == (0, {})
+    alone = expected(model, plan_for(model, None, SPARSE), prompt, new)
+    torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-4)
+
+
+def test_few_graphs_are_kept(model, captured, monkeypatch):
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    with apply(model, plan_for(model), backend="triton") as handle:
+        for rows in (1, 2, 3, 1, 3):
+            steps(model, random_tokens(rows, 20), random_tokens(rows, 1, 1))
+        assert handle.steps.replayed == 5
+        assert [rows for rows, _ in handle.steps._graphs] == [1, 3]

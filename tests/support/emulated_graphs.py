@@ -1,0 +1,81 @@
+"""CUDA graphs as far as runtime/hf/graphs.py sees them, on a CPU: a replay runs what was captured once more.
+
+What is captured there must read its inputs from tensors of fixed address, and the kernels find keys by `where`: all of
+that runs here as on a GPU, in Triton's interpreter. Streams and pinned memory are taken as done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsekv.kernels import backends
+from sparsekv.runtime.hf import apply, graphs
+
+
+class _Graph:
+    def replay(self) -> None:
+        self.run()
+
+    run: Callable[[], None]
+
+
+class _Torch:
+    """torch, whose CUDA is of this file."""
+
+    def __init__(self, cuda: Any) -> None:
+        self.cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        """Pageable."""
+        return torch.zeros(*args, **options)
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Stream:
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+def _capture(self: Any, forward: Callable[..., Any], engine: Any, pool: Any) -> None:
+    """As StepGraph.capture, whose graph computes anew into the output of the first time."""
+    step = self.step_of(forward, engine)
+    step()
+    out = self._out_B1E = step()
+    self._graph.run = lambda: out.copy_(step())
+
+
+def emulate(patch: pytest.MonkeyPatch) -> None:
+    """`apply(model, plan, backend="triton")` captures decode steps of models on the CPU from here on."""
+    current = _Stream()
+    cuda = SimpleNamespace(
+        CUDAGraph=_Graph,
+        Event=_Event,
+        Stream=_Stream,
+        current_stream=lambda device: current,
+        device=lambda device: nullcontext(),
+        graph_pool_handle=lambda: None,
+        OutOfMemoryError=torch.OutOfMemoryError,
+    )
+    patch.setattr(graphs, "torch", _Torch(cuda))
+    patch.setattr(graphs.StepGraph, "capture", _capture)
+    patch.setattr(apply, "can_capture", lambda device, backend: backend == "triton")
+    patch.setattr(backends, "_obstacle", lambda name, *rest: None if name in ("triton", "cpu") else "not here")
