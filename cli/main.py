@@ -16,12 +16,12 @@ from typer.core import TyperGroup
 
 from sparsekv.cli import bench, diff, doctor, eval, plan, run, schema, seal, show, validate, verify
 from sparsekv.cli.output import (
-    SIGNALS,
     emit,
     emit_json,
     ending_by_signals,
     escaped,
     failure_data,
+    handled_signals,
     prepare_streams,
     report,
     show_warning,
@@ -123,7 +123,7 @@ app.add_typer(bench.app, name="bench")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line `arguments` (those of the process where None) and exits."""
     prepare_streams()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in handled_signals()}
     try:
         app(args=None if arguments is None else list(arguments), prog_name="sparsekv")
     except (KeyboardInterrupt, OSError) as error:  # outside a command, which reports its own

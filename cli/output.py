@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -130,26 +131,38 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME = 1.0  # seconds within which signals count as one
 
 
+def handled_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a command: none outside the main thread, which alone can handle them."""
+    return SIGNALS if threading.current_thread() is threading.main_thread() else ()
+
+
 @contextmanager
-def ending_by_signals() -> Iterator[None]:
+def ending_by_signals(again_after: float = 10.0) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP raise `Terminated` inside, and are ignored from its end on, so that what is said then
     is said whole. Those that were ignored before stay ignored.
 
     Signals shortly after the first are ignored too: `timeout` sends each one twice, and temporary files are being
-    removed. One that was swallowed on its way, as some imports and callbacks do, is raised again. Whatever comes out
-    of it, the first signal is what is raised.
+    removed. One that was swallowed on its way, as some imports and callbacks do, is raised again, once, after
+    `again_after` seconds, but never into the cleanup that it started. Whatever comes out of it, the first signal is
+    what is raised.
     """
     received: list[tuple[int, float]] = []
+    alarm: list[tuple[Any, tuple[float, float]]] = []  # handler and timer as they were before the first signal
 
     def end(number: int, frame: object) -> None:
         if received and time.monotonic() - received[-1][1] < _SAME:
             return
         received.append((number, time.monotonic()))
-        signal.signal(signal.SIGALRM, lambda *_: end(number, None))
-        signal.setitimer(signal.ITIMER_REAL, 1.1 * _SAME, 1.1 * _SAME)
+        if not alarm:
+            alarm.append((signal.signal(signal.SIGALRM, again), signal.getitimer(signal.ITIMER_REAL)))
+        signal.setitimer(signal.ITIMER_REAL, again_after)
         raise Terminated(number)
 
-    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    def again(number: int, frame: object) -> None:
+        if not _is_unwinding(sys.exc_info()[1]):
+            raise Terminated(received[-1][0])
+
+    handled = [number for number in handled_signals() if signal.getsignal(number) != signal.SIG_IGN]
     try:
         for number in handled:
             signal.signal(number, end)
@@ -162,10 +175,19 @@ def ending_by_signals() -> Iterator[None]:
             stop.add_note(note)
         raise stop from error
     finally:
-        if received:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number in handled:
             signal.signal(number, signal.SIG_IGN)
+        for handler, timer in alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def _is_unwinding(handled: BaseException | None) -> bool:
+    """Whether what is being handled (in `finally`, `except`, at the end of a `with`) is a signal or came of one."""
+    while handled is not None and not isinstance(handled, Terminated):
+        handled = handled.__context__
+    return handled is not None
 
 
 def report(error: BaseException, command: str, as_json: bool = False) -> int:

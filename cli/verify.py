@@ -101,10 +101,12 @@ def _own_file(subject: arguments.Subject) -> Path:
 
 def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
     """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
+    from sparsekv.plans.model import OTHER_WEIGHTS
+
     known, found = plan.model.fingerprint, model.fingerprint
     if differs or known.weights is None or known.weights != found.weights:
-        part = f"other {'weights' if known.architecture == found.architecture else 'architecture'}"
-        if part == "other weights" and known.weights_difference(found) == "older kind":
+        part = OTHER_WEIGHTS if known.architecture == found.architecture else "other architecture"
+        if part == OTHER_WEIGHTS and known.weights_difference(found) == "older kind":
             part = "a newer weights fingerprint, which says nothing about the older one of the plan"
         raise UsageError(
             f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "

@@ -21,7 +21,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_bytes
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.types import FieldError, canonical_json
 from sparsekv.plans.yaml_io import printable
 from sparsekv.runtime.hf.describe import device_name as device_name
@@ -106,10 +106,11 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
     found, expected = profile.model.fingerprint, model.fingerprint
     for part in ("architecture", "weights") if weights else ("architecture",):
         if getattr(found, part) != getattr(expected, part):
-            older = part == "weights" and found.weights_difference(expected) == "older kind"
+            other = OTHER_WEIGHTS if part == "weights" else f"other {part}"
+            if part == "weights" and found.weights_difference(expected) == "older kind":
+                other = "a weights fingerprint of an older kind"
             raise PlanMismatchError(
-                f"expected a profile of {model.id}, found one of {profile.model.id}, with "
-                f"{'a weights fingerprint of an older kind' if older else f'other {part}'}; "
+                f"expected a profile of {model.id}, found one of {profile.model.id}, with {other}; "
                 "profile this model again (leave --profile out)"
             )
 

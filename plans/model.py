@@ -71,6 +71,10 @@ class Fingerprint(Part):
         return "other" if same_kind else "older kind"
 
 
+# Values that were rounded to float16 no longer tell what they would have been in bfloat16.
+OTHER_WEIGHTS = "other weights (a float32 checkpoint in float16 counts as such)"
+
+
 def is_model_id(text: str) -> bool:
     """Whether it reads as a hub id or as a folder's name: "organisation/name" or "name", no path."""
     parts = text.split("/")

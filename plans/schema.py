@@ -236,7 +236,8 @@ def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
         ]
     return [
         f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
-        "another --dtype?); the plan runs, but its quality was not measured on these weights: `sparsekv verify` does"
+        "a float32 checkpoint in float16?); the plan runs, but its quality was not measured on these weights: "
+        "`sparsekv verify` does"
     ]
 
 

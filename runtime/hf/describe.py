@@ -73,7 +73,7 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
         revision: the hub revision, where one was asked for.
 
     Raises:
-        UnsupportedError: the architecture is not supported.
+        UnsupportedError: the architecture is not supported, or weights are not in memory (offloaded by accelerate).
     """
     described = describe_config(model.config, source, revision)
     weights = weights_fingerprint(_weight_samples(model))
@@ -149,12 +149,22 @@ def _number(text: str) -> int | float:
 
 
 def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
-    """The shape of every tensor, and values at fixed positions, rounded to bfloat16: the same for every dtype.
+    """The shape of every tensor, and values at fixed positions, rounded to bfloat16.
+
+    Of a bfloat16 or float16 checkpoint they are the same in every dtype it is loaded in; of a float32 checkpoint in
+    float32 and bfloat16. In float16 those are rounded twice, and no digest of values could be the same for all three:
+    the intervals that round to one bfloat16 and those that round to one float16 overlap all along the line.
 
     Of a tensor of a quantisation's own type, which may keep its values anywhere, only the shape and that type: other
     weights than any plan has seen.
     """
     tensors = {name: data for name, data in model.state_dict().items() if isinstance(data, torch.Tensor)}
+    elsewhere = sorted(name for name, data in tensors.items() if data.is_meta)
+    if elsewhere:
+        raise UnsupportedError(
+            f"expected all tensors of the model in memory, found {len(elsewhere)} of {len(tensors)} on the meta device "
+            f"({elsewhere[0]}, ...), as offloading leaves them; load the whole model on one device"
+        )
     plain = {name: data for name, data in tensors.items() if type(data) is torch.Tensor and data.numel()}
     values = dict(zip(plain, _rounded([_sampled(data) for data in plain.values()]), strict=True))
     for name, data in tensors.items():
@@ -172,7 +182,8 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 def _rounded(samples: Sequence[torch.Tensor]) -> list[bytes]:
     """One copy to the host for all."""
     exact = torch.stack([values.to(samples[0].device) for values in samples])
-    kept = torch.where(exact.abs() < _TINY, 0.0, exact).to(torch.bfloat16)
+    rounded = exact.to(torch.bfloat16)
+    kept = torch.where(rounded.abs() < _TINY, 0.0, rounded)  # after rounding, which may reach the bound
     return [row.tobytes() for row in kept.view(torch.int16).cpu().numpy().astype("<i2")]
 
 

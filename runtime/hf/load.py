@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +181,7 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
     reshaped = {f"{name}: {tuple(of)} in place of {tuple(to)}" for name, of, to in report["mismatched_keys"]}
     faults = {
         "missing": report["missing_keys"],
-        "that its config.json knows nothing of": report["unexpected_keys"],
+        "that its config.json knows nothing of": _with_files(found, report["unexpected_keys"]),
         "of another shape": reshaped,
     }
     told = [f"{len(names)} {what} ({_first(names)})" for what, names in faults.items() if names]
@@ -189,8 +189,27 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
         raise UsageError(
             f"expected the tensors that its config.json describes in {found.path_or_id}, found {' and '.join(told)}; "
             "get the model again, with the config.json that belongs to its weights"
+            + ("" if report["missing_keys"] or reshaped else _WITHOUT_THEM)
         )
     return model  # type: ignore[no-any-return]
+
+
+_WITHOUT_THEM = (
+    "; or, where the model is complete without them, remove them from its files, or load it with transformers, which "
+    "ignores them (`AutoModelForCausalLM.from_pretrained`), and pass it to `sparsekv.plan_model` and `sparsekv.apply`"
+)
+
+
+def _with_files(found: ModelSource, names: Collection[str]) -> set[str]:
+    """Names of tensors, with the file of each where the model is a folder."""
+    whole = Path(found.path_or_id, "model.safetensors")
+    index = Path(found.path_or_id, "model.safetensors.index.json")
+    files: Mapping[str, str] = {}
+    if whole.exists():
+        files = dict.fromkeys(names, whole.name)
+    elif index.exists():
+        files = json.loads(index.read_bytes())["weight_map"]
+    return {f"{name} in {files[name]}" if name in files else name for name in names}
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """The `sparsekv` command, and `python -m sparsekv`.
 
 Until a command begins, a signal ends the process here and now: nothing has been done that could be undone, and an
-import that is interrupted fails in ways of its own. Hence the handlers come before every other import.
+import that is interrupted fails in ways of its own. Hence `main` sets the handlers before it imports anything.
 """
 
 import os
 import signal
 import sys
+import threading
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -23,19 +24,19 @@ def _end(number: int, frame: object) -> None:
         os._exit(code)
 
 
-for _number in _SIGNALS:
-    if signal.getsignal(_number) != signal.SIG_IGN:
-        signal.signal(_number, _end)
-
-
 def main() -> None:
     """Runs the command line and exits."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    handled = _SIGNALS if main_thread else ()  # no other thread can handle signals
+    for number in handled:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
     from sparsekv.cli.main import main as run
 
     try:
         run()
     finally:
-        for number in _SIGNALS:  # all has been said; what is left is the end of the interpreter
+        for number in handled:  # all has been said; what is left is the end of the interpreter
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -2,21 +2,32 @@
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from plans_samples import small_plan
 from typer.main import get_command
 
-from sparsekv.cli.main import app
-from sparsekv.cli.output import SIGNALS, emit_json, report, size
+import sparsekv.__main__
+from sparsekv.cli.main import app, main
+from sparsekv.cli.output import SIGNALS, Terminated, emit_json, ending_by_signals, report, size
 from sparsekv.plans.errors import GateError, PlanError, PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
+
+
+@pytest.fixture(autouse=True)
+def signals_as_found():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -174,25 +185,91 @@ def test_what_a_signal_makes_of_a_command_is_told_as_the_signal(sparsekv, on_out
     assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
 
 
-def test_a_signal_that_is_swallowed_ends_the_command_all_the_same(sparsekv, on_output):
-    def swallowed():
+def test_a_signal_that_is_swallowed_is_raised_again_once():
+    def swallows_two_times():
         with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        time.sleep(20)
+            signal.raise_signal(signal.SIGTERM)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(20)
+        time.sleep(0.1)
+        raise OSError("what came of it")
 
-    on_output(swallowed)
-    done = sparsekv("schema")
-    assert (done.code, done.err) == (130, "interrupted; nothing was written\n")
+    with pytest.raises(Terminated) as ended, ending_by_signals(again_after=0.02):
+        swallows_two_times()
+    assert (ended.value.number, repr(ended.value.__cause__)) == (signal.SIGTERM, "OSError('what came of it')")
+
+
+def test_one_signal_does_not_interrupt_the_cleanup_that_it_started():
+    cleaned = []
+
+    def cleans_up():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            with contextlib.suppress(ZeroDivisionError):
+                1 / 0  # noqa: B018
+            time.sleep(0.1)
+            cleaned.append("all")
+
+    with pytest.raises(Terminated), ending_by_signals(again_after=0.02):
+        cleans_up()
+    assert cleaned == ["all"]
+
+
+def test_the_alarm_of_the_caller_and_its_timer_are_as_before():
+    def alarm(*_):
+        raise TimeoutError
+
+    before, timer = signal.signal(signal.SIGALRM, alarm), signal.setitimer(signal.ITIMER_REAL, 60.0)
+    try:
+        with pytest.raises(Terminated), ending_by_signals():
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGALRM) is alarm
+        assert 50.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_before_the_command_line_is_read_is_told_as_well(number):
-    program = f"import sparsekv.__main__, signal; signal.raise_signal({int(number)})"
+    program = f"""
+import signal, sys
+from sparsekv.__main__ import main
+
+class Importing:
+    def find_spec(self, name, path, target=None):
+        if name == "sparsekv.cli.main":
+            signal.raise_signal({int(number)})
+
+sys.meta_path.insert(0, Importing())
+main()
+"""
     call = [sys.executable, "-c", program, "schema", "--json"]
     done = subprocess.run(call, capture_output=True, text=True, timeout=60)
     told = json.loads(done.stdout)["error"]
     assert (done.returncode, told["exit_code"], told["kind"]) == (128 + number, 128 + number, "Interrupted")
     assert done.stderr == f"{told['message']}\n"
+
+
+def test_importing_the_module_that_python_m_runs_changes_no_signal():
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    importlib.reload(sparsekv.__main__)
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_DFL}
+
+
+@pytest.mark.parametrize("run", [main, sparsekv.__main__.main])
+def test_a_command_runs_in_a_thread_which_cannot_handle_signals(capsys, monkeypatch, run):
+    def call():
+        with contextlib.suppress(SystemExit):
+            run()
+
+    monkeypatch.setattr(sys, "argv", ["sparsekv", "schema"])
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(60)
+    assert capsys.readouterr().out.startswith("{")
 
 
 def test_an_ignored_hangup_stays_ignored(sparsekv, on_output):

@@ -197,7 +197,14 @@ def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, 
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize(("weights", "said"), [(None, "other weights"), ("sha256:" + "0" * 64, "the older one")])
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (None, "other weights"),
+        ("sha256-all:" + "0" * 64, "a float32 checkpoint in float16"),
+        ("sha256:" + "0" * 64, "the older one"),
+    ],
+)
 def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(sparsekv, copy, weights, said):
     plan = load_plan(copy / "sparsekv.yaml")
     unknown = plan.model.fingerprint.model_copy(update={"weights": weights})

@@ -107,6 +107,7 @@ def test_other_weights_only_warn() -> None:
     warnings = check_model(small_plan(), model_info(id="my/tune", fingerprint=OTHER_WEIGHTS))
     assert len(warnings) == 1
     assert "my/tune has other weights than the example/model" in warnings[0]
+    assert "float32 checkpoint in float16" in warnings[0]
 
 
 def test_a_weights_digest_of_an_older_kind_says_so_and_does_not_claim_other_weights() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
 
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import Fingerprint
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_model
 
@@ -31,12 +33,34 @@ def test_sliding_layers_are_groups_of_their_own():
     assert (group.kind, group.window) == ("sliding", 32)
 
 
-def test_the_weights_digest_is_the_same_in_every_dtype():
-    model = tiny_model(dtype=torch.bfloat16)
-    prints = {describe_model(copy.deepcopy(model).to(dtype)).fingerprint for dtype in (torch.float32, torch.bfloat16)}
-    # what float16 cannot hold of bfloat16 is too small to be looked at
-    prints.add(describe_model(copy.deepcopy(model).to(torch.float16)).fingerprint)
-    assert len(prints) == 1
+def prints_of(model, *dtypes: torch.dtype) -> set[Fingerprint]:
+    return {describe_model(copy.deepcopy(model).to(dtype)).fingerprint for dtype in dtypes}
+
+
+@pytest.mark.parametrize("checkpoint", [torch.bfloat16, torch.float16])
+def test_the_weights_digest_of_a_half_precision_checkpoint_is_the_same_in_every_dtype(checkpoint: torch.dtype):
+    assert len(prints_of(tiny_model(dtype=checkpoint), torch.float32, torch.bfloat16, torch.float16)) == 1
+
+
+def test_the_weights_digest_of_a_float32_checkpoint_is_other_only_in_float16():
+    model = tiny_model(dtype=torch.float32)
+    assert len(prints_of(model, torch.float32, torch.bfloat16)) == 1
+    assert len(prints_of(model, torch.float32, torch.float16)) == 2
+
+
+@pytest.mark.parametrize("checkpoint", [torch.float32, torch.float16])
+def test_a_weight_that_rounds_up_to_the_smallest_that_is_looked_at_is_the_same_in_bfloat16(checkpoint: torch.dtype):
+    model = tiny_model(dtype=checkpoint)
+    for value in model.parameters():
+        torch.nn.init.constant_(value, 2.0**-12 - 2.0**-23)
+    assert len(prints_of(model, torch.float32, torch.bfloat16)) == 1
+
+
+def test_a_model_whose_weights_are_elsewhere_is_refused():
+    model = tiny_model()
+    model.model.layers[1].to("meta")  # as accelerate leaves a layer that it keeps on the CPU or on disk
+    with pytest.raises(UnsupportedError, match=r"found 9 of \d+ on the meta device.*model\.layers\.1\..*one device"):
+        describe_model(model)
 
 
 def test_the_weights_digest_tells_two_trainings_apart():

@@ -95,7 +95,7 @@ def without(names):
         ),
         (
             lambda tensors: tensors.update({"model.layers.1.extra.bias": torch.ones(3)}),
-            ["1 that its config.json knows nothing of (model.layers.1.extra.bias)"],
+            ["1 that its config.json knows nothing of (model.layers.1.extra.bias in model.safetensors)"],
         ),
         (
             lambda tensors: tensors.update({MLP.format("up"): torch.ones(96, 32)}),
@@ -114,6 +114,24 @@ def test_tensors_that_are_not_those_of_the_model_are_refused_by_name(
         load_model(str(folder))
     assert all(part in str(refused.value) for part in found), str(refused.value)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("size", ["1GB", "100KB"])
+def test_a_tensor_too_many_is_told_with_its_file_and_a_way_to_go_on(tmp_path, size: str):
+    model = tiny_model()
+    model.register_parameter("v_head", torch.nn.Parameter(torch.ones(1, 64)))
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (file,) = (path.name for path in tmp_path.glob("*.safetensors") if "v_head" in load_file(path))
+    with pytest.raises(UsageError, match=rf"v_head in {file}\).*remove.*from_pretrained.*sparsekv\.apply"):
+        load_model(tmp_path)
+
+
+def test_a_tensor_too_many_beside_one_that_is_missing_is_not_to_be_removed(folder):
+    with weights_of(folder) as tensors:
+        tensors["v_head"] = tensors.pop(MLP.format("up"))
+    with pytest.raises(UsageError, match=r"v_head in .*; get the model again.*weights$"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
