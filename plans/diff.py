@@ -109,7 +109,7 @@ def _label(name: str) -> str:
 
 
 _IS_DIGEST = re.compile(SHA256_WEIGHTS)
-_DIGEST = len("sha256-all:") + 12  # characters that tell two of them apart
+_DIGITS = 12  # of a digest: enough to tell two of them apart
 
 
 def _text(name: str, value: Any) -> str:
@@ -134,7 +134,8 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, str):
-        return value[:_DIGEST] if _IS_DIGEST.fullmatch(value) else _printable(value)
+        kind, _, digits = value.partition(":")
+        return f"{kind}:{digits[:_DIGITS]}" if _IS_DIGEST.fullmatch(value) else _printable(value)
     if isinstance(value, float) and float(f"{value:.6g}") == value:
         return f"{value:.6g}"
     return json.dumps(value, ensure_ascii=False)
@@ -217,8 +218,8 @@ def _grid_lines(old: Grid, new: Grid, full: bool) -> tuple[_Line, ...]:
     return tuple(line for _, line in lines)
 
 
-def _exact_lines(moved: Sequence[_Moved], widths: Mapping[int, int]) -> Iterator[tuple[int, _Line]]:
-    """The lines, each with its first layer."""
+def _exact_lines(moved: Sequence[_Moved], widths: Mapping[int, int]) -> Iterator[tuple[tuple[int, int], _Line]]:
+    """The lines, each with its first layer and head."""
     for same in _grouped(moved, lambda one: one.exact):
         heads = {layer: tuple(one.head for one in of) for layer, of in _by_layer(same).items()}
         some = {layer: () if len(of) == widths[layer] else of for layer, of in heads.items()}
@@ -226,7 +227,7 @@ def _exact_lines(moved: Sequence[_Moved], widths: Mapping[int, int]) -> Iterator
             here = some[alike[0]]
             where = _counted("layer", alike) + (f" {_counted('head', here)}" if here else "")
             path = f"layers[{format_ids(alike)}]" + (f".heads[{format_ids(here)}]" if here else "")
-            yield alike[0], _line(where, path, [one for one in same if one.layer in alike])
+            yield (alike[0], heads[alike[0]][0]), _line(where, path, [one for one in same if one.layer in alike])
 
 
 def _condensed(same: Sequence[_Moved], widths: Mapping[int, int]) -> _Line:

@@ -176,7 +176,7 @@ def test_model_and_fingerprint() -> None:
         "Model: id: example/model -> example/tuned",
         "Model: rope theta: 1e+06 -> none",
         "Model: rope type: default -> yarn",
-        "Model: fingerprint of the weights: sha256:bbbbbbbbbbbbbbbb -> sha256:cccccccccccccccc",
+        "Model: fingerprint of the weights: sha256:bbbbbbbbbbbb -> sha256:cccccccccccc",
     ]
     assert "Model: layers 0-11: kv heads 2 -> 4" in told(small_plan(model=model_info(kv_heads=4)))
     assert "Model: layers 12-13: none -> full (heads 4, kv heads 2, head dim 64)" in told(
