@@ -80,7 +80,7 @@ def calls(cache: Path, *commands: tuple[str, ...], **environment: str) -> list[t
 def test_a_plan_comes_from_the_hub_and_then_from_the_cache_and_trouble_is_named(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
     try:
         planned, bare, unknown = calls(
             tmp_path,
