@@ -13,6 +13,7 @@ from sparsekv.cli.plan import check_writable
 from sparsekv.plans.errors import GateError, UsageError
 
 if TYPE_CHECKING:
+    from sparsekv.planner.verify import Verification
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Plan
 
@@ -70,14 +71,14 @@ def verify(
         _check_same_model(found, loaded.info, differs)
     settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
     verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=allow_mismatch)
-    facts = {"passed": verdict.passed, "reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
+    facts = {"passed": verdict.passed, "verified": verdict.passed and verdict.conclusive}
+    facts |= {"reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
     if not as_json:
         emit(quality_table(verdict.quality))
     if not verdict.passed:
-        raise GateError("the plan misses its gate: " + "; ".join(verdict.reasons)).with_facts(**facts)
-    for line in verdict.reasons:
-        tell(line)
+        raise GateError("gate missed: " + "; ".join(verdict.reasons)).with_facts(**facts)
+    (tell if as_json else emit)(_met(verdict))
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
@@ -86,6 +87,12 @@ def verify(
         tell(f"{file}: written as {recorded.status}")
     if as_json:
         emit_json(facts)
+
+
+def _met(verdict: Verification) -> str:
+    if verdict.conclusive:
+        return "gate met: verified"
+    return "gate met by what was measured, too little to call the plan verified: " + "; ".join(verdict.reasons)
 
 
 def _own_file(subject: arguments.Subject) -> Path:

@@ -29,7 +29,7 @@ FEWEST_ANSWERS = 10
 _VACUOUS = "dense solves no task {share:.0%} of the time, so that accuracy says nothing about this plan"
 _TOO_FEW = (
     "{found} answers to tasks that dense solves are too few to call a plan verified, at least {least} are needed: "
-    "ask for more with --verify-samples, or for a bound on divergence with --max-kl"
+    "verify on more samples, or ask for a bound on divergence with --max-kl"
 )
 _UNTOUCHED = "{phase} up to {up_to} is sparse and was not run sparse at any verified length"
 _LOSS_STEP = 0.5

@@ -261,6 +261,13 @@ class Sealed:
     notes: tuple[str, ...]
 
 
+# What brings back what sealing drops.
+_AGAIN = {
+    "quality": "`sparsekv verify --plan {path} --write` measures quality again",
+    "cost": "cost comes from `sparsekv plan` alone",
+}
+
+
 def seal(path: str | os.PathLike[str]) -> Sealed:
     """Signs the plan at `path`; one whose signature fits is left as it is.
 
@@ -276,5 +283,6 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     dropped = [name for name in ("quality", "cost") if getattr(plan, name) is not None]
     notes = ["signed as unverified"]
     if dropped:
-        notes.append(f"dropped {' and '.join(dropped)}: measured on other content; `sparsekv verify` measures again")
+        notes.append(f"dropped {' and '.join(dropped)}: measured on other content")
+        notes += [_AGAIN[name].format(path=os.fspath(path)) for name in dropped]
     return Sealed(sealed, True, tuple(notes))

@@ -96,7 +96,7 @@ def test_a_plan_comes_from_the_hub_and_then_from_the_cache_and_trouble_is_named(
     assert planned == [0, "example/planned: valid, unverified, schema 1, for example/model\n", ""]
     assert bare[0] == 2
     assert "no sparsekv.yaml in the hub repository example/bare" in bare[2]
-    assert "sparsekv plan example/bare -o sparsekv.yaml" in bare[2]
+    assert "sparsekv plan example/bare -o sparsekv.yaml, then: sparsekv run --plan sparsekv.yaml" in bare[2]
     assert unknown[0] == 2
     assert "the hub has no such model" in unknown[2]
 

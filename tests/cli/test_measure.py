@@ -84,7 +84,8 @@ def test_verify_exits_with_1_when_the_gate_is_missed_and_leaves_the_plan(sparsek
     assert done.data["passed"] is False
     assert done.data["error"]["kind"] == "GateError"
     assert "nats" in done.data["reasons"][0]
-    assert "misses its gate" in done.err
+    assert done.data["verified"] is False
+    assert "gate missed: " in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
@@ -124,6 +125,12 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     done = sparsekv(*call)
     assert done.code == 0, done.err
     assert "perplexity" in done.out
+    assert "gate met by what was measured, too little to call the plan verified: dense solves no task" in done.out
+    bounded = sparsekv(*call, "--max-kl", 1)
+    assert bounded.out.endswith("gate met: verified\n")
+    for gate, verified in ((), False), (("--max-kl", 1), True):
+        told = sparsekv(*call, *gate, "--json").data
+        assert (told["passed"], told["verified"]) == (True, verified)
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
     for gate, status in ((), "unverified"), (("--max-kl", 1), "verified"):  # the model answers nothing by itself
         assert sparsekv(*call, "--write", *gate).code == 0
