@@ -26,11 +26,12 @@ from sparsekv.cli.output import (
     report,
     show_warning,
 )
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import BackendError, UsageError
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
-_JSON = "sparsekv.json"  # in the context: whether a failure is to be told as JSON too
+# In the context: whether a failure is to be told as JSON too, and whether a flag names the backend.
+_JSON, _BACKEND = "sparsekv.json", "sparsekv.backend"
 
 
 class _Commands(TyperGroup):
@@ -38,6 +39,7 @@ class _Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta.setdefault(_JSON, "--json" in args)  # read here: what is wrong may be the other options
+        ctx.meta.setdefault(_BACKEND, any(arg.partition("=")[0] == "--backend" for arg in args))
         with _telling_usage(ctx):
             return super().parse_args(ctx, args)
 
@@ -52,9 +54,18 @@ class _Commands(TyperGroup):
         except (typer.Exit, typer.Abort, SystemExit, _WrongUsage):  # rich leaves by SystemExit when its reader has left
             raise
         except BaseException as error:
+            if isinstance(error, BackendError) and not ctx.meta[_BACKEND]:
+                _note_the_environment(error)
             if ctx.params.get("debug"):
                 traceback.print_exc()
             raise typer.Exit(report(error, ctx.invoked_subcommand or "", ctx.meta[_JSON])) from error
+
+
+def _note_the_environment(error: BackendError) -> None:
+    from sparsekv.runtime.settings import read_settings
+
+    if read_settings().backend != "auto":
+        error.add_note("the backend is that of SPARSEKV_BACKEND; correct or unset it")
 
 
 def _check_working_folder() -> None:

@@ -76,6 +76,8 @@ def run(
         )
     machine = arguments.settings(device, dtype, backend)
     on_host = _host_layers(kv_host_layers, dense)
+    if dense and target is None and plan is None and model is None:
+        raise UsageError("expected a model (a folder, hub id or alias) beside --dense, found none; name one")
     subject = arguments.Subject.named(target, plan, model)
     used = None if dense else subject.need_plan()
     text = given_prompt(prompt, prompt_file)

@@ -84,6 +84,9 @@ class DecodeBackend(Protocol):
     ) -> AttentionOutput: ...
 
 
+USE_AUTO = "; use --backend auto"  # what ends the message about a backend that was asked for and cannot run
+
+
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
     """The backend that runs, why, and why the ones before it do not."""
@@ -115,7 +118,7 @@ def choose_backend(
     if requested != "auto":
         obstacle = _obstacle(requested, device, dtype, head_dim, tile)
         if obstacle:
-            raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}; use --backend auto")
+            raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}{USE_AUTO}")
         return BackendChoice(requested, "requested")
     rejected: list[tuple[str, str]] = []
     for name in ("flash", "triton", "cpu"):

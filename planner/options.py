@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 import numpy as np
@@ -316,11 +317,26 @@ def lengths_up_to(context_length: int, planned: Sequence[int]) -> tuple[int, ...
     return (*planned, *usual, context_length)
 
 
+# Options that hold several values, the type of each, and an example.
+_SEVERAL: tuple[tuple[tuple[str, ...], type, str], ...] = (
+    (("lengths", "verify_lengths"), Integral, "(4096, 16384)"),
+    (("filter_layers",), Integral, "(2, 8)"),
+    (("target_density", "levels"), Real, "(0.3, 0.2)"),
+    (("prompts",), str, '("a text", "another text")'),
+    (("tasks",), str, '("niah_single", "kv_retrieval")'),
+)
+
+
 def _check(options: PlanOptions) -> None:
     def expect(holds: bool, what: str, found: object) -> None:
         if not holds:
             raise UsageError(f"expected {what}, found {_told(found)}")
 
+    for names, kind, example in _SEVERAL:
+        for name in names:
+            given = getattr(options, name)
+            several = isinstance(given, tuple | list) and all(isinstance(one, kind) for one in given)
+            expect(several, f"{name} as a tuple such as {example}", given)
     expect(all(length > 0 for length in options.lengths), "positive lengths", options.lengths)
     expect(len(set(options.lengths)) == len(options.lengths), "each length once", options.lengths)
     shares = all(0.0 < density <= 1.0 for density in options.target_density)

@@ -90,7 +90,13 @@ def _entries(section: str, path: str, old: Mapping[str, Any] | None, new: Mappin
         if name not in old or name not in new or not _same(old[name], new[name]):
             told = [_plain(record[name]) if name in record else "none" for record in (old, new)]
             text = f"{_label(name)}: {told[0]} -> {told[1]}"
+            if _is_number(old.get(name)) and _is_number(new.get(name)) and old[name] == new[name]:
+                text = f"{_label(name)}: the same number, written as {new[name]} instead of {old[name]}"
             yield Change(section, f"{path}.{name}", text, old.get(name), new.get(name))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fields(record: Mapping[str, Any]) -> str:

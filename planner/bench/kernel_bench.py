@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
+from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
 from sparsekv.planner.bench.planted import (
@@ -178,7 +178,7 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
             choose_backend(bench.device, bench.dtype, bench.head_dim, name, bench.tile)
             backends.append(name)
         except BackendError as error:
-            yield replace(cases[0], backend=name, note=str(error))
+            yield replace(cases[0], backend=name, note=str(error).removesuffix(USE_AUTO))
     peers: DensePeers | None = None
     # Each case: dense, then every backend.
     with (progress or Progress()).stage("kernels", total=len(cases) * (1 + len(backends)) if backends else 0) as step:

@@ -120,6 +120,8 @@ class Records:
                 _told(self._path, "make room, the run goes on where it stopped"),
                 self._path.open("a", encoding="utf-8") as file,
             ):
+                if not file.tell():
+                    file.write(self._header)
                 file.write(record.model_dump_json() + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -130,7 +132,9 @@ class Records:
             self._set_aside(path)
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             sound = self._sound_lines(text, path)
-            if sound != text:
+            if not self._found:
+                path.unlink(missing_ok=True)  # the first record brings the header: no file without one to go on from
+            elif sound != text:
                 path.write_text(sound, encoding="utf-8")
 
     def _set_aside(self, path: Path) -> None:

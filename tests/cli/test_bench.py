@@ -43,6 +43,7 @@ def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv):
     done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "triton", "--json")
     assert done.code == 1
     assert "cannot run" in done.data[0]["note"]
+    assert "--backend" not in done.data[0]["note"]
     assert "nothing could be measured" in done.err
 
 

@@ -86,6 +86,13 @@ def test_a_plan_in_place_of_the_model_is_told_how_it_is_named(sparsekv, tmp_path
     assert f"--plan {tmp_path}/plan.yaml" in done.err
 
 
+def test_a_dense_run_without_a_model_asks_for_a_model(sparsekv):
+    done = sparsekv("run", "--dense", "--prompt", "a")
+    assert done.code == 2
+    assert "expected a model" in done.err
+    assert "plan" not in done.err
+
+
 def test_verify_needs_a_plan(sparsekv):
     done = sparsekv("verify")
     assert done.code == 2

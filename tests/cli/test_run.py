@@ -150,6 +150,16 @@ def test_a_wrong_environment_variable_is_named(sparsekv, folder, monkeypatch):
     assert "SPARSEKV_DTYPE" in done.err
 
 
+def test_a_backend_of_the_environment_that_cannot_run_is_told_apart_from_a_flag(sparsekv, folder, monkeypatch):
+    call = ("run", folder, "--prompt", "a", "--device", "cpu", *FEW)
+    assert "SPARSEKV_BACKEND" not in sparsekv(*call, "--backend", "flash").err
+    monkeypatch.setenv("SPARSEKV_BACKEND", "flash")
+    done = sparsekv(*call)
+    assert done.code == 2
+    assert "SPARSEKV_BACKEND" in done.err
+    assert sparsekv(*call, "--backend", "cpu").code == 0
+
+
 def test_flags_go_over_the_environment(sparsekv, folder, monkeypatch):
     monkeypatch.setenv("SPARSEKV_DEVICE", "quantum")
     assert sparsekv("run", folder, "--prompt", "a", *FEW).code == 2

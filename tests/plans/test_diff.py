@@ -169,6 +169,11 @@ def test_values_that_look_alike_are_told_apart_and_lines_cannot_be_forged() -> N
     assert told(new, old) == ["Extensions: x: 0.12345678 -> 0.12345679", 'Extensions: y: a -> "b\\nStatus"']
 
 
+def test_a_number_that_is_only_written_otherwise_is_told_as_such() -> None:
+    old, new = (small_plan(model=model_info(rope={"rope_theta": theta})) for theta in (1000000, 1000000.0))
+    assert told(new, old) == ["Model: rope theta: the same number, written as 1000000.0 instead of 1000000"]
+
+
 def test_model_and_fingerprint() -> None:
     other = Fingerprint(architecture=digest_of("a"), weights=digest_of("c"))
     new = small_plan(model=model_info(id="example/tuned", rope={"rope_type": "yarn"}, fingerprint=other))

@@ -93,7 +93,8 @@ def test_an_interrupted_profile_goes_on_to_the_same_result(
     with pytest.raises(KeyboardInterrupt):
         profile(loaded, QUICK, interrupted := CtrlC("profile", layers), resume=partial)
     assert interrupted.said == []
-    assert len(partial.read_text().splitlines()) == 1 + layers
+    assert partial.exists() == bool(layers)
+    assert not layers or len(partial.read_text().splitlines()) == 1 + layers
     resumed = Counting()
     assert profile(loaded, QUICK, resumed, resume=partial) == finished.profile
     told = f"profile resumed: {layers / 3:.3g} of 2 samples were measured by an interrupted run"

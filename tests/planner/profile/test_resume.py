@@ -34,12 +34,14 @@ def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> No
 def test_a_first_line_of_another_kind_names_no_file(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     path.write_text("sparsekv.partial ../../else\nmore\n")
-    Records(path, {"seed": 0}, SHAPE)
+    Records(path, {"seed": 0}, SHAPE).add(record(3))
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_partial_profile_without_records_is_not_kept_aside(tmp_path: Path) -> None:
+def test_a_partial_profile_without_records_is_not_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "partial"
     Records(path, {"seed": 0}, SHAPE)
+    assert not path.exists()
+    path.write_text(f"sparsekv.partial {'0' * 64}\n")
     Records(path, {"seed": 1}, SHAPE)
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.iterdir()) == []
