@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from sparsekv.plans.aliases import PLAN_NAME, resolve_model
+from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
 
@@ -34,9 +34,15 @@ MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
 # Flags are named after their parameters.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
-Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="A model; a folder's sparsekv.yaml is its plan.")]
-PlanFile = Annotated[Path | None, typer.Option(metavar="FILE", help="The plan; by default that in the model's folder.")]
+PlanPlace = Annotated[Path, typer.Argument(metavar="PLAN", help=PLACE, show_default=False)]
+Target = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A model; sparsekv.yaml in its folder or repository is its plan.")
+]
+PlanFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The plan; by default that in the model's folder or repository.")
+]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", metavar="NAME", help="Alias, hub id or folder; the plan's own model by default."),
@@ -217,16 +223,19 @@ class Subject:
 
     model: str
     plan: Plan | None = None
-    path: Path | None = None  # of the plan
+    path: Path | None = (
+        None  # of the plan; None for that of a hub repository, whose copy in the cache is not the user's
+    )
     from_plan: bool = False  # the plan's own model, not named in the call
+    no_plan: str = ""  # why there is none
 
     @classmethod
     def named(cls, target: str | None, plan: Path | None, model: str | None) -> Subject:
         """What a call names.
 
         Args:
-            target: a model: a folder (whose sparsekv.yaml is the plan), an alias or a hub id.
-            plan: the plan, instead of the folder's own.
+            target: a model: a folder or hub repository (whose sparsekv.yaml is the plan), or an alias of one.
+            plan: where the plan is, instead; see `plan_file`.
             model: the model, instead of the target or the plan's own.
 
         Raises:
@@ -240,14 +249,20 @@ class Subject:
                 f"expected a model (a folder, hub id or alias), found the file {target}; if it is a plan, write "
                 f"--plan {target}"
             )
-        path = plan or _plan_beside(target)
+        place, path, reason = plan, None, ""
+        if plan is not None:
+            path = plan_file(plan)
+        elif target is not None:
+            place = Path(resolve_model(target).path_or_id)
+            path, reason = _plan_of(place)
         found = None if path is None else load_plan(path)
+        own = path if place is not None and path in (place, place / PLAN_NAME) else None
         name = target if model is None else model
         if name is not None:
-            return cls(name, found, path)
+            return cls(name, found, own, no_plan=reason or without_plan(name, f"no {PLAN_NAME} beside {name}"))
         if found is None:
             raise UsageError(f"expected a model folder that holds {PLAN_NAME}, or --plan FILE; found neither")
-        return cls(found.model.id, found, path, from_plan=True)
+        return cls(found.model.id, found, own, from_plan=True)
 
     def need_plan(self) -> Plan:
         """The plan.
@@ -256,10 +271,7 @@ class Subject:
             UsageError: there is none.
         """
         if self.plan is None:
-            raise UsageError(
-                f"expected a plan, found no {PLAN_NAME} beside {self.model}; name one with --plan FILE, "
-                f"or make it: sparsekv plan {self.model} -o {PLAN_NAME}"
-            )
+            raise UsageError(self.no_plan)
         return self.plan
 
     def load(
@@ -300,8 +312,36 @@ class Subject:
             raise
 
 
-def _plan_beside(target: str | None) -> Path | None:
-    if target is None:
-        return None
-    path = Path(resolve_model(target).path_or_id) / PLAN_NAME
-    return path if path.is_file() else None
+def plan_file(place: Path) -> Path:
+    """The plan file at `place`: itself, or sparsekv.yaml in the folder or hub repository (ORGANISATION/NAME) it names.
+
+    Raises:
+        UsageError: it names a hub repository whose plan cannot be had.
+    """
+    beside = place / PLAN_NAME
+    if os.path.isfile(beside):
+        return beside
+    if not _names_repository(place):
+        return place  # the reader of the file says what is wrong with it
+    from sparsekv.runtime.hf.hub import download_plan
+
+    return download_plan(str(place))
+
+
+def _names_repository(place: Path) -> bool:
+    """Whether it can only be meant as a hub id: a mistyped path of a file is not looked for on the hub."""
+    is_path = os.path.exists(place) or os.path.exists(place.parent) or place.suffix in (".yaml", ".yml", ".json")
+    return is_hub_id(str(place)) and not is_path
+
+
+def _plan_of(model: Path) -> tuple[Path | None, str]:
+    """The plan of a model's folder or hub repository; None, and why, where there is none, which may be no fault."""
+    if model.is_dir():
+        path = model / PLAN_NAME
+        return (path if path.is_file() else None), ""
+    from sparsekv.runtime.hf.hub import download_plan
+
+    try:
+        return download_plan(str(model)), ""
+    except UsageError as error:
+        return None, str(error)

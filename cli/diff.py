@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli.arguments import Json
+from sparsekv.cli.arguments import PLACE, Json, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
 
 if TYPE_CHECKING:
     from sparsekv.plans.schema import Plan
 
-Old = Annotated[Path, typer.Argument(metavar="OLD", help="A plan file.", show_default=False)]
-New = Annotated[Path, typer.Argument(metavar="NEW", help="Another plan file.", show_default=False)]
-
 
 def diff(
-    old: Old,
-    new: New,
+    old: Annotated[Path, typer.Argument(metavar="OLD", help=PLACE, show_default=False)],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help=PLACE, show_default=False)],
     full: Annotated[bool, typer.Option("--full", help="List every head of every layer; --json always does.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -43,10 +40,11 @@ def diff(
         raise typer.Exit(FAILED)
 
 
-def _read(path: Path) -> Plan:
+def _read(place: Path) -> Plan:
     """A plan, an edited one too: its changes are what is to be reviewed before it is sealed."""
     from sparsekv.plans.files import parse_plan, read_text, sign
 
+    path = plan_file(place)
     plan = parse_plan(read_text(path), str(path), signed=False)
     if plan != sign(plan):
         tell(f"{path}: its integrity does not fit its content; `sparsekv seal {path}` signs it, as unverified")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sparsekv.cli.arguments import Json, PlanArgument
+from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit_json
 
 # Where there is no terminal to fit into.
@@ -15,14 +15,14 @@ _WIDTH = 110
 
 
 def show(
-    plan: PlanArgument,
+    plan: PlanPlace,
     full: Annotated[bool, typer.Option("--full", help="List every head of every layer.")] = False,
     as_json: Json = False,
 ) -> None:
     """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
     from sparsekv.plans.files import load_plan
 
-    found = load_plan(plan)
+    found = load_plan(plan_file(plan))
     if as_json:
         from sparsekv.plans.show import summary
 

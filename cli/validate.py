@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli.arguments import Json
+from sparsekv.cli.arguments import PLACE, Json, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json
 from sparsekv.plans.errors import PlanError, SparseKVError, UsageError
 
-Plans = Annotated[list[Path], typer.Argument(metavar="PLAN", help="Plan files.", show_default=False)]
+Plans = Annotated[list[Path], typer.Argument(metavar="PLAN", help=PLACE, show_default=False)]
 
 
 def validate(plans: Plans, as_json: Json = False) -> None:
@@ -37,7 +37,7 @@ def _check(path: Path) -> tuple[dict[str, Any], PlanError | UsageError | None]:
     from sparsekv.plans.files import load_plan
 
     try:
-        plan = load_plan(path)
+        plan = load_plan(plan_file(path))
     except (PlanError, UsageError) as error:
         return {"path": str(path), "valid": False}, error
     facts = {"status": plan.status, "schema_version": plan.schema_version, "model": plan.model.id}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,8 +41,7 @@ def verify(
     """Run a plan on held-out prompts against dense: prefill, decode, both. Exit 1 when it misses the gate."""
     subject = arguments.Subject.named(target, plan, model)
     found = subject.need_plan()
-    if write and subject.path is not None:
-        check_writable(subject.path)
+    file = _own_file(subject) if write else None
     from sparsekv.planner.options import TASKS, Gate, PlanOptions
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
@@ -80,12 +80,23 @@ def verify(
         tell(line)
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
-    if write and subject.path is not None:
+    if file is not None:
         recorded = verdict.recorded(found)
-        write_plan(recorded, subject.path)
-        tell(f"{subject.path}: written as {recorded.status}")
+        write_plan(recorded, file)
+        tell(f"{file}: written as {recorded.status}")
     if as_json:
         emit_json(facts)
+
+
+def _own_file(subject: arguments.Subject) -> Path:
+    """The plan's file, to be written."""
+    if subject.path is None:
+        raise UsageError(
+            "expected a plan file of yours beside --write, found the plan of a hub repository; copy it and name the "
+            "copy with --plan FILE"
+        )
+    check_writable(subject.path)
+    return subject.path
 
 
 def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:

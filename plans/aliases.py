@@ -70,9 +70,21 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     checkpoint = next((alias.checkpoint for alias in ALIASES if alias.name == name.lower()), None)
     if checkpoint is None:
         _refuse_path(name, path)
-        if not _HUB_ID.fullmatch(name):
+        if not is_hub_id(name):
             raise UsageError(_unknown(name))
     return ModelSource(checkpoint or name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it reads as the name of a hub repository: organisation/name."""
+    return bool(_HUB_ID.fullmatch(name))
+
+
+def without_plan(model: str, found: str) -> str:
+    """The message for a plan that is not where the plan of `model` was looked for."""
+    return (
+        f"expected a plan, found {found}; name one with --plan FILE, or make it: sparsekv plan {model} -o {PLAN_NAME}"
+    )
 
 
 def _path(name: str | Path) -> Path:

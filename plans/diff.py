@@ -90,7 +90,7 @@ def _entries(section: str, path: str, old: Mapping[str, Any] | None, new: Mappin
         if name not in old or name not in new or not _same(old[name], new[name]):
             told = [_plain(record[name]) if name in record else "none" for record in (old, new)]
             text = f"{_label(name)}: {told[0]} -> {told[1]}"
-            yield Change(section, f"{path}.{name}".lstrip("."), text, old.get(name), new.get(name))
+            yield Change(section, f"{path}.{name}", text, old.get(name), new.get(name))
 
 
 def _fields(record: Mapping[str, Any]) -> str:
@@ -105,11 +105,11 @@ def _step(name: str, old: str, new: str) -> str:
 
 
 def _label(name: str) -> str:
-    return name.removesuffix("_us").replace("_", " ")
+    return _printable(name.removesuffix("_us").replace("_", " "))
 
 
 _IS_DIGEST = re.compile(SHA256_WEIGHTS)
-_DIGEST = len("sha256-all:") + 12  # characters that tell two of them apart
+_DIGITS = 12  # of a digest: enough to tell two of them apart
 
 
 def _text(name: str, value: Any) -> str:
@@ -134,8 +134,15 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, str):
-        return value[:_DIGEST] if _IS_DIGEST.fullmatch(value) else value
-    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+        kind, _, digits = value.partition(":")
+        return f"{kind}:{digits[:_DIGITS]}" if _IS_DIGEST.fullmatch(value) else _printable(value)
+    if isinstance(value, float) and float(f"{value:.6g}") == value:
+        return f"{value:.6g}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text)
 
 
 # --- layers and heads -------------------------------------------------------------------------------------------------
@@ -207,12 +214,12 @@ def _grid_lines(old: Grid, new: Grid, full: bool) -> tuple[_Line, ...]:
     ]
     lines = sorted(_exact_lines(moved, widths), key=lambda pair: pair[0])
     if len(lines) > _MOST_LINES and not full:
-        return tuple(_condensed(same) for same in _grouped(moved, lambda one: one.kinds))
+        return tuple(_condensed(same, widths) for same in _grouped(moved, lambda one: one.kinds))
     return tuple(line for _, line in lines)
 
 
-def _exact_lines(moved: Sequence[_Moved], widths: Mapping[int, int]) -> Iterator[tuple[int, _Line]]:
-    """The lines, each with its first layer."""
+def _exact_lines(moved: Sequence[_Moved], widths: Mapping[int, int]) -> Iterator[tuple[tuple[int, int], _Line]]:
+    """The lines, each with its first layer and head."""
     for same in _grouped(moved, lambda one: one.exact):
         heads = {layer: tuple(one.head for one in of) for layer, of in _by_layer(same).items()}
         some = {layer: () if len(of) == widths[layer] else of for layer, of in heads.items()}
@@ -220,13 +227,14 @@ def _exact_lines(moved: Sequence[_Moved], widths: Mapping[int, int]) -> Iterator
             here = some[alike[0]]
             where = _counted("layer", alike) + (f" {_counted('head', here)}" if here else "")
             path = f"layers[{format_ids(alike)}]" + (f".heads[{format_ids(here)}]" if here else "")
-            yield alike[0], _line(where, path, [one for one in same if one.layer in alike])
+            yield (alike[0], heads[alike[0]][0]), _line(where, path, [one for one in same if one.layer in alike])
 
 
-def _condensed(same: Sequence[_Moved]) -> _Line:
+def _condensed(same: Sequence[_Moved], widths: Mapping[int, int]) -> _Line:
     layers = tuple(_by_layer(same))
-    heads = f"{len(same)} head{'s' if len(same) > 1 else ''}"
-    return _line(f"{_counted('layer', layers)}, {heads}", f"layers[{format_ids(layers)}]", same)
+    by_head = any(widths[layer] > 1 for layer in layers)
+    heads = f", {len(same)} head{'s' if len(same) > 1 else ''}" if by_head else ""
+    return _line(f"{_counted('layer', layers)}{heads}", f"layers[{format_ids(layers)}]", same)
 
 
 def _counted(name: str, ids: Sequence[int]) -> str:
@@ -278,7 +286,7 @@ def _span(name: str, values: Sequence[Any]) -> str:
     if len(values) == 1:
         return _text(name, values[0])
     if not all(isinstance(value, Budget | int | float) for value in values):
-        return " or ".join(_text(name, value) for value in values) if len(values) == 2 else f"one of {len(values)}"
+        return " or ".join(_text(name, value) for value in values) if len(values) == 2 else f"{len(values)} different"
     low, high = (_text(name, value) for value in (min(values, key=_size), max(values, key=_size)))
     return f"{low.removesuffix(' tokens') if high.endswith(' tokens') else low} to {high}"
 
@@ -307,7 +315,8 @@ def _by_length(
     bounds = sorted({bucket.up_to for phase in phases if phase for bucket in phase.lengths if bucket.up_to})
     ranges = [(after, up_to, lines((after or 0) + 1)) for after, up_to in pairwise((0, *bounds, None))]
     for same, members in groupby(ranges, key=lambda each: each[2]):
-        (after, *_), *_, (_, up_to, _) = (*members,) * 2
+        covered = list(members)
+        after, up_to = covered[0][0], covered[-1][1]
         where = f"{name}.lengths[{(after or 0) + 1}:{up_to or ''}]."
         yield from (line.at(f"{name.capitalize()}, {reach(after or 0, up_to)}", where) for line in same)
 

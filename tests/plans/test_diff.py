@@ -149,6 +149,26 @@ def test_budgets_filters_and_offload_of_decode() -> None:
     assert "Decode, above 4,096: layers 4-7: sparse (" in told(small_plan(decode=None))[0]
 
 
+def test_many_decode_segments_are_condensed_to_layers_not_heads() -> None:
+    def plan(scale: int) -> Plan:
+        segments = tuple(
+            Segment(filter=layer - 1, layers=(layer,), budget=DecodeBudget(tokens=layer * scale), recent=64)
+            for layer in range(1, 30, 2)
+        )
+        lengths = (DecodeBucket(up_to=None, segments=segments),)
+        return small_plan(model=model_info(layers=30), decode=DecodePlan(lengths=lengths))
+
+    odd = ",".join(map(str, range(1, 30, 2)))
+    assert told(plan(2), plan(1)) == [f"Decode, every length: layers {odd}: budget 1 to 29 -> 2 to 58 tokens"]
+    assert len(told(plan(2), plan(1), full=True)) == 15
+
+
+def test_values_that_look_alike_are_told_apart_and_lines_cannot_be_forged() -> None:
+    old = small_plan(extensions={"x": 0.12345678, "y": "a"})
+    new = small_plan(extensions={"x": 0.12345679, "y": "b\nStatus"})
+    assert told(new, old) == ["Extensions: x: 0.12345678 -> 0.12345679", 'Extensions: y: a -> "b\\nStatus"']
+
+
 def test_model_and_fingerprint() -> None:
     other = Fingerprint(architecture=digest_of("a"), weights=digest_of("c"))
     new = small_plan(model=model_info(id="example/tuned", rope={"rope_type": "yarn"}, fingerprint=other))
@@ -156,7 +176,7 @@ def test_model_and_fingerprint() -> None:
         "Model: id: example/model -> example/tuned",
         "Model: rope theta: 1e+06 -> none",
         "Model: rope type: default -> yarn",
-        "Model: fingerprint of the weights: sha256:bbbbbbbbbbbbbbbb -> sha256:cccccccccccccccc",
+        "Model: fingerprint of the weights: sha256:bbbbbbbbbbbb -> sha256:cccccccccccc",
     ]
     assert "Model: layers 0-11: kv heads 2 -> 4" in told(small_plan(model=model_info(kv_heads=4)))
     assert "Model: layers 12-13: none -> full (heads 4, kv heads 2, head dim 64)" in told(

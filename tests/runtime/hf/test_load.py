@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tiny_tokenizer
@@ -13,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.hf import load as hub
 from sparsekv.runtime.hf.load import load_config, load_model, torch_device
 
 HUB_ID = "some-organisation/some-model"
@@ -247,7 +247,7 @@ def answer(monkeypatch, error):
     def auth_check(self, repository):
         raise error
 
-    monkeypatch.setattr(hub.HfApi, "auth_check", auth_check)
+    monkeypatch.setattr(HfApi, "auth_check", auth_check)
 
 
 class _Response:

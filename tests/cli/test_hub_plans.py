@@ -1,0 +1,178 @@
+"""Plans that travel with a model: sparsekv.yaml in a hub repository, from the hub and from the local cache of it."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from model_folders import save_model, sparse_plan
+from plans_samples import small_plan
+from tiny_models import tiny_model
+
+from sparsekv.plans.files import dump_plan, write_plan
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+PROGRAM = """
+import contextlib, io, json, sys
+from sparsekv.cli.main import main
+for call in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(call)
+        except SystemExit as stop:
+            code = stop.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+print(json.dumps("torch" in sys.modules))
+"""
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """example/planned has a plan, example/bare none, and there is no other repository."""
+
+    plan = dump_plan(small_plan()).encode()
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        known = any(name in self.path for name in ("example/planned", "example/bare"))
+        has_file = self.path == "/example/planned/resolve/main/sparsekv.yaml"
+        asks = self.path.startswith("/api/models/") and known
+        self.send_response(200 if has_file or asks else 404)
+        content = self.plan if has_file else b"{}"
+        headers = {"X-Repo-Commit": COMMIT, "ETag": '"a-plan"', "Content-Length": str(len(content))}
+        if not (has_file or asks):
+            headers["X-Error-Code"] = "EntryNotFound" if known else "RepoNotFound"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def calls(cache: Path, *commands: tuple[str, ...], **environment: str) -> list[tuple[int, str, str]]:
+    """What each command ends with, in one process of its own: the hub client reads its settings as it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+        env=os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    *outcomes, uses_torch = map(json.loads, done.stdout.splitlines())
+    assert uses_torch is False
+    return outcomes
+
+
+def test_a_plan_comes_from_the_hub_and_then_from_the_cache_and_trouble_is_named(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
+    try:
+        planned, bare, unknown = calls(
+            tmp_path,
+            ("validate", "example/planned"),
+            ("run", "example/bare", "--prompt", "a"),
+            ("show", "example/unknown"),
+            HF_HUB_OFFLINE="0",
+            **where,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert planned == [0, "example/planned: valid, unverified, schema 1, for example/model\n", ""]
+    assert bare[0] == 2
+    assert "no sparsekv.yaml in the hub repository example/bare" in bare[2]
+    assert "sparsekv plan example/bare -o sparsekv.yaml" in bare[2]
+    assert unknown[0] == 2
+    assert "the hub has no such model" in unknown[2]
+
+    again, other = calls(
+        tmp_path, ("validate", "example/planned"), ("show", "example/other"), HF_HUB_OFFLINE="0", **where
+    )
+    assert again == planned  # the hub is gone, the cache is not
+    assert other[0] == 2
+    assert "the hub cannot be reached (ConnectError)" in other[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The local cache of the hub, with example/tiny and its plan, and example/bare without one."""
+    cache, model = tmp_path_factory.mktemp("hub"), tiny_model(context=2048)
+    for name in ("tiny", "bare"):
+        repository = cache / f"models--example--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(COMMIT)
+        save_model(model, repository / "snapshots" / COMMIT)
+    write_plan(sparse_plan(model), cache / "models--example--tiny" / "snapshots" / COMMIT / "sparsekv.yaml")
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def offline(cache, monkeypatch):
+    """The process runs offline, see the top conftest; the cache is what HF_HUB_CACHE had set."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+
+
+def test_run_of_a_hub_model_applies_the_plan_of_its_repository(sparsekv):
+    done = sparsekv("run", "example/tiny", "--prompt", "What is it? " * 60, "--max-new-tokens", 3, "--json")
+    assert done.code == 0, done.err
+    assert 0.1 < done.data["prefill_density"] < 1
+
+
+def test_a_cached_model_whose_plan_is_not_at_hand_is_still_measured_dense(sparsekv):
+    done = sparsekv("run", "example/bare", "--prompt", "a")
+    assert done.code == 2
+    assert "OfflineModeIsEnabled" in done.err
+    assert "--plan FILE" in done.err
+    call = ("eval", "example/bare", "--length", "1k", "--samples", 1, "--tasks", "perplexity", "--json")
+    done = sparsekv(*call)
+    assert done.code == 0, done.err
+    assert done.data["tasks"]["perplexity"]["sparse"] is None
+
+
+@pytest.mark.parametrize("command", ["show", "validate"])
+def test_a_folder_or_a_repository_stands_for_its_plan(sparsekv, tmp_path, cache, command):
+    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
+    assert sparsekv(command, tmp_path).code == 0
+    assert sparsekv(command, "example/tiny").code == 0
+    done = sparsekv(command, "example/bare")
+    assert done.code == 2
+    assert "sparsekv plan example/bare" in done.err
+    assert sparsekv("diff", "example/tiny", cache / "models--example--tiny" / "snapshots" / COMMIT).code == 0
+
+
+def test_a_plan_may_be_named_by_its_repository(sparsekv, tmp_path):
+    refused = sparsekv("run", "--plan", "example/bare", "--prompt", "a")
+    assert (refused.code, "no sparsekv.yaml of example/bare" in refused.err) == (2, True)
+    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
+    refused = sparsekv("run", "example/tiny", "--plan", tmp_path, "--prompt", "a")
+    assert refused.code == 3  # the plan of the folder, which is of another model
+
+
+@pytest.mark.parametrize("name", ["plans/new.yaml", "folder/plan"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(sparsekv, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    done = sparsekv("show", name)
+    assert done.code == 2
+    assert f"{name}: expected a file, found none" in done.err
+
+
+def test_verify_does_not_write_into_the_cache_of_the_hub(sparsekv):
+    done = sparsekv("verify", "example/tiny", "--write")
+    assert done.code == 2
+    assert "found the plan of a hub repository" in done.err
