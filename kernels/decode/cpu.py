@@ -42,7 +42,7 @@ def decode(
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
     (B, H, _, D), G = q_BHQD.shape, keys.kv_heads
-    q_BGND = (q_BHQD.float() * scale).view(B, G, H // G, D)
+    q_BGND = (q_BHQD.float() * scale).reshape(B, G, H // G, D)
     out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
     scores_GT = None if scoring is None else q_BGND.new_empty((G, scoring.tokens))
     starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
