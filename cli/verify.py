@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -71,7 +71,7 @@ def verify(
         _check_same_model(found, loaded.info, differs)
     settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
     verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=allow_mismatch)
-    facts = {"passed": verdict.passed, "verified": verdict.passed and verdict.conclusive}
+    facts: dict[str, Any] = {"passed": verdict.passed, "verified": verdict.passed and verdict.conclusive}
     facts |= {"reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
     if not as_json:
