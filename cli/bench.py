@@ -239,7 +239,10 @@ def decode(
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
     check_decode(info, plans, bench)
     if random_weights:
-        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), seed=seed)
+        # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
+        offloads = any(one.decode and one.decode.offload for one in plans.values())
+        least = 0 if offloads else min(wanted) * min(batches)
+        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), seed=seed, cached=least)
         tell(subject.note)
     else:
         loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))

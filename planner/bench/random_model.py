@@ -7,14 +7,16 @@ are among them, though no time depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sparsekv.planner.bench.step_attention import kv_bytes
 from sparsekv.planner.bench.structure import diffuse_pattern
+from sparsekv.planner.bench.timing import free_memory
 from sparsekv.planner.options import SELECTORS, Selector
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
@@ -33,6 +35,8 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids, format_length
 from sparsekv.runtime.hf.describe import check_supported, describe_config, describe_model
 from sparsekv.runtime.hf.load import load_config
+from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.stores.pinned import available_bytes, has_room
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -90,6 +94,14 @@ class BenchModel:
     note: str = ""
 
 
+def available_on(device: torch.device) -> int | None:
+    """Bytes that a device has left; None where nobody tells."""
+    if device.type != "cuda":
+        return available_bytes()
+    free_memory(device)
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def random_model(
     name: str,
     *,
@@ -98,7 +110,9 @@ def random_model(
     longest: int,
     layers: int | None = None,
     seed: int = 0,
+    cached: int = 0,
     shapes: Mapping[str, dict[str, Any]] = PUBLIC_SHAPES,
+    available: Callable[[torch.device], int | None] = available_on,
 ) -> BenchModel:
     """A model of `name`'s shape with random weights, which never exist in main memory.
 
@@ -106,9 +120,12 @@ def random_model(
         name: an alias, folder or hub id: its config is used where it can be had, else `shapes`.
         longest: tokens that it must take; a shorter context is stretched, and the note says so.
         layers: only so many layers, for what one layer costs.
+        cached: tokens whose keys and values must fit beside the weights.
+        available: bytes that a device has left.
 
     Raises:
-        UsageError: no config and no known shape of that name, or it has not so many layers.
+        UsageError: no config and no known shape of that name, it has not so many layers, or the device has not so much
+            memory left.
         UnsupportedError: its architecture is not supported.
     """
     config, notes = _config_of(name, shapes)
@@ -123,11 +140,29 @@ def random_model(
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
+    _check_room(config, dtype, cached, available(device))
     on = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=on), torch.device(device), torch.no_grad():
         torch.manual_seed(seed)
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype).eval())
     return BenchModel(model, describe_model(model, _short(name)), _short(name), "random", "; ".join(notes))
+
+
+def _check_room(config: Any, dtype: torch.dtype, cached: int, available: int | None) -> None:
+    with torch.device("meta"):
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    kv = cached * kv_bytes(layouts_of(model))
+    if available is None or has_room(weights + kv, available):
+        return
+    ways = ["a smaller model"]
+    ways += ["--dtype bfloat16"] if dtype.itemsize > 2 else []
+    ways += ["shorter --lengths"] if has_room(weights, available) else ["fewer --layers of `bench prefill`"]
+    raise UsageError(
+        f"expected {weights / 2**30:.1f} GiB of memory for {str(dtype).removeprefix('torch.')} weights"
+        + (f", {kv / 2**30:.1f} GiB for keys and values" if cached else "")
+        + f" and 1 GiB to spare, found {available / 2**30:.1f} GiB available; choose {' or '.join(ways)}"
+    )
 
 
 def describe_named(name: str, random_weights: bool) -> ModelInfo:

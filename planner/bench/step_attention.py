@@ -8,7 +8,7 @@ Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S cached
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -26,6 +26,7 @@ from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.pinned import available_bytes, has_room
 from sparsekv.runtime.stores.store import Layout
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,8 +50,29 @@ class Fillable(Protocol):
         """Counts them."""
 
 
-def fill(layers: Iterable[Fillable], tokens: int, layouts: Iterable[Layout], seed: int) -> None:
-    """Appends random tokens, of normal distribution, the same for one seed and device."""
+def kv_bytes(layouts: Iterable[Layout]) -> int:
+    """Of the keys and values of one token in all layers."""
+    return sum(2 * one.batch * one.heads * one.size * one.dtype.itemsize for one in layouts)
+
+
+def fill(
+    layers: Iterable[Fillable],
+    tokens: int,
+    layouts: Sequence[Layout],
+    seed: int,
+    available: Callable[[], int | None] = available_bytes,
+) -> None:
+    """Appends random tokens, of normal distribution, the same for one seed and device.
+
+    Args:
+        available: bytes of host memory. Linux grants more than there is, and kills the process that writes to it.
+
+    Raises:
+        MemoryError: host memory cannot hold them.
+    """
+    on_host = kv_bytes(layout for layout in layouts if layout.device.type == "cpu")
+    if not has_room(tokens * on_host, available()):
+        raise MemoryError("not enough memory for keys and values")
     for number, (layer, layout) in enumerate(zip(layers, layouts, strict=True)):
         generator = torch.Generator(layout.device).manual_seed(seed + number)
         k_BGSD, v_BGSD = layer.room(tokens, layout)

@@ -5,6 +5,7 @@ from shutil import copyfile
 import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
+from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -136,6 +137,22 @@ def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(spa
     assert (done.code, done.out) == (2, "")
     assert word in done.err
     assert "weights" not in done.err
+
+
+def test_a_decode_whose_smallest_case_does_not_fit_in_memory_is_refused(sparsekv, folder):
+    call = ("--random-weights", "--budget", 32, "--filters", 0, "--lengths", "1024k", "--batch", 8192)
+    done = sparsekv("bench", "decode", folder, *call, "--device", "cpu")
+    assert (done.code, done.out) == (2, "")
+    assert "shorter --lengths" in done.err
+
+
+def test_a_case_of_a_plan_that_offloads_is_tried_whatever_the_device_has(sparsekv, folder, tmp_path):
+    plan = plan_for(tiny_model(context=1024), decode=decode_plan(segment(0, (1, 2), 20), offload=(2,)))
+    write_plan(plan, path := tmp_path / "offload.yaml")
+    call = ("--random-weights", "--plan", path, "--allow-mismatch", "--lengths", "1024k", "--batch", 8192)
+    done = sparsekv("bench", "decode", folder, *call, "--device", "cpu")
+    assert done.code == 1
+    assert "out of memory" in done.out
 
 
 def test_a_decode_by_a_plan_without_that_phase_is_refused(sparsekv, folder, tmp_path):

@@ -25,6 +25,7 @@ from sparsekv.plans.errors import PlanMismatchError, PromptError, UnsupportedErr
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.stores.store import Layout
 
 LENGTH, BUDGET = 256, 20
 
@@ -186,6 +187,12 @@ def test_keys_that_do_not_fit_leave_the_rows_of_tokens(subject, plan):
     assert attention.sparse_ms is None
     assert "out of memory" in attention.note
     assert token.sparse_ms == 2.0
+
+
+def test_keys_that_host_memory_cannot_hold_are_not_written():
+    layouts = [Layout(1, 8, 128, torch.float32, torch.device("cpu"))] * 32
+    with pytest.raises(MemoryError):
+        fill((), 131072, layouts, 0, available=lambda: 25 << 30)
 
 
 def test_without_the_unmodified_model_ratios_are_against_what_ran(subject, plan):

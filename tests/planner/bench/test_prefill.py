@@ -307,3 +307,17 @@ def test_public_shapes_are_of_aliases_and_of_supported_architectures():
 def test_more_layers_than_there_are_cannot_be_kept():
     with pytest.raises(UsageError, match="12 layers"):
         make("tiny-retriever", device=CPU, dtype=torch.float32, longest=512, layers=13)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cached", "gib", "said"),
+    [
+        (torch.float32, 0, 25, "29.9 GiB .* float32 weights and .* found 25.0 GiB .* bfloat16 or fewer --layers"),
+        (torch.float32, 131072, 25, "29.9 GiB .* 32.0 GiB for keys .* bfloat16 or fewer --layers"),
+        (torch.bfloat16, 0, 12, "15.0 GiB .* bfloat16 weights and .* found 12.0 GiB .* smaller model or fewer"),
+        (torch.bfloat16, 131072, 25, "15.0 GiB .* 16.0 GiB for keys .* found 25.0 GiB .* or shorter --lengths"),
+    ],
+)
+def test_weights_that_do_not_fit_in_memory_are_refused_before_they_are_made(dtype, cached, gib, said):
+    with pytest.raises(UsageError, match=said):
+        make("llama3-8b", device=CPU, dtype=dtype, longest=131072, cached=cached, available=lambda device: gib << 30)
