@@ -65,6 +65,7 @@ class KeyView:
         Args:
             tokens: an interval of contiguous keys, which is not copied, or int64 [T].
         """
+        self._check_here()
         if isinstance(tokens, slice):
             return x[b, g, tokens]
         if self.table_BP is None:

@@ -64,7 +64,8 @@ def choose(
 
     def fill(choice: tuple[torch.Tensor, torch.Tensor]) -> None:
         chosen_N, free_S = choice
-        chosen_N.copy_(best_ascending(free_S, len(chosen_N)) + sink)
+        best_N = best_ascending(free_S, len(chosen_N))
+        chosen_N.copy_(torch.where(best_N < 0, NO_TOKEN, best_N + sink))  # fewer where scores are no numbers
 
     spread(fill, choices, elements=_READS * sum(len(free_S) for _, free_S in choices), device=device)
     return chosen_BgN

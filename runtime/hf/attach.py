@@ -142,7 +142,11 @@ class MaskCheck:
             _refuse_padding(bool(mask.all()), "this call")
         elif self._copied is None:
             with torch.inference_mode(False):  # else it could not be written to under torch.no_grad()
-                self._flag = torch.ones((), dtype=torch.bool, pin_memory=True) if self._flag is None else self._flag
+                self._flag = (
+                    torch.ones((), dtype=torch.bool, pin_memory=True, device="cpu")
+                    if self._flag is None
+                    else self._flag
+                )
             self._flag.copy_(mask.all(), non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -221,7 +225,7 @@ def guarded(model: PreTrainedModel, prompt: Prompt, turn: RLock) -> Callable[...
                     f"{instead}, or close the handle first"
                 )
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        with _own_turn(turn):
+        with _own_turn(turn, _PATIENCE):
             prompt.tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
             try:
                 return generate(*args, **kwargs)
@@ -315,17 +319,17 @@ def _forward(decoder: nn.Module, executors: Sequence[Executor], turn: RLock) -> 
     return forward
 
 
-_PATIENCE = 5.0  # seconds
+_PATIENCE = 5.0  # seconds: a `generate` that has streamed its last token is about to return
 
 
 @contextmanager
-def _own_turn(turn: RLock) -> Iterator[None]:
+def _own_turn(turn: RLock, patience: float = 0.0) -> Iterator[None]:
     """One thread at a time: statistics, captured steps and the prompt under way are the handle's.
 
     Raises:
         UsageError: another thread is at it.
     """
-    if not turn.acquire(timeout=_PATIENCE):  # a `generate` that has streamed its last token is about to return
+    if not turn.acquire(timeout=patience):
         raise UsageError(
             "expected one thread at a time under a handle, found another one in a forward pass or in generate; "
             "take turns (a lock around generate), or load the model once a thread"
@@ -361,7 +365,7 @@ def _decoder_hook(
     change = ChangeCheck(decoder, attentions)
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        with _own_turn(turn):  # refused before it changes anything; the forward takes the turn for itself
+        with _own_turn(turn):  # another thread is refused before it changes anything
             change.check(module)
         inputs = dict(zip(names, args, strict=False)) | kwargs
         config: Any = module.config

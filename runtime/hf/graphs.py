@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import contains, is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -89,7 +90,7 @@ class StepGraph:
         self.positions_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.lengths_B = torch.ones(batch, dtype=torch.int32, device=device)
         self.where_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, device=device)
-        self._where_host_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, pin_memory=True)
+        self._where_host_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, device="cpu", pin_memory=True)
         self._copied = torch.cuda.Event()
         self.shapes = [self._shape(store.tensors[0]) for store in stores]
         self._bound: list[weakref.ref[torch.Tensor]] = []  # a cache that is let go of is freed
@@ -166,23 +167,39 @@ class StepGraph:
 
         return step
 
-    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any) -> None:
+    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
         """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
-        writes is written again by the replay."""
+        writes is written again by the replay.
+
+        A capture that fails leaves the allocator waiting for its end: a step that waits for the device is found out
+        before.
+        """
         step, current = self.step_of(forward, engine), torch.cuda.current_stream(self.ids_B1.device)
-        stream = torch.cuda.Stream(self.ids_B1.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # around the capture as well, which does not restore it when it fails
             step()
+            with _refusing_waits():
+                step()
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._out_B1E = step()
         current.wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._out_B1E = step()
 
     def run(self) -> torch.Tensor:
         """[B, 1, E]: a copy, on the current stream."""
         assert self._out_B1E is not None, "capture comes first"
         self._graph.replay()
         return self._out_B1E.clone()
+
+
+@contextmanager
+def _refusing_waits() -> Iterator[None]:
+    """Inside it, what waits for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class StepGraphs:
@@ -204,7 +221,9 @@ class StepGraphs:
         self._next: StepGraph | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._capturing: torch.cuda.Stream | None = None
         self._parts: _Parts | None = None
+        self._refused: dict[tuple[int, int], str] = {}  # rows and capacities that memory did not suffice for
         self.replayed = 0  # steps so far
         self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
@@ -219,6 +238,8 @@ class StepGraphs:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
         context: Context = inputs[CONTEXT]
         if context.phase is not Phase.DECODE:
+            if self._parts is not None and self._parts.changed():
+                self.release()  # old weights are not kept alive beside a prompt
             return False
         self.why_not = self._never or self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
         if self.why_not and not self._told:
@@ -259,7 +280,10 @@ class StepGraphs:
             return f"the selector of filter layer {windows[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
-        for store in _stores(inputs[CONTEXT].cache):
+        stores = _stores(inputs[CONTEXT].cache)
+        if cast(Any, decoder).config.num_hidden_layers != len(stores):
+            return "only some layers of the model run"
+        for store in stores:
             if type(store) is not DeviceStore or store.keys is None or store.keys.device != ids.device:
                 return "keys and values do not all lie on the device of the tokens"
             if store.keys.shape[0] != ids.shape[0]:
@@ -282,23 +306,52 @@ class StepGraphs:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
             for store in stores:
                 store.reserve(past + 1)
+            if self._parts is not None and self._parts.numbers_changed():
+                self.release()
             rows, needed = ids_B1.shape[0], max(store.tensors[0].shape[2] for store in stores)
-            fitting = [capacity for batch, capacity in self._graphs if batch == rows and capacity >= needed]
+            fitting = [at for batch, at in self._graphs if batch == rows and needed <= at <= 4 * _bucket(needed)]
             key = rows, min(fitting, default=_bucket(needed))
             graph = self._graphs.pop(key, None)
-            if graph is None:
-                found = self._parts_captured()
+            if graph is not None:
+                graph.bind(stores)
+                graph.load(ids_B1, positions, past)
+            else:
+                found = self._refused.get(key) or self._parts_captured()
                 if found:
                     return found
-                graph = StepGraph(stores, key[1], self._program)
-            graph.bind(stores)
-            graph.load(ids_B1, positions, past)
-            if not graph.captured and (found := self._capture(decoder, graph)):
-                return found
+                try:
+                    graph = self._captured(decoder, stores, key[1], ids_B1, positions, past)
+                except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
+                    return self._not_captured(key, error)
+                except BaseException:
+                    self.release()
+                    raise
             self._graphs[key] = self._next = graph
             if len(self._graphs) > _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
         return ""
+
+    def _captured(
+        self, decoder: Any, stores: Sequence[DeviceStore], capacity: int, ids_B1: torch.Tensor,
+        positions: torch.Tensor | None, past: int,
+    ) -> StepGraph:  # fmt: skip
+        graph = StepGraph(stores, capacity, self._program)
+        graph.bind(stores)
+        graph.load(ids_B1, positions, past)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._capturing = self._capturing or torch.cuda.Stream(ids_B1.device)  # cuBLAS keeps memory for each stream
+        graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
+        return graph
+
+    def _not_captured(self, key: tuple[int, int], error: Exception) -> str:
+        """Frees everything, and notes not to try again: this size where memory ran out, else any."""
+        self.release()
+        found = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        if isinstance(error, torch.OutOfMemoryError):
+            self._refused[key] = found
+        else:
+            self._never = found
+        return found
 
     def _parts_captured(self) -> str:
         """Notes what is about to be captured, once for all graphs; why it cannot be."""
@@ -308,17 +361,6 @@ class StepGraphs:
         found = parts.obstacle()
         self._parts = None if found else parts
         return found
-
-    def _capture(self, decoder: Any, graph: StepGraph) -> str:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool)
-        except Exception as error:  # out of memory, or what a model does cannot be captured: it runs all the same
-            self.release()
-            found = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-            self._never = found
-            return found
-        return ""
 
 
 def _stores(cache: Cache) -> list[Any]:
@@ -338,23 +380,29 @@ def _bucket(tokens: int) -> int:
 class _Parts:
     """The modules, tensors and numbers that graphs have captured, to notice when others take their place.
 
-    Attributes of modules cannot all be watched: only modules of torch and of transformers are captured, whose forward
-    reads no others.
+    Only modules of torch and of transformers are captured: what others read cannot be known. Types, class forwards,
+    modules, tensors and hooks are compared at every step, numbers that modules hold when a cache is new or has grown.
     """
 
     def __init__(self, decoder: Any, model_type: str) -> None:
         self._decoder = decoder
-        self._inner = [module for module in decoder.modules() if module is not decoder]
+        self._modules = list(decoder.modules())
+        self._inner = self._modules[1:]
         self._homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")
         self._hooks = [hooks for module in self._inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._attributes = [vars(module) for module in self._inner]
-        kinds = ("_modules", "_parameters", "_buffers")
-        self._members = [vars(module)[kind] for module in decoder.modules() for kind in kinds]
+        self._types = list(map(type, self._modules))
+        self._kinds: list[Any] = list(set(self._types))
+        self._forwards = [kind.forward for kind in self._kinds]
         self._seen = self._flat()
         self._tensors = [member for member in self._seen if isinstance(member, torch.Tensor)]
-        self._storages = [tensor.untyped_storage() for tensor in self._tensors]  # kept: a replay may come too late
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         self._numbers = self._read_numbers()
+        self._storages: list[torch.UntypedStorage] = []
+        self._addresses: list[int] = []
+        self._plain = {type(tensor) for tensor in self._tensors} <= {torch.Tensor, nn.Parameter}
+        if self._plain:
+            self._storages = [tensor.untyped_storage() for tensor in self._tensors]  # kept: a replay may come too late
+            self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def obstacle(self) -> str:
         """Why these modules cannot be captured; empty where they can."""
@@ -362,6 +410,8 @@ class _Parts:
             kind = type(module)
             if not f"{kind.__module__}.".startswith(self._homes):
                 return f"the decoder has a module of {kind.__module__}.{kind.__name__}, which may change unseen"
+        if not self._plain:
+            return "the decoder has tensors of a class of their own"
         return "a module of the decoder has a hook, or a forward of its own" if self._touched() else ""
 
     def changed(self) -> bool:
@@ -369,7 +419,13 @@ class _Parts:
         now = self._flat()
         same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
         same = same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-        return not same or self._read_numbers() != self._numbers or self._touched()
+        same = same and list(map(type, self._modules)) == self._types
+        same = same and all(map(is_, [kind.forward for kind in self._kinds], self._forwards))
+        return not same or self._touched()
+
+    def numbers_changed(self) -> bool:
+        """Whether a module holds another number, text or flag."""
+        return self._read_numbers() != self._numbers
 
     def _touched(self) -> bool:
         """Whether modules have hooks, or forwards of their own."""
@@ -380,9 +436,11 @@ class _Parts:
         return False
 
     def _read_numbers(self) -> list[Any]:
-        attentions = [getattr(layer, "self_attn", None) for layer in self._decoder.layers]
-        of_layers = [(getattr(part, "scaling", None), getattr(part, "sliding_window", None)) for part in attentions]
-        return [self._decoder.config.num_hidden_layers, *of_layers]
+        kinds = (int, float, str, bool, type(None))
+        return [
+            [(name, value) for name, value in vars(module).items() if type(value) in kinds] for module in self._modules
+        ]
 
     def _flat(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._members)))
+        kinds = ("_modules", "_parameters", "_buffers")
+        return list(chain.from_iterable(vars(module)[kind].values() for module in self._modules for kind in kinds))

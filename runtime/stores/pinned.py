@@ -163,7 +163,7 @@ def _pinned(nbytes: int, device: torch.device) -> Block:
         failed = int(cudart.cudaHostRegister(data.data_ptr(), nbytes, _PORTABLE))
     if failed:  # some sandboxes only know memory that the driver itself allocates
         _forget_error(device)
-        return Block(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+        return Block(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
     block = Block(data, registered=True)
     weakref.finalize(block, _unpin, data, device).atexit = False  # the end of the process unpins everything
     return block

@@ -55,7 +55,7 @@ class _Stream:
         pass
 
 
-def _capture(self: Any, forward: Callable[..., Any], engine: Any, pool: Any) -> None:
+def _capture(self: Any, forward: Callable[..., Any], engine: Any, pool: Any, stream: Any) -> None:
     """As StepGraph.capture, whose graph computes anew into the output of the first time."""
     step = self.step_of(forward, engine)
     step()

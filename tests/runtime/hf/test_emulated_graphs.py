@@ -109,10 +109,9 @@ def test_a_model_that_changes_is_captured_anew_or_runs_by_itself(model, captured
         steps(model, token, token[:, :0], cache)
         assert (len(seen), handle.steps.replayed, handle.steps.why_not) == (3, 3, "")
         mlp.__class__ = type("Steered", (type(mlp),), {"__module__": "somewhere"})
-        handle.steps.release()
-        steps(model, token, token[:, :0], cache)
+        steps(model, token, token, cache)  # the first in vain
         assert "somewhere.Steered, which may change unseen" in handle.steps.why_not
-        assert cache.get_seq_length() == 37
+        assert cache.get_seq_length() == 38
     assert len([one for one in told if one.category is GraphWarning]) == 1
 
 
@@ -137,3 +136,25 @@ def test_few_graphs_are_kept(model, captured, monkeypatch):
             steps(model, random_tokens(rows, 20), random_tokens(rows, 1, 1))
         assert handle.steps.replayed == 5
         assert [rows for rows, _ in handle.steps._graphs] == [1, 3]
+
+
+def test_numbers_that_change_between_caches_are_captured_anew(model, captured):
+    model, prompt, new = copy.deepcopy(model), random_tokens(1, 30), random_tokens(1, 2, 1)
+    with apply(model, plan_for(model), backend="triton") as handle:
+        steps(model, prompt, new)
+        before = handle.steps.latest
+        model.model.norm.variance_epsilon = 1.0
+        steps(model, prompt, new)
+        assert handle.steps.latest is not before
+        assert handle.steps.replayed == 4
+
+
+def test_fewer_layers_run_by_themselves_and_leave_the_others_alone(model, captured):
+    model, token = copy.deepcopy(model), random_tokens(1, 1)
+    with apply(model, plan_for(model), backend="triton") as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, cache = steps(model, random_tokens(1, 30), token)
+        model.config.num_hidden_layers = 1
+        steps(model, token, token[:, :0], cache)
+        assert handle.steps.why_not == "only some layers of the model run"
+        assert [layer.get_seq_length() for layer in cache.layers] == [32, 31]

@@ -173,8 +173,10 @@ def test_a_model_that_asks_the_device_runs_one_launch_at_a_time():
     model = tiny_model(head_dim=64, dtype=torch.bfloat16, context=64, rope_parameters=rope).cuda()
     prompt, new = random_tokens(1, 50).cuda(), random_tokens(1, 30, 1).cuda()
     dense, _ = steps(model, prompt, new)
+    stream = torch.cuda.current_stream()
     with apply(model, plan_for(model)) as handle, pytest.warns(GraphWarning, match="capturing failed") as told:
         found, _ = steps(model, prompt, new)
+    assert torch.cuda.current_stream() == stream
     assert handle.steps.replayed == 0
     assert len([one for one in told if one.category is GraphWarning]) == 1
     assert (found - dense).float().norm() / dense.float().norm() < 0.03
