@@ -87,7 +87,7 @@ def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
     measured: dict[str, float | None] = {"prefill_density": None}
     if has_plan:
         for name, score in scores.items():
-            tasks[name] |= {"sparse": score.sparse, "interval": list(score.interval)}
+            tasks[name] |= {"sparse": score.sparse, "interval": score.interval}
         measured = {"prefill_density": result.prefill_density, "decode_share": result.decode_share, "kl": result.kl}
     return {"tasks": tasks, "samples": samples, "length": result.lengths[0], **measured}
 

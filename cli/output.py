@@ -102,8 +102,8 @@ def score_row(task: str, score: Score, has_plan: bool = True) -> tuple[str, str,
     """One task: shares of right answers, or perplexities. Without a plan there is no sparse side."""
     if not has_plan:
         return task, f"{score.dense:.4g}", "", ""
-    low, high = score.interval
-    return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", f"{low:+.3g} to {high:+.3g}"
+    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
+    return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
 
 
 def quality_table(quality: Quality) -> str:

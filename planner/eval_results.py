@@ -35,14 +35,15 @@ def accuracy_interval(dense: Sequence[bool], sparse: Sequence[bool]) -> tuple[fl
     return max(-1.0, difference - down), min(1.0, difference + up)
 
 
-def mean_interval(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of the mean of paired differences, sparse - dense (Student's t)."""
+def mean_interval(dense: Sequence[float], sparse: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of the mean of paired differences, sparse - dense (Student's t); None of fewer than two."""
     from scipy.stats import ttest_rel
 
     differences = np.asarray(sparse, float) - np.asarray(dense, float)
-    mean = float(differences.mean())
-    if len(differences) < 2 or float(np.ptp(differences)) == 0.0:
-        return mean, mean
+    if len(differences) < 2:
+        return None
+    if float(np.ptp(differences)) == 0.0:
+        return (mean := float(differences.mean())), mean
     interval = ttest_rel(sparse, dense).confidence_interval(LEVEL)
     return float(interval.low), float(interval.high)
 
@@ -112,9 +113,8 @@ class TaskResult:
 
     def _perplexity(self) -> Score:
         before, after = ([outcome.nll for outcome in side] for side in (self.dense, self.sparse))
-        low, high = mean_interval(before, after)
-        dense = perplexity(before)
-        interval = dense * math.expm1(low), dense * math.expm1(high)
+        dense, moved = perplexity(before), mean_interval(before, after)
+        interval = moved and (dense * math.expm1(moved[0]), dense * math.expm1(moved[1]))
         return Score(dense=dense, sparse=perplexity(after), samples=len(before), interval=interval)
 
 

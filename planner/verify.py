@@ -18,7 +18,7 @@ from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import DecodeBucket, PrefillBucket
-from sparsekv.plans.schema import Measurement, Plan, Quality
+from sparsekv.plans.schema import Measurement, Plan, Quality, Score
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -144,8 +144,12 @@ def _task_misses(name: str, solved: Sequence[EvalResult], gate: Gate) -> list[st
     return [
         f"{_fell(name, result.tasks[name], gate)} at {', '.join(map(format_length, result.lengths))}"
         for result in solved
-        if _drop_points(result.tasks[name]) > gate.max_accuracy_drop and result.tasks[name].score.interval[1] < 0.0
+        if _drop_points(result.tasks[name]) > gate.max_accuracy_drop and _surely_fell(result.tasks[name].score)
     ]
+
+
+def _surely_fell(score: Score) -> bool:
+    return score.interval is not None and score.interval[1] < 0.0
 
 
 def _fell(name: str, task: TaskResult, gate: Gate) -> str:

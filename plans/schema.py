@@ -50,16 +50,19 @@ class Target(Part):
 
 
 class Score(Part):
-    """One task, dense and sparse on the same samples; `interval` is the 95% interval of sparse - dense, paired."""
+    """One task, dense and sparse on the same samples.
+
+    `interval` is the 95% interval of sparse - dense, paired; a mean of a single sample has none.
+    """
 
     dense: NonNegative
     sparse: NonNegative
     samples: Positive
-    interval: tuple[Real, Real]
+    interval: tuple[Real, Real] | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Score:
-        if self.interval[0] > self.interval[1]:
+        if self.interval is not None and self.interval[0] > self.interval[1]:
             raise FieldError(f"expected [low, high], found {list(self.interval)}", "interval")
         return self
 

@@ -255,9 +255,9 @@ def _quality(quality: Quality) -> Table:
         facts = ", ".join(_named(measured, "density", "output_error", "kl"))
         _row(table, phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths)))
         for task, score in measured.tasks.items():
-            low, high = score.interval
+            interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
             scores = (f"{score.dense:.4g}", f"{score.sparse:.4g}", str(score.samples))
-            _row(table, "", task, *scores, f"{low:+.3g} to {high:+.3g}")
+            _row(table, "", task, *scores, interval)
     return table
 
 

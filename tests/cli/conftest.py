@@ -77,13 +77,13 @@ def on_output(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
 
 
 @pytest.fixture
-def ctrl_c_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], AbstractContextManager[None]]:
-    """Ctrl-C after the first step of a stage, while the context lasts."""
+def ctrl_c_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[None]]:
+    """Ctrl-C after the first step of a stage, or after so many, while the context lasts."""
 
     @contextmanager
-    def pressed(stage: str) -> Iterator[None]:
+    def pressed(stage: str, steps: int = 1) -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr("sparsekv.planner.progress.BarProgress", lambda: CtrlC(stage))
+            patch.setattr("sparsekv.planner.progress.BarProgress", lambda: CtrlC(stage, steps))
             yield
 
     return pressed

@@ -47,6 +47,8 @@ def test_eval_of_one_phase_leaves_the_other_dense(sparsekv, folder, phase, tiles
     data = sparsekv(*call).data
     assert (data["prefill_density"] == 1) is tiles
     assert (data["decode_share"] == 1) is tokens
+    assert data["tasks"]["perplexity"]["interval"] is None  # of one sample
+    assert len(data["tasks"]["kv_retrieval"]["interval"]) == 2
 
 
 def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
@@ -124,7 +126,7 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1)
     done = sparsekv(*call)
     assert done.code == 0, done.err
-    assert "perplexity" in done.out
+    assert [line.split()[-2:] for line in done.out.splitlines() if "perplexity" in line] == [["-", "1"]]
     assert "gate met by what was measured, too little to call the plan verified: dense solves no task" in done.out
     bounded = sparsekv(*call, "--max-kl", 1)
     assert bounded.out.endswith("gate met: verified\n")

@@ -101,6 +101,14 @@ def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured
     assert not out.exists()
 
 
+def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv, model, priced, out, ctrl_c_in):
+    with ctrl_c_in("profile", steps=0):
+        done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify")
+    assert done.code == 130
+    assert "nothing was profiled yet" in done.err
+    assert not list(out.parent.glob(f"{out.name}*"))
+
+
 @pytest.mark.parametrize("stage", ["profile", "cost", "evaluate"])
 def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ctrl_c_in, stage):
     profile = out.with_name("a.profile")

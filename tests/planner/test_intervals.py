@@ -35,5 +35,9 @@ def test_the_interval_of_a_mean_covers_a_known_shift() -> None:
     assert low > 0.0
 
 
+def test_one_sample_has_no_interval_of_its_mean() -> None:
+    assert mean_interval([1.0], [1.1]) is None
+
+
 def test_equal_scores_have_an_interval_of_zero_width() -> None:
     assert mean_interval([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0)
