@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import SCORE_HEADER, columns, emit, emit_json, score_row
+from sparsekv.cli.output import SCORE_HEADER, columns, emit, emit_json, score_row, tell
 from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def evaluate(
 ) -> None:
     """Measure the tasks on held-out samples: retrieval by exact match, text by perplexity.
 
-    Without a plan (--plan, or sparsekv.yaml in the model's folder) dense is measured alone.
+    Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone.
     """
     subject = arguments.Subject.named(target, plan, model)
     has_plan = subject.plan is not None
@@ -55,6 +55,9 @@ def evaluate(
     from sparsekv.planner.evaluation import evaluate as measure
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
+
+    if not has_plan:
+        tell(f"dense is measured alone: {subject.no_plan}")
 
     def check(info: ModelInfo, _: str) -> None:
         _check_length(lengths[0], info.context_length)

@@ -168,7 +168,7 @@ def ending_by_signals(again_after: float = 10.0) -> Iterator[None]:
             signal.signal(number, end)
         yield
     except BaseException as error:
-        if not received or isinstance(error, KeyboardInterrupt):
+        if not received or (isinstance(error, Terminated) and error.number == received[0][0]):
             raise
         stop = Terminated(received[0][0])
         for note in getattr(error, "__notes__", ()):
