@@ -169,8 +169,8 @@ def use_records(data: Any) -> None:
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         path = Path(folder) / "partial"
-        Records(path, {}, shape)
-        with path.open("a") as file:
+        with path.open("w") as file:
+            file.write(Records(path, {}, shape)._header)
             file.writelines(json.dumps(record) + "\n" for record in data)
         records = Records(path, {}, shape)
         assert Records(path, {}, shape)  # of what is left of it
