@@ -169,9 +169,8 @@ def use_records(data: Any) -> None:
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)
         path = Path(folder) / "partial"
-        with path.open("w") as file:
-            file.write(Records(path, {}, shape)._header)
-            file.writelines(json.dumps(record) + "\n" for record in data)
+        header = Records(path, {}, shape)._header
+        path.write_text(header + "".join(json.dumps(record) + "\n" for record in data))
         records = Records(path, {}, shape)
         assert Records(path, {}, shape)  # of what is left of it
     keys = [(entry.length, 0, layer) for layer in range(profile.model.layers)]
