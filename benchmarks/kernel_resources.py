@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
@@ -147,11 +147,13 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Decode over chosen tokens."""
+    """Decode over all tokens or chosen ones, scores, the choice, and the newest token's place."""
+    from sparsekv.kernels.decode import radix
     from sparsekv.kernels.decode import triton as backend
+    from sparsekv.kernels.decode.append import append_newest
     from sparsekv.kernels.keys import KeyView, full_view
 
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
         chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
         page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
@@ -159,13 +161,36 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         pages = KeyView(page, page, torch.tensor([100], dtype=torch.int32), table)
         keys = full_view(k, v)
         selection = Selection(chosen, torch.full_like(keys.lengths_B, 250), 4, 16)
-        for name, view, chosen_tokens in (("selected", keys, selection), ("dense", keys, None), ("pages", pages, None)):
+        shape = k[:, :, :1].expand(-1, -1, 600, -1)
+        elsewhere = KeyView(shape, shape, keys.lengths_B, None, torch.zeros(3, dtype=torch.int64))
+        scoring = Scoring(torch.zeros_like(keys.lengths_B), 600, 1)
+        for name, view, chosen_tokens, scores in (
+            ("selected", keys, selection, None), ("dense", keys, None, None), ("pages", pages, None, None),
+            ("dense, scores", keys, None, scoring), ("selected, found by address", elsewhere, selection, None),
+            ("scores, found by address", elsewhere, None, scoring),
+        ):  # fmt: skip
 
-            def call(q=q, view=view, chosen_tokens=chosen_tokens) -> object:  # type: ignore[no-untyped-def]
+            def call(q=q, view=view, chosen_tokens=chosen_tokens, scores=scores) -> object:  # type: ignore[no-untyped-def]
                 with mock.patch.object(backend, "check_device"):
-                    return backend.decode(q, view, chosen_tokens, scale=0.1)
+                    return backend.decode(q, view, chosen_tokens, scale=0.1, scoring=scores)
 
             yield f"head size {dim}, {name}", call
+
+        def append(q=q, elsewhere=elsewhere) -> object:  # type: ignore[no-untyped-def]
+            return append_newest(elsewhere, q[:, :2], q[:, :2])
+
+        yield f"head size {dim}, append", append
+
+    lengths_B = torch.tensor([600], dtype=torch.int32)
+
+    def choose() -> object:
+        scores_gT = torch.zeros(1, 600)
+        counts_B = torch.full_like(lengths_B, 100)
+        return radix.choose(
+            scores_gT, lengths_B * 0, lengths_B, counts_B, capacity=131_072, most=100, sink=4, recent=16
+        )
+
+    yield "choose", choose
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:

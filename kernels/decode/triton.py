@@ -64,7 +64,7 @@ def decode(
     check_row_strides(keys.k, keys.v)
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
-    launch = launch or launch_for(device, B * G, q_BHQD.dtype)
+    launch = launch or launch_for(device, B * G, q_BHQD.dtype, D)
     part_BHPD = torch.empty((B, H, launch.splits, D), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD)
@@ -128,15 +128,17 @@ def _logits_of(scoring: Scoring | None, logits_HT: torch.Tensor | None, unused: 
     return logits_HT, scoring.starts_B, logits_HT.stride(0)
 
 
-def launch_for(device: torch.device, rows: int, dtype: torch.dtype) -> Launch:
-    """What suits the GPU; `rows` are pairs of a batch row and a KV head.
+def launch_for(device: torch.device, rows: int, dtype: torch.dtype, size: int) -> Launch:
+    """What suits the GPU; `rows` are pairs of a batch row and a KV head, `size` is that of a head.
 
     Four programs are resident on a multiprocessor of an H200: one more would be a wave of its own. Over all tokens or
     selected ones, with scores or without, at every capacity the launch is the same, and so is rounding: tokens depend
     on no more than what is attended to.
     """
-    block_n, stages = (32, 1) if dtype == torch.float32 else (64, 2)
-    return Launch(max(1, min(_MOST_SPLITS, 4 * _multiprocessors(device) // rows)), block_n, 2, stages)
+    splits = max(1, min(_MOST_SPLITS, 4 * _multiprocessors(device) // rows))
+    if dtype == torch.float32:
+        return Launch(splits, 32, 4, 1)
+    return Launch(splits, 64, 2 if size <= 128 else 4, 2)  # larger heads spill on two warps
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -143,11 +143,6 @@ class StepGraph:
         else:
             self.positions_B1.copy_(positions)
 
-    @property
-    def captured(self) -> bool:
-        """Whether it can be replayed."""
-        return self._out_B1E is not None
-
     def step_of(self, forward: Callable[..., Any], engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -82,3 +82,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def random_tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Token ids [batch, length]; none is the padding token."""
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def steps(
+    model: PreTrainedModel, prompt: torch.Tensor, new: torch.Tensor, cache: Any = None
+) -> tuple[torch.Tensor, Any]:
+    """Logits of the last token of a prompt and of each token after it, one forward pass each; and the cache."""
+    seen, runs_model = [], cast(Any, model)
+    with torch.no_grad():
+        for piece in (prompt, *(new.split(1, 1) if new.numel() else ())):
+            out = runs_model(piece, past_key_values=cache, logits_to_keep=1)
+            cache = out.past_key_values
+            seen.append(out.logits)
+    return torch.cat(seen, 1), cache

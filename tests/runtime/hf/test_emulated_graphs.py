@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from emulated_graphs import emulate
-from tiny_models import random_tokens, tiny_model
+from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import ShapeError
@@ -27,17 +27,6 @@ def model():
 def captured(monkeypatch):
     """Steps are captured."""
     emulate(monkeypatch)
-
-
-def steps(model, prompt, new, cache=None):
-    """Logits of a prompt and of each token after it."""
-    seen = []
-    with torch.no_grad():
-        for piece in (prompt, *(new.split(1, 1) if new.numel() else ())):
-            out = model(piece, past_key_values=cache, logits_to_keep=1)
-            cache = out.past_key_values
-            seen.append(out.logits)
-    return torch.cat(seen, 1), cache
 
 
 def expected(model, plan, prompt, new):

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, random_tokens, tiny_model
+from tiny_models import ARCHITECTURES, random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from torch import nn
 
@@ -48,17 +48,6 @@ def uncaptured(monkeypatch):
 
     yield off
     monkeypatch.undo()
-
-
-def steps(model, prompt, new, cache=None):
-    """Logits of a prompt and of each token after it."""
-    seen = []
-    with torch.no_grad():
-        for piece in (prompt, *(new.split(1, 1) if new.numel() else ())):
-            out = model(piece, past_key_values=cache, logits_to_keep=1)
-            cache = out.past_key_values
-            seen.append(out.logits)
-    return torch.cat(seen, 1), cache
 
 
 @pytest.mark.parametrize("rows", [1, 3])
