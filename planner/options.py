@@ -48,6 +48,7 @@ _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072,
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+DECODE_BUDGET = fraction(0.1)
 _APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
@@ -62,7 +63,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "task calibration": ("tasks", "seed"),
     "decode": ("filter_rule", "decode_budget", "decode_sink", "decode_recent", "offload"),
     "given layers": ("filter_layers",),
-    "loss bound": ("decode_selectors", "decode_loss"),
+    "loss bound": ("decode_selectors", "decode_loss", "decode_kl"),
     "device cost": _MACHINE,
     "verification": (
         *("tasks", "seed", "max_accuracy_drop", "max_kl", "verify_samples", "verify_lengths"),
@@ -143,10 +144,13 @@ class PlanOptions:
         verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
         decode_budget: tokens that a filter layer chooses for the layers of its segment; of a fraction, no more than it
-            comes to at the longest planned length.
+            comes to at the longest planned length. Where budgets are tried out, any other than the default is the most.
         decode_sink, decode_recent: the first and the last tokens that those layers attend to besides.
         decode_selectors: how the last queries may weigh in the choice; all but "last" keep a window of queries.
-        decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance.
+        decode_kl: most mean divergence of decode steps from dense on calibration prompts, in nats, by the 95% upper
+            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials.
+        decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance;
+            of the "dp" rule, where nothing was tried.
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
         offload: whether the layers of segments keep their rows in host memory.
@@ -174,10 +178,11 @@ class PlanOptions:
     gate: Gate = field(default_factory=Gate)
     verify_samples: int | None = None
     verify_lengths: tuple[int, ...] = ()
-    decode_budget: Budget = field(default_factory=lambda: fraction(0.1))
+    decode_budget: Budget = DECODE_BUDGET
     decode_sink: int = 4
     decode_recent: int = 128
     decode_selectors: tuple[Selector, ...] = ("last",)
+    decode_kl: float = 0.002
     decode_loss: float = 0.02
     filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()
@@ -198,6 +203,11 @@ class PlanOptions:
     def tile_shape(self) -> TileShape:
         """The tile shape, 64 x 64 under the preset unless another one is asked for."""
         return self.tile or (TileShape(query=64, key=64) if self.preset == "minference" else TileShape())
+
+    @property
+    def any_budget(self) -> bool:
+        """Whether the decode budget was left open, so that trials may choose it."""
+        return self.decode_budget == DECODE_BUDGET
 
     def settled(self, context_length: int, device_type: str) -> PlanOptions:
         """These options with every default filled in.
@@ -377,6 +387,7 @@ def _check(options: PlanOptions) -> None:
         given = getattr(options, name)
         expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
     expect(0.0 <= options.decode_loss <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
+    expect(0.0 <= options.decode_kl < math.inf, "a decode divergence of zero or more nats", options.decode_kl)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
 

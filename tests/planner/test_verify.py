@@ -10,7 +10,7 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.profile.profile_data import for_profile
+from sparsekv.planner.profile.profile_data import DecodeTrial, for_profile
 from sparsekv.planner.verify import misses_of, planned_phases, tightened, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
@@ -152,6 +152,20 @@ def test_decode_loses_less_first_and_spends_more_at_last() -> None:
         seen.append((stricter.decode_loss, stricter.decode_budget))
         options = stricter
     assert seen == [(0.01, fraction(0.1)), (0.005, fraction(0.1)), (0.005, fraction(0.2))]
+
+
+def test_decode_that_was_tried_is_tightened_to_a_trial_that_diverged_half_as_much() -> None:
+    trials = tuple(
+        DecodeTrial(segments=(segment(0, (1, 2), 16),), kl=bound / 2, kl_bound=bound, prompts=4)
+        for bound in (0.0004, 0.0016, 0.1)
+    )
+    longest = PROFILE.lengths[-1].model_copy(update={"trials": trials})
+    tried = PROFILE.model_copy(update={"lengths": (PROFILE.lengths[0], longest)})
+    seen, options = [], BASE
+    while (stricter := tightened(options, tried, {"decode": (8192,)})) is not None:
+        seen.append(stricter.decode_kl)
+        options = stricter
+    assert seen == [0.0008, 0.0002]
 
 
 def test_both_are_tightened_when_only_together_they_missed() -> None:
