@@ -62,7 +62,10 @@ def plan(
     samples: Annotated[
         int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Calibration samples a length.")
     ] = None,
-    tasks: arguments.Tasks = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Tasks, separated by commas; by default those that the model can answer."),
+    ] = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
     verify_samples: arguments.HeldOut = None,

@@ -178,6 +178,9 @@ def _facts(plan: Plan) -> Table:
     made += _named(plan.provenance, "preset", "seed", "source")
     if made:
         rows.append(("Made with", ", ".join(made)))
+    if plan.provenance.mix:
+        mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
+        rows.append(("Calibration", f"{mix}, at each length"))
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value))
     return table
