@@ -40,8 +40,7 @@ PRESETS: tuple[Preset, ...] = get_args(Preset)
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
-TASKS = (*RETRIEVAL_TASKS, "perplexity")
+TASKS = tuple(KNOWN_TASKS)
 
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))

@@ -33,15 +33,22 @@ class CalibrationPrompt:
     Attributes:
         ids: prompt and answer.
         answer_start: the first token of the answer; the row before it is the first that decodes.
+        references: half-open ranges of tokens before the answer, ascending, that follow from an earlier part.
     """
 
     ids: Ids
     answer_start: int
+    references: tuple[tuple[int, int], ...] = ()
 
     @property
     def tail_start(self) -> int:
         """The first row of the question: from here on retrieval happens."""
         return max(0, self.answer_start - QUESTION_ROWS)
+
+    @property
+    def scored(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of the rows that predict what follows from an earlier part; the last one, the answer."""
+        return tuple((first - 1, end - 1) for first, end in (*self.references, (self.answer_start, len(self.ids))))
 
     @property
     def decode_rows(self) -> tuple[int, ...]:
@@ -69,11 +76,11 @@ def calibration_prompts(tokenizer: Any, options: PlanOptions) -> dict[int, tuple
 
 
 def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
-    """`sha256:...` over the tokens of all prompts, length by length."""
+    """`sha256:...` over the tokens and scored rows of all prompts, length by length."""
     digest = hashlib.sha256()
     for prompt in chain.from_iterable(prompts.values()):
         digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.answer_start.to_bytes(8, "little"))
-        digest.update(prompt.ids.astype("<i4").tobytes())
+        digest.update(prompt.ids.astype("<i4").tobytes() + np.asarray(prompt.scored, "<i8").tobytes())
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -90,7 +97,8 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
 def _from_task(kit: Kit, options: PlanOptions, length: int, index: int) -> CalibrationPrompt:
     turn, position = divmod(index, len(options.tasks))
     sample = _sample(options.tasks[position], kit, length, options.seed, turn)
-    return CalibrationPrompt(np.concatenate([sample.prompt_ids, sample.answer_ids]), len(sample.prompt_ids))
+    ids = np.concatenate([sample.prompt_ids, sample.answer_ids])
+    return CalibrationPrompt(ids, len(sample.prompt_ids), sample.references)
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:

@@ -48,7 +48,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     query = document.queries[0]
     bos_ids = np.asarray(kit.encoder.bos_ids, np.int32)
     prompt_ids = np.concatenate([bos_ids, document.context_ids, query.question_ids])
-    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length)
+    references = tuple((first + len(bos_ids), end + len(bos_ids)) for first, end in document.references)
+    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length, references)
 
 
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:
