@@ -23,6 +23,7 @@ from sparsekv.planner.decode_trials import Prefix, divergences, prefilled
 from sparsekv.planner.filter_layers import Floats
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import calibration_prompts
+from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, Step
 from sparsekv.runtime.hf.load import LoadedModel
@@ -43,9 +44,17 @@ class Effort:
     runs: int
 
     @classmethod
-    def on(cls, device: torch.device) -> Effort:
-        """What takes a minute or so: on two CPU cores for a small model at 8K, on a GPU for a large one at 32K."""
-        return cls(12, 32, 600) if device.type == "cuda" else cls(4, 16, 72)
+    def on(cls, device: torch.device, samples: int) -> Effort:
+        """What takes a minute or so: on two CPU cores for a small model at 8K, on a GPU for a large one at 32K.
+
+        Args:
+            samples: calibration samples a length.
+        """
+        if device.type == "cuda":
+            prompts = min(12, samples + 4)
+            return cls(prompts, 32, 50 * prompts)
+        prompts = min(4, samples + 1)
+        return cls(prompts, 16, 18 * prompts)
 
 
 def measure_decode(
@@ -66,10 +75,11 @@ def measure_decode(
     Raises:
         UsageError, PromptError: there are no calibration prompts of a length.
     """
-    effort = effort or Effort.on(loaded.model.device)
+    effort = effort or Effort.on(loaded.model.device, options.samples or 1)
     wanted = "decode" in options.phases and options.filter_rule == "dp" and len(loaded.info.full_layers) > 1
     if not wanted or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
+    options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
     total = effort.runs * len(profile.lengths)
@@ -172,11 +182,9 @@ class _Search:
 
 
 def _prefixes(loaded: LoadedModel, length: int, options: PlanOptions, effort: Effort) -> list[Prefix]:
-    """Of prompts that are spread evenly over the tasks."""
+    """Of as many calibration prompts as there is room for."""
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
     fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
-    drawn = max(count, len(options.tasks))
-    prompts = calibration_prompts(loaded.tokenizer, replace(options, lengths=(length,), samples=drawn))[length]
-    spread = np.unique(np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(int))
-    return [prefilled(loaded, prompts[number], effort.steps, options) for number in spread.tolist()]
+    prompts = calibration_prompts(loaded.tokenizer, replace(options, lengths=(length,), samples=count))[length]
+    return [prefilled(loaded, prompt, effort.steps, options) for prompt in prompts]
