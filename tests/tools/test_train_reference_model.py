@@ -16,7 +16,7 @@ from reference_model.formats import FORMATS
 from reference_model.recipe import SHAPES, Recipe, smoke
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS
 
 STEPS = sum(stage.steps for stage in smoke(Recipe()).stages)
 STOPPED = "stopped: run the same command again to go on"
