@@ -67,7 +67,8 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "loss bound": ("decode_selectors", "decode_loss"),
     "device cost": _MACHINE,
     "verification": (
-        *("tasks", "seed", "max_accuracy_drop", "max_kl", "verify_samples", "verify_lengths"),
+        *("tasks", "seed", "verify_samples", "verify_lengths"),
+        *("max_accuracy_drop", "max_kl", "max_decode_kl", "min_agreement", "min_exact"),
         *("batch", "prefill_chunk", *_MACHINE),
     ),
 }
@@ -104,19 +105,45 @@ SWITCHES = (
 _NO_FLAG = ("levels", "row_stride", "verify_lengths", "decode_sink", "decode_recent", "decode_selectors")
 
 
+# The gates by default. Exact agreement is asked of whole answers and of up to 32 tokens of text, in which one near-tie
+# is enough to part from dense; so it is lower than agreement on single tokens.
+MAX_PREFILL_KL = 0.05
+MAX_DECODE_KL = 0.005
+MIN_AGREEMENT = 0.95
+MIN_EXACT = 0.75
+# Fewer samples at a length, all tasks together, prove too little for a plan to be called verified.
+FEWEST_SAMPLES = 50
+_FEWEST_TASKS = len(QUOTE_TASKS) + 1  # with plain text: what any model is verified on, see `with_tasks`
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a plan must keep on held-out prompts.
+    """What a plan must keep on held-out prompts, over all tasks.
 
     Attributes:
-        max_accuracy_drop: most points (of 100) a task may lose against dense.
-        max_kl: most mean divergence of next-token distributions from dense, in nats; None is no bound.
-        solved: tasks that dense answers less often than this share are not held against a plan.
+        max_kl: most mean divergence of next-token distributions from dense, in nats, for each phase; None for
+            `MAX_PREFILL_KL` with prefill, `MAX_DECODE_KL` with decode and their sum with both.
+        max_decode_kl: the same for decode alone; None for `max_kl`.
+        min_agreement: least share of positions at which the likeliest token is dense's.
+        min_exact: least share of samples of which the plan picks every token of dense's own greedy continuation.
+        max_accuracy_drop: most points (of 100) that answers to the tasks that dense solves may lose against dense.
+        solved: tasks that dense answers less often than this share have no accuracy to lose.
     """
 
     max_accuracy_drop: float = 1.0
     max_kl: float | None = None
+    max_decode_kl: float | None = None
+    min_agreement: float = MIN_AGREEMENT
+    min_exact: float = MIN_EXACT
     solved: float = 0.5
+
+    def kl_bound(self, phase: Literal["prefill", "decode", "both"]) -> float:
+        """Most mean divergence with a phase alone, or with both, in nats."""
+        decode = self.max_decode_kl if self.max_decode_kl is not None else self.max_kl
+        given = decode if phase == "decode" else self.max_kl
+        if given is not None:
+            return given
+        return {"prefill": MAX_PREFILL_KL, "decode": MAX_DECODE_KL, "both": MAX_PREFILL_KL + MAX_DECODE_KL}[phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +171,8 @@ class PlanOptions:
         samples: calibration samples a length; None: on CUDA eight, or as many as show all the given tasks; three on
             the CPU.
         gate: what verification asks for.
-        verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
+        verify_samples: held-out samples a task and length; None: on CUDA as many as verification needs over all
+            tasks, two on the CPU; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
         decode_budget: tokens that a filter layer chooses for the layers of its segment; of a fraction, no more than it
             comes to at the longest planned length.
@@ -217,6 +245,8 @@ class PlanOptions:
                 f"found {format_length(lengths[-1])}; leave it out, or plan a model with a longer context"
             )
         preset = self.preset == "minference"
+        tasks = ("kv_retrieval",) if preset and not self.tasks else self.tasks
+        verified = math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if on_gpu else 2
         return replace(
             self,
             lengths=lengths,
@@ -224,9 +254,9 @@ class PlanOptions:
             tile=self.tile_shape,
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
             row_stride=self.row_stride or (1 if on_gpu else 4),
-            tasks=("kv_retrieval",) if preset and not self.tasks else self.tasks,
+            tasks=tasks,
             samples=self.samples or len(self.prompts) or (1 if preset else self._default_samples(on_gpu)),
-            verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
+            verify_samples=verified if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
             is_settled=True,
         )
@@ -366,9 +396,12 @@ def _check(options: PlanOptions) -> None:
         "verification lengths among the planned lengths",
         options.verify_lengths,
     )
-    drop, max_kl = options.gate.max_accuracy_drop, options.gate.max_kl
-    expect(0.0 <= drop <= 100.0, "an accuracy drop of 0 to 100 points", drop)
-    expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
+    gate = options.gate
+    expect(0.0 <= gate.max_accuracy_drop <= 100.0, "an accuracy drop of 0 to 100 points", gate.max_accuracy_drop)
+    for bound in (gate.max_kl, gate.max_decode_kl):
+        expect(bound is None or 0.0 <= bound < math.inf, "a largest divergence of zero or more nats", bound)
+    for share in (gate.min_agreement, gate.min_exact):
+        expect(0.0 <= share <= 1.0, "a least agreement, a share, of 0 to 1", share)
     expect(options.decode_sink >= 0, "zero or more sink tokens", options.decode_sink)
     expect(options.decode_recent >= 1, "at least one recent token", options.decode_recent)
     known_selectors = bool(options.decode_selectors) and set(options.decode_selectors) <= set(SELECTORS)

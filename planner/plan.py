@@ -335,7 +335,9 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         "decode_loss": options.decode_loss,
         "filter_rule": options.filter_rule,
         "max_accuracy_drop": options.gate.max_accuracy_drop,
-        "max_kl": options.gate.max_kl,
+        "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},
+        "min_agreement": options.gate.min_agreement,
+        "min_exact": options.gate.min_exact,
     }
     return Provenance(
         versions=versions(),
