@@ -110,7 +110,7 @@ class _Search:
     def __init__(
         self, loaded: LoadedModel, entry: LengthProfile, options: PlanOptions, effort: Effort, step: Step
     ) -> None:
-        self._loaded, self._gate, self._step = loaded, options.decode_kl, step
+        self._loaded, self._gate, self._step = loaded, options.decode_bound, step
         self._space = CandidateSpace(loaded.info, entry, options)
         self._prefixes = _prefixes(loaded, entry.length, options, effort)
         self._hardness = [0.0] * len(self._prefixes)
