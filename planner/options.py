@@ -105,7 +105,7 @@ SWITCHES = (
 _NO_FLAG = ("levels", "row_stride", "verify_lengths", "decode_sink", "decode_recent", "decode_selectors")
 
 
-# The gates by default. Exact agreement is asked of whole answers and of up to 32 tokens of text, in which one near-tie
+# The gates by default. Exact agreement is asked of whole answers and of up to 16 tokens of text, in which one near-tie
 # is enough to part from dense; so it is lower than agreement on single tokens.
 MAX_PREFILL_KL = 0.05
 MAX_DECODE_KL = 0.005
