@@ -113,15 +113,19 @@ class Layer:
     projection_WZ: torch.Tensor
     rows: Rows
     backend: str
+    gradient_BHSD: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateScore:
     """One candidate, one entry a head."""
 
-    error_H: Values  # over all rows
-    tail_error_H: Values  # over the question and the answer
-    mass_H: Values  # mean share of the attention mass that the computed positions hold
+    damage_H: Values
+    coherent_H: Values
+    blocked_H: Values
+    normed_H: Values
+    error2_H: Values
+    tail2_H: Values
     tiles_H: Values  # whole tiles computed, as a share of the causal ones
     columns_H: Values  # single columns computed, in tiles, as such a share
 
@@ -142,19 +146,30 @@ class _Scorer:
         device = self._q_XHMD.device
         self._spread_XM, self._tail_XM = layer.rows.masks(device)
         weight_WHD = layer.projection_WZ.float().reshape(-1, self._q_XHMD.shape[1], self._q_XHMD.shape[3])
-        # || E W_h ||^2 is the trace of E^T E against W_h^T W_h: no product of the model's size for each candidate.
         self._metric_HDD = torch.einsum("whd,whe->hde", weight_WHD, weight_WHD)
         self._spread_norm, self._tail_norm = (self._norm(mask) for mask in (self._spread_XM, self._tail_XM))
+        stride = len(range(0, layer.prefix.chunk.longest, layer.prefix.tile.query)) / max(1, layer.rows.spread) if layer.rows.numbers is not None else 1.0
+        rest_XM = self._spread_XM & ~self._tail_XM
+        self._weight_XM = self._tail_XM.float() + stride * rest_XM.float()
+        self._g_XHMD = layer.rows.queries(layer.gradient_BHSD).float()
+        self._gnorm_XHM = self._g_XHMD.square().mean(-1)
 
     def score(self, patterns: Patterns) -> CandidateScore:
         index = self._layer.prefix.index(patterns)
         sparse = self._attend(index)
         tiles_H, causal = _host(index.counts_BHT[0].sum(-1)), self._layer.prefix.causal_tiles
         off_XHMD = (sparse.out_BHSD - self._dense.out_BHSD).float()
+        dot_XHM = (off_XHMD * self._g_XHMD).sum(-1)
+        w = self._weight_XM[:, None]
+        pad = -dot_XHM.shape[-1] % 128
+        blocks = torch.nn.functional.pad(dot_XHM * w, (0, pad)).unflatten(-1, (-1, min(128, dot_XHM.shape[-1] + pad))).sum(-1)
         return CandidateScore(
-            error_H=self._error(off_XHMD, self._spread_XM) / self._spread_norm,
-            tail_error_H=self._error(off_XHMD, self._tail_XM) / self._tail_norm,
-            mass_H=self._mass(sparse),
+            damage_H=0.5 * _host((dot_XHM.square() * w).sum((0, 2))),
+            coherent_H=0.5 * _host((dot_XHM * w).sum((0, 2)).square()),
+            blocked_H=0.5 * _host(blocks.square().sum((0, 2))),
+            normed_H=0.5 * _host((off_XHMD.square().sum(-1) * self._gnorm_XHM * w).sum((0, 2))),
+            error2_H=(self._error(off_XHMD, self._spread_XM) / self._spread_norm) ** 2,
+            tail2_H=(self._error(off_XHMD, self._tail_XM) / self._tail_norm) ** 2,
             tiles_H=tiles_H / causal,
             columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0) / causal,
         )
@@ -170,7 +185,6 @@ class _Scorer:
             rows.chunk,
             scale=prefix.scale,
             window=prefix.window,
-            want_lse=True,
             backend=self._layer.backend,
         )
 
@@ -184,12 +198,6 @@ class _Scorer:
         gram_ZZ = out_RHD.flatten(1).T @ out_RHD.flatten(1)
         weight_WZ = self._layer.projection_WZ.float()
         return max(float(((weight_WZ @ gram_ZZ) * weight_WZ).sum().clamp(min=0.0).sqrt()), 1e-20)
-
-    def _mass(self, sparse: AttentionOutput) -> Values:
-        assert sparse.lse_BHS is not None
-        assert self._dense.lse_BHS is not None
-        kept_XHM = (sparse.lse_BHS - self._dense.lse_BHS).clamp(max=0.0).exp()
-        return _host(kept_XHM.transpose(0, 1)[:, self._spread_XM].mean(-1))
 
 
 def _host(values_H: torch.Tensor) -> Values:
