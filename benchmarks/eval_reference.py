@@ -226,12 +226,17 @@ class FrozenIndices:
 
     @property
     def stepwise(self) -> bool:
-        """See `planner.evaluation.Mode`: prefill alone."""
+        """See `planner.compare.Mode`: prefill alone."""
+        return False
+
+    @property
+    def dense_prefill(self) -> bool:
+        """See `planner.compare.Mode`."""
         return False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.Mode`: every prefill runs on the frozen indices."""
+        """See `planner.compare.Mode`: every prefill runs on the frozen indices."""
         self._computed, self._causal = torch.zeros((), device=model.device), 0.0
         with capture_attention(model, self._attend):
             yield lambda: Spent(float(self._computed), self._causal)

@@ -66,11 +66,23 @@ def _correlation(before: np.ndarray, after: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One sample. `correct` is None where there is no text to compare (perplexity)."""
+    """One sample.
+
+    Attributes:
+        correct: whether greedy generation gives the answer; None where there is no text to compare (perplexity).
+        nll: mean negative log-likelihood over the answer's tokens, in nats.
+        kl: mean divergence KL(dense || sparse) over the scored positions, in nats.
+        agreed: scored positions at which the likeliest token is dense's.
+        scored: positions at which next-token distributions were compared.
+        exact: whether every token of dense's own greedy continuation was picked; None where that was not measured.
+    """
 
     correct: bool | None
-    nll: float  # mean over the answer's tokens, in nats
-    kl: float = 0.0  # mean divergence from dense over the answer's tokens, in nats
+    nll: float
+    kl: float = 0.0
+    agreed: int = 0
+    scored: int = 0
+    exact: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
