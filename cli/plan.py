@@ -62,7 +62,10 @@ def plan(
     samples: Annotated[
         int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Calibration samples a length.")
     ] = None,
-    tasks: arguments.Tasks = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Tasks, separated by commas; by default those that the model can answer."),
+    ] = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
     verify_samples: arguments.HeldOut = None,
@@ -237,7 +240,7 @@ class PlanFiles:
             taken[real] = f"{flag} {path}"
         for flag, path, kind in outputs:
             if path is not None:
-                _check_replaceable(path, flag, kind)
+                check_replaceable(path, flag, kind)
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -287,10 +290,17 @@ def check_writable(path: Path) -> None:
 
 
 _HEAD = 1 << 20  # bytes of a file that tell its kind
-_WHAT = {"plan": "a plan", "profile": "a profile", "partial": "an unfinished profile", "cost": "a device cost"}
+_MARKED = 1024  # those of a page, which may show any text further down
+_WHAT = {
+    "plan": "a plan",
+    "profile": "a profile",
+    "partial": "an unfinished profile",
+    "cost": "a device cost",
+    "page": "a page of `sparsekv show`",
+}
 
 
-def _check_replaceable(path: Path, flag: str, kind: str) -> None:
+def check_replaceable(path: Path, flag: str, kind: str) -> None:
     """Refuses a file that nothing of sparsekv wrote. One that is damaged, or of another schema, still tells its kind.
 
     Raises:
@@ -317,6 +327,8 @@ def _check_replaceable(path: Path, flag: str, kind: str) -> None:
 def _tells(head: bytes, kind: str) -> bool:
     if kind == "partial":
         return head.startswith(b"sparsekv.partial"[: len(head)])
+    if kind == "page":
+        return b'<meta name="generator" content="sparsekv show">' in head[:_MARKED]
     # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
     lines = [line for line in head.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
     at_start = rb"" if lines and lines[0].lstrip().startswith(b"{") else rb"^"

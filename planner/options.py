@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sparsekv.planner.tasks import QUOTE_TASKS
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
@@ -40,14 +41,15 @@ PRESETS: tuple[Preset, ...] = get_args(Preset)
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-RETRIEVAL_TASKS = ("niah_single", "niah_multikey", "kv_retrieval", "two_stage", "variable_tracking")
-TASKS = (*RETRIEVAL_TASKS, "perplexity")
+TASKS = tuple(KNOWN_TASKS)
 
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 _LEVELS = {"cpu": (1.0, 1.4), "cuda": (0.5, 0.75, 1.0, 1.3, 1.7)}
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+# Calibration samples a length where the tasks are found out: on a GPU, every quotation task twice.
+_SAMPLES = {"cpu": 3, "cuda": 8}
 _APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
@@ -137,8 +139,10 @@ class PlanOptions:
         row_stride: candidates are scored on every that many-th query tile, and on those of the question and answer;
             None: every tile on CUDA, every fourth on the CPU.
         prompts: the caller's own calibration texts, instead of task samples.
-        tasks: tasks for calibration and verification.
-        samples: calibration samples a length; None: one a task on CUDA, three on the CPU.
+        tasks: tasks for calibration and verification; empty: quotations, the retrieval tasks that the model is found
+            to solve, and plain text (`with_tasks`).
+        samples: calibration samples a length; None: on CUDA eight, or as many as show all the given tasks; three on
+            the CPU.
         gate: what verification asks for.
         verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
@@ -169,7 +173,7 @@ class PlanOptions:
     levels: tuple[float, ...] = ()
     row_stride: int | None = None
     prompts: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = ()
     samples: int | None = None
     gate: Gate = field(default_factory=Gate)
     verify_samples: int | None = None
@@ -220,14 +224,17 @@ class PlanOptions:
             tile=self.tile_shape,
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
             row_stride=self.row_stride or (1 if on_gpu else 4),
-            tasks=("kv_retrieval",) if preset and self.tasks == TASKS else self.tasks,
-            samples=self.samples
-            or len(self.prompts)
-            or (1 if preset else len(self.tasks) if on_gpu else min(3, len(self.tasks))),
+            tasks=("kv_retrieval",) if preset and not self.tasks else self.tasks,
+            samples=self.samples or len(self.prompts) or (1 if preset else self._default_samples(on_gpu)),
             verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
             is_settled=True,
         )
+
+    def _default_samples(self, on_gpu: bool) -> int:
+        if not on_gpu:
+            return min(_SAMPLES["cpu"], len(self.tasks) or _SAMPLES["cpu"])
+        return len(self.tasks) + len(set(self.tasks) & set(QUOTE_TASKS)) if self.tasks else _SAMPLES["cuda"]
 
     def _densities(self, lengths: tuple[int, ...]) -> tuple[float, ...]:
         given = self.target_density
@@ -342,7 +349,7 @@ def _check(options: PlanOptions) -> None:
     shares = all(0.0 < density <= 1.0 for density in options.target_density)
     expect(shares, "target densities in (0, 1]", options.target_density)
     unknown = sorted(set(options.tasks) - set(KNOWN_TASKS))
-    expect(bool(options.tasks) and not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown or options.tasks)
+    expect(not unknown, f"tasks of {', '.join(sorted(KNOWN_TASKS))}", unknown)
     speedup = options.target_speedup
     expect(speedup is None or 1.0 < speedup < math.inf, "a target speedup above 1", speedup)
     expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {_told(PHASES)}", options.phases)

@@ -23,10 +23,12 @@ from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
 from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.calibration import mix_of
+from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
-from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import (
     Verification,
     after_a_missed_gate,
@@ -98,8 +100,13 @@ def compile_plan(
         check_model(profile_in, loaded.info)
         options, own = for_profile(options, profile_in)  # of the lengths that are asked for
     asked = options.settled(loaded.info.context_length, loaded.model.device.type)
-    kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
-    _check(loaded.info, asked, own, cost_in, kit)
+    _check(loaded.info, asked, own, cost_in)
+    if asked.verify_samples or not (own or asked.prompts):
+        asked = with_tasks(loaded, asked, own.tasks if own else ())
+    kit = None
+    if asked.verify_samples:
+        kit = prepare(loaded.tokenizer, Split.EVALUATION)
+        held_out_samples(asked).check_fit(kit)
     measured = own or profile(loaded, asked, stages, resume)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
@@ -147,7 +154,7 @@ def check_plannable(
     if profile_in is not None:
         check_model(profile_in, model, weights=False)
         options, own = for_profile(options, profile_in)
-    _check(model, options.settled(model.context_length, device_type), own, cost_in, None)
+    _check(model, options.settled(model.context_length, device_type), own, cost_in)
 
 
 def compile_files(
@@ -176,7 +183,7 @@ def compile_files(
     told = _checked(name, measured)
     asked, own = for_profile(options, measured)
     settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
-    _check(measured.model, settled, own, cost, None)
+    _check(measured.model, settled, own, cost)
     plan = compile_once(measured.model, settled, own, cost)
     if profile_out is not None:
         write_measured(measured, profile_out)
@@ -258,17 +265,15 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: DeviceCost | None, kit: Kit | None) -> None:
+def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: DeviceCost | None) -> None:
     """What can be found out before anything is measured.
 
     Args:
         asked: settled.
         own, cost: the profile and the device cost where they are given.
-        kit: of the prompts for verification, where there is to be one.
 
     Raises:
         UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
-        PromptError: a task does not fit a length.
     """
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
@@ -284,8 +289,6 @@ def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: Devi
         check_profiled(own, asked)
     if cost is not None:
         check_cost(cost, model, asked)
-    if kit is not None:
-        held_out_samples(asked).check_fit(kit)
 
 
 def check_cost(cost: DeviceCost, model: ModelInfo, options: PlanOptions) -> None:
@@ -339,6 +342,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         preset=measured.preset,
         seed=options.seed,
         calibration=measured.calibration,
+        mix=mix_of(measured.tasks, measured.samples),
         profile=digest_of(measured),
         device_cost=digest_of(cost),
         settings={name: value for name, value in settings.items() if value is not None},

@@ -471,7 +471,7 @@ def _cost(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
 
 def _provenance(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
     before, after = to_data(old.provenance), to_data(new.provenance)
-    nested = ("versions", "settings")
+    nested = ("versions", "settings", "mix")
     plain = [{name: value for name, value in data.items() if name not in nested} for data in (before, after)]
     yield from _entries("Provenance", "provenance", plain[0], plain[1])
     for name in nested:

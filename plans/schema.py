@@ -118,7 +118,8 @@ class Cost(Part):
 class Provenance(Part):
     """Where a plan comes from. No paths and no times: two compiles of the same inputs give the same bytes.
 
-    `profile`, `device_cost` and `calibration` are digests of those inputs; `source` names what an import was made of.
+    `profile`, `device_cost` and `calibration` are digests of those inputs; `mix` tells how many calibration prompts a
+    length there were of each task; `source` names what an import was made of.
     """
 
     versions: Annotated[dict[Text, Text], AfterValidator(in_order)] = Field(default_factory=dict)
@@ -126,6 +127,7 @@ class Provenance(Part):
     preset: Text | None = None
     seed: Natural | None = None
     calibration: Digest | None = None
+    mix: Annotated[dict[Text, Positive], AfterValidator(in_order)] = Field(default_factory=dict)
     profile: Digest | None = None
     device_cost: Digest | None = None
     source: Text | None = None

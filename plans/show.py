@@ -94,7 +94,7 @@ def text_of(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
+def titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
     """The buckets, each with the context lengths that it is for."""
     after = 0
     for bucket in lengths:
@@ -166,6 +166,13 @@ def _named(part: Part, *names: str) -> list[str]:
 
 def _facts(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
+    for name, value in header(plan):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def header(plan: Plan) -> list[tuple[str, str]]:
+    """Which plan it is: names and values; a value without a name goes on from the one before it."""
     model = plan.model
     rows = [
         ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),
@@ -178,9 +185,10 @@ def _facts(plan: Plan) -> Table:
     made += _named(plan.provenance, "preset", "seed", "source")
     if made:
         rows.append(("Made with", ", ".join(made)))
-    for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
-    return table
+    if plan.provenance.mix:
+        mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
+        rows.append(("Calibration", f"{mix}, at each length"))
+    return rows
 
 
 def _shapes(model: ModelInfo) -> Iterator[str]:
@@ -192,7 +200,7 @@ def _shapes(model: ModelInfo) -> Iterator[str]:
 
 def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
     yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
-    for reached, bucket in _titled(prefill.lengths):
+    for reached, bucket in titled(prefill.lengths):
         title = reached + (", extrapolated" if bucket.extrapolated else "")
         if bucket.dense:
             yield Text(f"{title}: dense")
@@ -215,7 +223,7 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text("\nDecode; lengths are cached tokens", style="bold")
     if decode.sparse_layers:
         yield Text(_PICTURE)
-    for title, bucket in _titled(decode.lengths):
+    for title, bucket in titled(decode.lengths):
         yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
     if decode.offload:
         layers, hot = format_ids(decode.offload.layers), text_of(decode.offload.hot)

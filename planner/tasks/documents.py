@@ -28,11 +28,17 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """A context and the questions about it. `context_is_text` is true on filler, false on planted statements."""
+    """A context and the questions about it.
+
+    Attributes:
+        context_is_text: true on filler, false on planted statements.
+        references: half-open ranges of the context, ascending, whose tokens follow from an earlier part of it.
+    """
 
     context_ids: Ids
     context_is_text: Mask
     queries: tuple[Query, ...]
+    references: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.context_ids) + sum(len(query) for query in self.queries)
@@ -40,13 +46,18 @@ class Document:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One prompt to complete: BOS if the tokenizer has one, the context, one question."""
+    """One prompt to complete: BOS if the tokenizer has one, the context, one question.
+
+    Attributes:
+        references: half-open ranges of the prompt, ascending, whose tokens follow from an earlier part of it.
+    """
 
     prompt_ids: Ids
     answer_ids: Ids
     answer: str
     task: str
     length: int
+    references: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

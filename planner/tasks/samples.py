@@ -17,16 +17,19 @@ def generator(split: Split, task: str, length: int, seed: int, index: int) -> np
     return np.random.Generator(np.random.PCG64(int.from_bytes(hashlib.sha256(name).digest()[:16], "little")))
 
 
-def prepare(tokenizer: Any, split: Split) -> Kit:
+def prepare(tokenizer: Any, split: Split, characters: int | None = None) -> Kit:
     """Everything that samples of a split are built from, for any Hugging Face tokenizer.
 
     Encodes the split's text once, about a second; keep the kit.
+
+    Args:
+        characters: of the text, its beginning; None for all of it.
 
     Raises:
         TaskError: for training, whose text is not shipped.
     """
     encoder = PieceEncoder.of(tokenizer)
-    return Kit(split, encoder, Filler.from_text(load_filler_text(split), encoder))
+    return Kit(split, encoder, Filler.from_text(load_filler_text(split)[:characters], encoder))
 
 
 def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sample:
@@ -48,7 +51,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     query = document.queries[0]
     bos_ids = np.asarray(kit.encoder.bos_ids, np.int32)
     prompt_ids = np.concatenate([bos_ids, document.context_ids, query.question_ids])
-    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length)
+    references = tuple((first + len(bos_ids), end + len(bos_ids)) for first, end in document.references)
+    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length, references)
 
 
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:

@@ -125,6 +125,7 @@ def full_plan() -> Plan:
             preset="minference",
             seed=1234,
             calibration=digest_of("c"),
+            mix={"quote_text": 2, "kv_retrieval": 1},
             profile=digest_of("d"),
             device_cost=digest_of("e"),
             source="an example",
