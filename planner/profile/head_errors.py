@@ -1,17 +1,18 @@
 """What each candidate pattern does to the output of one layer, from its queries, keys and values alone.
 
-The error of head h under a pattern is measured after the output projection, relative to the whole layer:
+The damage of a head under a pattern is the divergence of the answer that its error causes, to second order: with delta
+the change of its attention output in a row, g the gradient there (sensitivity.py), D the head size,
 
-    || (O_h sparse - O_h dense) W_h ||_F  /  || O dense W ||_F        over the rows considered
+    damage = 1/2 * sum over rows of  1/2 (g . delta)^2  +  1/2 |g|^2 |delta|^2 / D.
 
-where W_h are the columns of W_o that read head h. It is taken over all rows (or an even sample of query tiles), and
-over the tail: the question and the answer, where retrieval happens, a hundredth of the rows of a long prompt.
+The first term is the estimate from one gradient, the second what it would be on average over directions: gradients of
+a few prompts say little about the direction of every head and row, so that one is shrunk towards the other.
 
-In a sample, each query tile is a batch row: its queries, all keys, and its part of the index. All rows together are
-left as one batch row, since a thousand of them would be as many launches of some backends.
+Rows are all rows of the prompt, or an even sample of query tiles, whose rows then stand for those left out, and the
+question. In a sample, each query tile is a batch row: its queries, all keys, and its part of the index. All rows
+together are left as one batch row, since a thousand of them would be as many launches of some backends.
 
-Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, D head size, W model size
-(Z = H * D).
+Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, D head size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from sparsekv.kernels.backends import prefill_attention
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.patterns import Dense, TileShape
 
@@ -90,15 +91,20 @@ class Rows:
             dense_H=index.dense_H,
         )
 
-    def masks(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """[X, M] each: rows that stand for all rows of the prompt, and rows of the question and the answer."""
-        position_XM = torch.arange(self.length, device=device)[None]
-        if self.numbers is not None:
-            first_X = torch.tensor(self.numbers, device=device) * self.tile.query
-            position_XM = first_X[:, None] + torch.arange(self.tile.query, device=device)
-        in_spread_X = torch.arange(len(position_XM), device=device) < self.spread
-        in_prompt_XM = position_XM < self.length
-        return in_spread_X[:, None] & in_prompt_XM, (position_XM >= self.tail_start) & in_prompt_XM
+    def weights(self, device: torch.device) -> torch.Tensor:
+        """[X, M]: how many rows of the prompt each row stands for: itself in the tail, else its stride; 0 for none."""
+        if self.numbers is None:
+            return torch.ones(1, self.length, device=device)
+        first_X = torch.tensor(self.numbers, device=device) * self.tile.query
+        position_XM = first_X[:, None] + torch.arange(self.tile.query, device=device)
+        in_spread_X1 = torch.arange(len(position_XM), device=device)[:, None] < self.spread
+        in_tail_XM, in_prompt_XM = position_XM >= self.tail_start, position_XM < self.length
+        stands_for_XM = in_tail_XM.float() + self._stride * (in_spread_X1 & ~in_tail_XM)
+        return stands_for_XM * in_prompt_XM
+
+    @property
+    def _stride(self) -> float:
+        return -(-self.length // self.tile.query) / self.spread
 
 
 Values = npt.NDArray[np.float64]
@@ -106,26 +112,20 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer over one prompt: what attention reads, what its output goes through, which rows are looked at."""
+    """One layer over one prompt: what attention reads, which rows are looked at, and how much they count."""
 
     prefix: Prefix
     v_BGSD: torch.Tensor
-    projection_WZ: torch.Tensor
+    gradient_BHSD: torch.Tensor  # of the answer's score function by the attention output
     rows: Rows
     backend: str
-    gradient_BHSD: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CandidateScore:
     """One candidate, one entry a head."""
 
-    damage_H: Values
-    coherent_H: Values
-    blocked_H: Values
-    normed_H: Values
-    error2_H: Values
-    tail2_H: Values
+    damage_H: Values  # nats a token of the answer
     tiles_H: Values  # whole tiles computed, as a share of the causal ones
     columns_H: Values  # single columns computed, in tiles, as such a share
 
@@ -142,62 +142,40 @@ class _Scorer:
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self._q_XHMD = layer.rows.queries(layer.prefix.q_BHSD)
-        self._dense = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
-        device = self._q_XHMD.device
-        self._spread_XM, self._tail_XM = layer.rows.masks(device)
-        weight_WHD = layer.projection_WZ.float().reshape(-1, self._q_XHMD.shape[1], self._q_XHMD.shape[3])
-        self._metric_HDD = torch.einsum("whd,whe->hde", weight_WHD, weight_WHD)
-        self._spread_norm, self._tail_norm = (self._norm(mask) for mask in (self._spread_XM, self._tail_XM))
-        stride = len(range(0, layer.prefix.chunk.longest, layer.prefix.tile.query)) / max(1, layer.rows.spread) if layer.rows.numbers is not None else 1.0
-        rest_XM = self._spread_XM & ~self._tail_XM
-        self._weight_XM = self._tail_XM.float() + stride * rest_XM.float()
-        self._g_XHMD = layer.rows.queries(layer.gradient_BHSD).float()
-        self._gnorm_XHM = self._g_XHMD.square().mean(-1)
+        self._dense_XHMD = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
+        self._gradient_XHMD = layer.rows.queries(layer.gradient_BHSD).float()
+        self._square_XHM = self._gradient_XHMD.square().mean(-1)
+        self._weight_X1M = layer.rows.weights(self._q_XHMD.device)[:, None]
 
     def score(self, patterns: Patterns) -> CandidateScore:
         index = self._layer.prefix.index(patterns)
-        sparse = self._attend(index)
+        off_XHMD = (self._attend(index) - self._dense_XHMD).float()
         tiles_H, causal = _host(index.counts_BHT[0].sum(-1)), self._layer.prefix.causal_tiles
-        off_XHMD = (sparse.out_BHSD - self._dense.out_BHSD).float()
-        dot_XHM = (off_XHMD * self._g_XHMD).sum(-1)
-        w = self._weight_XM[:, None]
-        pad = -dot_XHM.shape[-1] % 128
-        blocks = torch.nn.functional.pad(dot_XHM * w, (0, pad)).unflatten(-1, (-1, min(128, dot_XHM.shape[-1] + pad))).sum(-1)
         return CandidateScore(
-            damage_H=0.5 * _host((dot_XHM.square() * w).sum((0, 2))),
-            coherent_H=0.5 * _host((dot_XHM * w).sum((0, 2)).square()),
-            blocked_H=0.5 * _host(blocks.square().sum((0, 2))),
-            normed_H=0.5 * _host((off_XHMD.square().sum(-1) * self._gnorm_XHM * w).sum((0, 2))),
-            error2_H=(self._error(off_XHMD, self._spread_XM) / self._spread_norm) ** 2,
-            tail2_H=(self._error(off_XHMD, self._tail_XM) / self._tail_norm) ** 2,
+            damage_H=self._damage(off_XHMD),
             tiles_H=tiles_H / causal,
             columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0) / causal,
         )
 
-    def _attend(self, index: TileIndex) -> AttentionOutput:
+    def _attend(self, index: TileIndex) -> torch.Tensor:
         prefix, rows = self._layer.prefix, self._layer.rows
-        k_XGSD, v_XGSD = rows.keys(prefix.k_BGSD), rows.keys(self._layer.v_BGSD)
         return prefill_attention(
             self._q_XHMD,
-            k_XGSD,
-            v_XGSD,
+            rows.keys(prefix.k_BGSD),
+            rows.keys(self._layer.v_BGSD),
             rows.index(index),
             rows.chunk,
             scale=prefix.scale,
             window=prefix.window,
             backend=self._layer.backend,
-        )
+        ).out_BHSD
 
-    def _error(self, off_XHMD: torch.Tensor, rows_XM: torch.Tensor) -> Values:
-        off_HRD = off_XHMD.transpose(0, 1)[:, rows_XM]
-        squared_H = ((off_HRD.transpose(1, 2) @ off_HRD) * self._metric_HDD).sum((1, 2))
-        return _host(squared_H.clamp(min=0.0).sqrt())
-
-    def _norm(self, rows_XM: torch.Tensor) -> float:
-        out_RHD = self._dense.out_BHSD.transpose(1, 2)[rows_XM].float()
-        gram_ZZ = out_RHD.flatten(1).T @ out_RHD.flatten(1)
-        weight_WZ = self._layer.projection_WZ.float()
-        return max(float(((weight_WZ @ gram_ZZ) * weight_WZ).sum().clamp(min=0.0).sqrt()), 1e-20)
+    def _damage(self, off_XHMD: torch.Tensor) -> Values:
+        along_XHM = torch.einsum("xhmd,xhmd->xhm", off_XHMD, self._gradient_XHMD).square()
+        anywhere_XHM = off_XHMD.square().sum(-1) * self._square_XHM
+        rows_XHM = 0.25 * (along_XHM + anywhere_XHM)
+        # Rows beyond the prompt weigh nothing, whatever they hold.
+        return _host(torch.where(self._weight_X1M > 0, rows_XHM * self._weight_X1M, 0.0).sum((0, 2)))
 
 
 def _host(values_H: torch.Tensor) -> Values:
