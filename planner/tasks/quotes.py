@@ -72,7 +72,7 @@ class Quote:
         context_ids, is_text = plant(source.ids, source.breaks, lines, points)
         references = tuple((one.start + _CUE, one.start + sizes.passage) for one in quotations[:-1])
         question_ids = np.concatenate([np.asarray(frame, np.int32), asked[:_CUE]])
-        query = Query(question_ids, asked[_CUE:], _compared(kit.encoder, asked[_CUE:]))
+        query = Query(question_ids, asked[_CUE:], _compared(kit.encoder, asked[_CUE:]), _CUE)
         return Document(context_ids, is_text, (query,), references)
 
 
