@@ -186,9 +186,8 @@ def slots(aims: Sequence[Aim], scouted: Sequence[int], damage_CH: npt.NDArray[np
     """
     names = list(dict.fromkeys(aim.patterns.name for aim in aims))
     logs_CH = np.log(np.maximum(damage_CH, 1e-30))
-    mean_RH = np.stack(
-        [logs_CH[[n for n, number in enumerate(scouted) if aims[number].patterns.name == name]].mean(0) for name in names]
-    )
+    scouted_of = [[n for n, number in enumerate(scouted) if aims[number].patterns.name == name] for name in names]
+    mean_RH = np.stack([logs_CH[rows].mean(0) for rows in scouted_of])
     best_KH = np.argsort(mean_RH, axis=0, kind="stable")[:_FINALISTS]
     of_range = [[number for number, aim in enumerate(aims) if aim.patterns.name == name] for name in names]
     return np.asarray(np.array(of_range)[best_KH].swapaxes(1, 2).reshape(-1, damage_CH.shape[1]))

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 
-TEMPERATURE = 2.0
+TEMPERATURE = 3.0
 _ROWS_AT_ONCE = 4096  # of a layer with a window of its own
 _FLOAT16_SCALE = 1024.0  # gradients of a float16 model underflow otherwise
 
@@ -125,9 +125,7 @@ class _Walk:
             call, attended_BHSD = self._down
             self._down = None
             into_BSE, own_BHSD = torch.autograd.grad(out_BSE, (hidden_BSE, attended_BHSD), gradient_BSE)
-        seen = replace(
-            call, q_BHSD=call.q_BHSD.detach(), k_BGKD=call.k_BGKD.detach(), v_BGKD=call.v_BGKD.detach()
-        )
+        seen = replace(call, q_BHSD=call.q_BHSD.detach(), k_BGKD=call.k_BGKD.detach(), v_BGKD=call.v_BGKD.detach())
         return into_BSE, Sensitivity(seen, own_BHSD)
 
 
