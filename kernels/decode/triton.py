@@ -3,9 +3,9 @@
 A program of the first kernel reads one split of the tokens of one row and KV head and serves all of its query heads,
 so every key is read once. Splits are merged by their log-sum-exp: by a second kernel, or by the program that ends last
 among those of a row and KV head. Where scores are asked for, the first kernel also writes its logits and another one
-turns them into one score a token. Lengths, counts
-and lists are read on the device; grids follow from the batch, the heads and the capacity of the keys alone, so that
-launches can be captured in a CUDA graph and replayed while contexts grow.
+turns them into one score a token. Lengths, counts and lists are read on the device; grids follow from the batch, the
+heads and the capacity of the keys alone, so that launches can be captured in a CUDA graph and replayed while contexts
+grow.
 
 Shapes: B batch, H query heads, G KV heads, D head size, P splits, g score lists (1 or G), T scored tokens of all rows.
 In the kernels: R query heads of a KV head (padded to 16 or more for the product), N tokens of a step.
@@ -33,7 +33,7 @@ from sparsekv.kernels.triton_support import (
 )
 
 _LOG2_E = 1.4426950408889634
-_MOST_SPLITS = 128  # whose log-sum-exps one program of a merge holds at once
+_MOST_SPLITS = 128  # what one program of the merge holds at once
 _MERGE: Literal["kernel", "last"] = "kernel"  # of a launch that says nothing else
 _MERGED_AT_ONCE = 8192  # numbers of parts that one program loads at once where the last one merges
 _SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
@@ -100,8 +100,7 @@ def decode(
             SCORED=scoring is not None, STAGES=launch.stages, PRECISION="ieee",
             UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16,
             MERGED=max(1, _MERGED_AT_ONCE // (heads * block_d)) if last else 0, HEADS=heads,
-            BLOCK_P=triton.next_power_of_2(launch.splits), WANT_LSE=want_lse_inside,
-            num_warps=launch.warps, **overlapping,
+            WANT_LSE=want_lse_inside, num_warps=launch.warps, **overlapping,
         )  # fmt: skip
         if not last:
             merge_kernel[(H, B)](
@@ -212,21 +211,15 @@ def _add_tokens(
 @triton.jit
 def _merge_splits(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_stride_H, splits, live,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    MERGED: tl.constexpr, WANT_LSE: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
+    WANT_LSE: tl.constexpr,
 ):  # fmt: skip
     """The first `live` splits of the query heads of a KV head, in their order, MERGED of them at once. Other programs
     wrote them: they are read from the cache that all share."""
     lanes_H = tl.arange(0, HEADS)
     lanes_D = tl.arange(0, BLOCK_D)
-    lanes_P = tl.arange(0, BLOCK_P)
-    keep_HP = (lanes_H < GROUP)[:, None] & (lanes_P < live)[None, :]
-    lse_at_HP = part_lse_ptr + (lanes_H * splits)[:, None] + lanes_P[None, :]
-    lse_HP = tl.load(lse_at_HP, mask=keep_HP, other=float("-inf"), cache_modifier=".cg")
-    m_H = tl.max(lse_HP, 1)
-    base_H = tl.where(m_H == float("-inf"), 0.0, m_H)
-    total_H = tl.sum(tl.exp2(lse_HP - base_H[:, None]), 1)
-    total_H = tl.where(total_H > 0.0, total_H, 1.0)
+    m_H = tl.full([HEADS], float("-inf"), tl.float32)
+    total_H = tl.zeros([HEADS], tl.float32)
     acc_HD = tl.zeros([HEADS, BLOCK_D], tl.float32)
     for start in tl.range(0, live, MERGED, num_stages=1):
         split_M = start + tl.arange(0, MERGED)
@@ -236,13 +229,19 @@ def _merge_splits(
         keep_MHD = keep_MH[:, :, None] & (lanes_D < D)[None, None, :]
         part_at_MHD = part_ptr + part_MH[:, :, None] * D + lanes_D[None, None, :]
         part_MHD = tl.load(part_at_MHD, mask=keep_MHD, other=0.0, cache_modifier=".cg")
-        weight_MH = tl.exp2(lse_MH - base_H[None, :])[:, :, None]
-        acc_HD += tl.sum(tl.where(weight_MH > 0.0, part_MHD, 0.0) * weight_MH, 0)
+        new_m_H = tl.maximum(m_H, tl.max(lse_MH, 0))
+        base_H = tl.where(new_m_H == float("-inf"), 0.0, new_m_H)
+        weight_MH = tl.exp2(lse_MH - base_H[None, :])
+        decay_H = tl.exp2(m_H - base_H)
+        total_H = total_H * decay_H + tl.sum(weight_MH, 0)
+        acc_HD = acc_HD * decay_H[:, None] + tl.sum(part_MHD * weight_MH[:, :, None], 0)
+        m_H = new_m_H
     out_at_HD = out_ptr + lanes_H.to(tl.int64)[:, None] * out_stride_H + lanes_D[None, :]
     real_HD = (lanes_H < GROUP)[:, None] & (lanes_D < D)[None, :]
+    total_H = tl.where(total_H > 0.0, total_H, 1.0)
     tl.store(out_at_HD, (acc_HD / total_H[:, None]).to(out_ptr.dtype.element_ty), mask=real_HD)
     if WANT_LSE:
-        lse_H = tl.where(m_H == float("-inf"), m_H, base_H + tl.log2(total_H))
+        lse_H = m_H + tl.log2(total_H)
         tl.store(lse_ptr + lanes_H, lse_H * 0.6931471805599453, mask=lanes_H < GROUP)
 
 
@@ -257,8 +256,8 @@ def decode_kernel(
     scale_log2, window, kv_heads, arrivals_ptr, out_ptr, lse_ptr, out_stride_B, out_stride_H,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MERGED: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
-    WANT_LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MERGED: tl.constexpr, HEADS: tl.constexpr, WANT_LSE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them.
 
@@ -347,12 +346,14 @@ def decode_kernel(
     first_head = (batch * kv_heads + kv_head) * GROUP
     lse_R = tl.where(seen_R, m_R + tl.log2(l_R), float("-inf"))
     part_R = (first_head + row_R) * splits + tl.program_id(0)
+    part_at_RD = part_ptr + part_R[:, None] * D + lanes_D[None, :]
     tl.store(part_lse_ptr + part_R, lse_R, mask=real_R)
-    # a part without weight counts for nothing, whatever it holds
-    tl.store(part_ptr + part_R[:, None] * D + lanes_D[None, :], acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
-    if MERGED > 0:
+    if MERGED == 0:
+        tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
+    else:
         live = tl.maximum(tl.cdiv(total, tl.maximum(span, 1)), 1)
         if tl.program_id(0) < live:
+            tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD)
             tl.debug_barrier()
             arrivals_at = arrivals_ptr + batch * kv_heads + kv_head
             if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == live - 1:
@@ -361,7 +362,7 @@ def decode_kernel(
                 _merge_splits(
                     part_ptr + first_head * splits * D, part_lse_ptr + first_head * splits, out_at,
                     lse_ptr + first_head, out_stride_H, splits, live,
-                    GROUP, HEADS, D, BLOCK_D, BLOCK_P, MERGED, WANT_LSE,
+                    GROUP, HEADS, D, BLOCK_D, MERGED, WANT_LSE,
                 )  # fmt: skip
 
 
