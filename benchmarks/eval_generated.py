@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.planner.options import RETRIEVAL_TASKS
-from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, make_samples, matches, prepare
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Sample, Split, make_samples, matches, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan

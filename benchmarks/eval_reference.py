@@ -32,11 +32,11 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.eval_results import EvalResult, Spent
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
-from sparsekv.planner.options import FAMILIES, RETRIEVAL_TASKS, TASKS, Family, PlanOptions
+from sparsekv.planner.options import FAMILIES, TASKS, Family, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, Kit, Split, make_sample, prepare
 from sparsekv.planner.tasks import TASKS as GENERATORS
-from sparsekv.planner.tasks import Kit, Split, make_sample, prepare
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import PrefillPlan
@@ -226,12 +226,17 @@ class FrozenIndices:
 
     @property
     def stepwise(self) -> bool:
-        """See `planner.evaluation.Mode`: prefill alone."""
+        """See `planner.compare.Mode`: prefill alone."""
+        return False
+
+    @property
+    def dense_prefill(self) -> bool:
+        """See `planner.compare.Mode`."""
         return False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.evaluation.Mode`: every prefill runs on the frozen indices."""
+        """See `planner.compare.Mode`: every prefill runs on the frozen indices."""
         self._computed, self._causal = torch.zeros((), device=model.device), 0.0
         with capture_attention(model, self._attend):
             yield lambda: Spent(float(self._computed), self._causal)

@@ -57,14 +57,24 @@ def plan(
     decode_loss: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice.")
     ] = None,
+    decode_kl: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="NATS", help="Most divergence of decode from dense on calibration prompts."),
+    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Calibration samples a length.")
     ] = None,
-    tasks: arguments.Tasks = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Tasks, separated by commas; by default those that the model can answer."),
+    ] = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
+    max_decode_kl: arguments.MaxDecodeKl = None,
+    min_agreement: arguments.MinAgreement = None,
+    min_exact: arguments.MinExact = None,
     verify_samples: arguments.HeldOut = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
     profile_out: Annotated[
@@ -87,7 +97,7 @@ def plan(
     as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.options import Gate, PlanOptions, check_used
+    from sparsekv.planner.options import PlanOptions, check_used
 
     check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
@@ -108,11 +118,18 @@ def plan(
         "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
         "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
+        "decode_kl": decode_kl,
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
         "tasks": _read(arguments.tasks_from, tasks, "--tasks"),
-        "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
+        "gate": arguments.gate_of(
+            max_accuracy_drop=max_accuracy_drop,
+            max_kl=max_kl,
+            max_decode_kl=max_decode_kl,
+            min_agreement=min_agreement,
+            min_exact=min_exact,
+        ),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
         "batch": batch,
@@ -237,7 +254,7 @@ class PlanFiles:
             taken[real] = f"{flag} {path}"
         for flag, path, kind in outputs:
             if path is not None:
-                _check_replaceable(path, flag, kind)
+                check_replaceable(path, flag, kind)
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -287,10 +304,17 @@ def check_writable(path: Path) -> None:
 
 
 _HEAD = 1 << 20  # bytes of a file that tell its kind
-_WHAT = {"plan": "a plan", "profile": "a profile", "partial": "an unfinished profile", "cost": "a device cost"}
+_MARKED = 1024  # those of a page, which may show any text further down
+_WHAT = {
+    "plan": "a plan",
+    "profile": "a profile",
+    "partial": "an unfinished profile",
+    "cost": "a device cost",
+    "page": "a page of `sparsekv show`",
+}
 
 
-def _check_replaceable(path: Path, flag: str, kind: str) -> None:
+def check_replaceable(path: Path, flag: str, kind: str) -> None:
     """Refuses a file that nothing of sparsekv wrote. One that is damaged, or of another schema, still tells its kind.
 
     Raises:
@@ -317,6 +341,8 @@ def _check_replaceable(path: Path, flag: str, kind: str) -> None:
 def _tells(head: bytes, kind: str) -> bool:
     if kind == "partial":
         return head.startswith(b"sparsekv.partial"[: len(head)])
+    if kind == "page":
+        return b'<meta name="generator" content="sparsekv show">' in head[:_MARKED]
     # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
     lines = [line for line in head.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
     at_start = rb"" if lines and lines[0].lstrip().startswith(b"{") else rb"^"

@@ -1,7 +1,8 @@
-"""From a model to a plan: profile, cost, allocate, filter layers, verify, result.
+"""From a model to a plan: profile, decode trials, cost, allocate, filter layers, verify, result.
 
 A plan that misses its gate is tightened and tried again: the next density of the profiled ladder for prefill; for
-decode first a smaller loss (fewer layers attend to chosen tokens), then a larger budget.
+decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
+chosen tokens), then a larger budget.
 
 `compile_files` compiles from a profile and a device cost alone: for another budget, or for another GPU. It needs
 neither the weights of the model nor its device. The architecture is checked against the model's config; the weights
@@ -21,12 +22,15 @@ from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
+from sparsekv.planner.decode_search import measure_decode
 from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.calibration import mix_of
+from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
-from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import (
     Verification,
     after_a_missed_gate,
@@ -43,7 +47,7 @@ from sparsekv.runtime.hf.describe import describe_config, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
 
 MOST_ATTEMPTS = 6
-STAGES = ("profile", "cost", "allocate", "filter layers", "evaluate")
+STAGES = ("profile", "decode trials", "cost", "allocate", "filter layers", "evaluate")
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
 
@@ -98,9 +102,14 @@ def compile_plan(
         check_model(profile_in, loaded.info)
         options, own = for_profile(options, profile_in)  # of the lengths that are asked for
     asked = options.settled(loaded.info.context_length, loaded.model.device.type)
-    kit = prepare(loaded.tokenizer, Split.EVALUATION) if asked.verify_samples else None
-    _check(loaded.info, asked, own, cost_in, kit)
-    measured = own or profile(loaded, asked, stages, resume)
+    _check(loaded.info, asked, own, cost_in)
+    if asked.verify_samples or not (own or asked.prompts):
+        asked = with_tasks(loaded, asked, own.tasks if own else ())
+    kit = None
+    if asked.verify_samples:
+        kit = prepare(loaded.tokenizer, Split.EVALUATION)
+        held_out_samples(asked).check_fit(kit)
+    measured = own or measure_decode(loaded, profile(loaded, asked, stages, resume), asked, stages)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
         if resume is not None:
@@ -147,7 +156,7 @@ def check_plannable(
     if profile_in is not None:
         check_model(profile_in, model, weights=False)
         options, own = for_profile(options, profile_in)
-    _check(model, options.settled(model.context_length, device_type), own, cost_in, None)
+    _check(model, options.settled(model.context_length, device_type), own, cost_in)
 
 
 def compile_files(
@@ -176,7 +185,7 @@ def compile_files(
     told = _checked(name, measured)
     asked, own = for_profile(options, measured)
     settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
-    _check(measured.model, settled, own, cost, None)
+    _check(measured.model, settled, own, cost)
     plan = compile_once(measured.model, settled, own, cost)
     if profile_out is not None:
         write_measured(measured, profile_out)
@@ -258,17 +267,15 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: DeviceCost | None, kit: Kit | None) -> None:
+def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: DeviceCost | None) -> None:
     """What can be found out before anything is measured.
 
     Args:
         asked: settled.
         own, cost: the profile and the device cost where they are given.
-        kit: of the prompts for verification, where there is to be one.
 
     Raises:
         UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
-        PromptError: a task does not fit a length.
     """
     if not model.full_layers:
         windows = ", ".join(sorted({str(group.window) for group in model.attention}))
@@ -284,8 +291,6 @@ def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: Devi
         check_profiled(own, asked)
     if cost is not None:
         check_cost(cost, model, asked)
-    if kit is not None:
-        held_out_samples(asked).check_fit(kit)
 
 
 def check_cost(cost: DeviceCost, model: ModelInfo, options: PlanOptions) -> None:
@@ -330,15 +335,19 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         "crossover": options.crossover,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
         "decode_loss": options.decode_loss,
+        "decode_kl": options.decode_kl,
         "filter_rule": options.filter_rule,
         "max_accuracy_drop": options.gate.max_accuracy_drop,
-        "max_kl": options.gate.max_kl,
+        "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},
+        "min_agreement": options.gate.min_agreement,
+        "min_exact": options.gate.min_exact,
     }
     return Provenance(
         versions=versions(),
         preset=measured.preset,
         seed=options.seed,
         calibration=measured.calibration,
+        mix=mix_of(measured.tasks, measured.samples),
         profile=digest_of(measured),
         device_cost=digest_of(cost),
         settings={name: value for name, value in settings.items() if value is not None},

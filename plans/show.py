@@ -24,7 +24,7 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
+from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Quality, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -94,7 +94,7 @@ def text_of(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
+def titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
     """The buckets, each with the context lengths that it is for."""
     after = 0
     for bucket in lengths:
@@ -140,6 +140,8 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     if plan.kv_cache:
         parts.append(_cache(plan.kv_cache))
     parts.append(_quality(plan.quality) if plan.quality else Text("\nQuality: not measured"))
+    if plan.quality and any(agreement_rows(plan.quality)):
+        parts.append(_agreement(plan.quality))
     if plan.cost:
         parts.append(_cost(plan.cost))
     refused = unsupported(plan)
@@ -166,6 +168,13 @@ def _named(part: Part, *names: str) -> list[str]:
 
 def _facts(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
+    for name, value in header(plan):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def header(plan: Plan) -> list[tuple[str, str]]:
+    """Which plan it is: names and values; a value without a name goes on from the one before it."""
     model = plan.model
     rows = [
         ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),
@@ -178,9 +187,10 @@ def _facts(plan: Plan) -> Table:
     made += _named(plan.provenance, "preset", "seed", "source")
     if made:
         rows.append(("Made with", ", ".join(made)))
-    for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
-    return table
+    if plan.provenance.mix:
+        mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
+        rows.append(("Calibration", f"{mix}, at each length"))
+    return rows
 
 
 def _shapes(model: ModelInfo) -> Iterator[str]:
@@ -192,7 +202,7 @@ def _shapes(model: ModelInfo) -> Iterator[str]:
 
 def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
     yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
-    for reached, bucket in _titled(prefill.lengths):
+    for reached, bucket in titled(prefill.lengths):
         title = reached + (", extrapolated" if bucket.extrapolated else "")
         if bucket.dense:
             yield Text(f"{title}: dense")
@@ -215,7 +225,7 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text("\nDecode; lengths are cached tokens", style="bold")
     if decode.sparse_layers:
         yield Text(_PICTURE)
-    for title, bucket in _titled(decode.lengths):
+    for title, bucket in titled(decode.lengths):
         yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
     if decode.offload:
         layers, hot = format_ids(decode.offload.layers), text_of(decode.offload.hot)
@@ -252,13 +262,51 @@ def _quality(quality: Quality) -> Table:
         measured = getattr(quality, phase)
         if measured is None:
             continue
-        facts = ", ".join(_named(measured, "density", "output_error", "kl"))
+        facts = ", ".join(_named(measured, "density", "output_error", "kl", "chunk"))
         _row(table, phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths)))
         for task, score in measured.tasks.items():
             interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
             scores = (f"{score.dense:.4g}", f"{score.sparse:.4g}", str(score.samples))
             _row(table, "", task, *scores, interval)
     return table
+
+
+def _agreement(quality: Quality) -> Table:
+    """Below the scores, where it was measured."""
+    table = _table("\nAgreement with dense, with 95% intervals", *AGREEMENT_HEADER, numbers=("Samples",))
+    for row in agreement_rows(quality):
+        _row(table, *row)
+    return table
+
+
+AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token", "Exact text")
+
+
+def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
+    """For each phase: over everything, at each of several lengths, and of each task."""
+    for phase in ("prefill", "decode", "both"):
+        measured: Measurement | None = getattr(quality, phase)
+        if measured is None or measured.agreement is None:
+            continue
+        yield phase, "all", *_agreed(measured.agreement)
+        for part in measured.by_length if len(measured.by_length) > 1 else ():
+            yield "", format_length(part.length), *_agreed(part.agreement)
+        for task, score in measured.tasks.items():
+            if score.agreement is not None:
+                yield "", task, *_agreed(score.agreement)
+
+
+def _agreed(found: Agreement) -> tuple[str, ...]:
+    kl = f"{found.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*found.kl_interval) if found.kl_interval else "")
+    shares = ((found.top1, found.top1_interval), (found.exact, found.exact_interval))
+    return str(found.samples), kl, *(_share(share, interval) for share, interval in shares)
+
+
+def _share(share: float | None, interval: tuple[float, float] | None) -> str:
+    if share is None:
+        return "-"
+    bounds = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+    return f"{share:.1%}{bounds}"
 
 
 def _cost(cost: Cost) -> Table:

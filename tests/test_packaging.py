@@ -16,7 +16,10 @@ FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "run
 FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTION = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # where it is not called what is imported
-EXTRA = {"flash_attn": "flash", "cutlass": "flash"}  # imported by the backend that an extra installs, and nowhere else
+# Imported by what an extra installs, and nowhere else.
+EXTRA = {"flash_attn": "flash", "cutlass": "flash"} | dict.fromkeys(
+    ("altair", "vl_convert", "jinja2", "markupsafe"), "report"
+)
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -78,7 +81,9 @@ def test_every_tested_dependency_is_pinned_within_its_allowed_range() -> None:
 
     lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
     pins = {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
-    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]:
+    for text in (
+        PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"] + PROJECT["optional-dependencies"]["report"]
+    ):
         requirement = Requirement(text)
         assert requirement.name.lower() in pins, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(pins[requirement.name.lower()])

@@ -3,6 +3,9 @@
 Stages: prepare, train-512, train-2048, train-8192, train-32768, export, evaluate, card. The same command goes on where
 the last one stopped, within a stage too. `prepare` reads the standard library of the running Python; its two files in
 the work folder can be carried to the machine that trains.
+
+`--shape` and `--tasks other` make models that are not shipped: other proportions, and tasks in formats that calibration
+never uses. They get no card.
 """
 
 import argparse
@@ -10,8 +13,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import source_tree
 import torch
@@ -22,49 +27,55 @@ from reference_model.card import write_card  # noqa: E402
 from reference_model.corpus import standard_library  # noqa: E402
 from reference_model.evaluate import evaluate  # noqa: E402
 from reference_model.export import export  # noqa: E402
+from reference_model.formats import FORMAT_SHARES  # noqa: E402
 from reference_model.loop import Run, probe, train  # noqa: E402
 from reference_model.prepare import is_prepared, prepare  # noqa: E402
-from reference_model.recipe import Recipe, Stage, smoke  # noqa: E402
+from reference_model.recipe import SHAPES, TASK_SHARES, Recipe, Stage, smoke  # noqa: E402
+
+_Number = TypeVar("_Number", int, float)
 
 
 def main() -> int:
     """Runs the stages that are left."""
     parser = _parser()
     options = parser.parse_args()
-    recipe, run = _recipe(options), _run(options)
-    if options.stage and options.stage not in _names(recipe):
-        parser.error(f"--stage: expected {', '.join(_names(recipe))}, found {options.stage!r}")
+    try:
+        recipe = _recipe(options)
+    except ValueError as error:
+        parser.error(str(error))
+    run, names = _run(options), _names(recipe, options)
+    if options.stage and options.stage not in names:
+        parser.error(f"--stage: expected {', '.join(names)}, found {options.stage!r}")
     _choose_attention(options.sdpa)
     if not is_prepared(run.work):
         prepare(recipe, options.stdlib, run.work)
     if options.probe_steps:
         probe(recipe, run, options.probe_steps)
         return 0
-    done = _stages(recipe, run, options.out, options.stage)
+    done = _stages(recipe, run, options.out, [options.stage] if options.stage else names)
     print("done" if done else "stopped: run the same command again to go on")
     return 0
 
 
-def _names(recipe: Recipe) -> list[str]:
-    return ["prepare", *(stage.name for stage in recipe.stages), "export", "evaluate", "card"]
+def _names(recipe: Recipe, options: argparse.Namespace) -> list[str]:
+    is_shipped = options.shape == "default" and options.tasks == "shipped"
+    card = ["card"] if is_shipped else []  # it describes the shipped model
+    return ["prepare", *(stage.name for stage in recipe.stages), "export", "evaluate", *card]
 
 
-def _stages(recipe: Recipe, run: Run, out: Path, until: str | None) -> bool:
-    """Runs stages up to and including `until`; returns whether the deadline left time for all of them."""
-    names = [stage.name for stage in recipe.stages]
-    if until == "prepare":
-        return True
-    if until not in ("export", "evaluate", "card"):
-        last = names.index(until) if until else len(names) - 1
-        if not train(recipe, run, last):
-            return False
-    if until in names:
-        return True
-    if until in (None, "export"):
-        export(recipe, run.work, out)
-    if until in (None, "evaluate") and not evaluate(recipe, out, run.device, run.deadline):
+def _stages(recipe: Recipe, run: Run, out: Path, names: list[str]) -> bool:
+    """Runs the stages of these names behind `prepare`; returns whether the deadline left time for all of them.
+
+    A length of training takes those before it along.
+    """
+    lengths = [number for number, stage in enumerate(recipe.stages) if stage.name in names]
+    if lengths and not train(recipe, run, lengths[-1]):
         return False
-    if until in (None, "card"):
+    if "export" in names:
+        export(recipe, run.work, out)
+    if "evaluate" in names and not evaluate(recipe, out, run.device, run.deadline):
+        return False
+    if "card" in names:
         write_card(recipe, run.work, out)
     return True
 
@@ -78,7 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--stop-after-seconds", type=float, default=math.inf, help="stop cleanly after so long")
     add("--checkpoint-every", type=int, default=100, metavar="STEPS")
     add("--probe-steps", type=int, default=0, metavar="N", help="time N steps of every length and write nothing")
-    add("--steps", help="steps of each length, such as 500,1200,1150,430; default: the recipe's")
+    add("--shape", choices=list(SHAPES), default="default", help="proportions of the model")
+    add(
+        "--tasks", choices=["shipped", "other"], default="shipped", help="retrieval tasks: shipped, or in other formats"
+    )
+    add("--lengths", type=_numbers(int), help="row lengths, such as 512,2048; the longest is the model's context")
+    durations = parser.add_mutually_exclusive_group()
+    durations.add_argument("--steps", type=_numbers(int), help="of each length, such as 500,1200,1150,430")
+    durations.add_argument(
+        "--seconds", type=_numbers(float), help="of each length instead of steps, compilation included: 45,90,130,160"
+    )
     add("--micro-tokens", type=int, help="tokens of a micro-batch")
     add("--eval-samples", type=int, help="prompts a cell")
     add("--seed", type=int, default=0)
@@ -92,16 +112,49 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
-    recipe = replace(Recipe(), seed=options.seed)
+    shares = TASK_SHARES if options.tasks == "shipped" else FORMAT_SHARES
+    recipe = replace(Recipe(), seed=options.seed, shape=SHAPES[options.shape], shares=shares)
     if options.smoke:
         recipe = smoke(recipe)
-    if options.steps:
-        steps = [int(number) for number in options.steps.split(",")]
-        stages = zip(recipe.stages, steps, strict=True)
-        recipe = replace(recipe, stages=tuple(Stage(stage.length, count) for stage, count in stages))
+    recipe = _with_lengths(recipe, options.lengths) if options.lengths else recipe
+    recipe = replace(recipe, stages=_with_durations(recipe.stages, options.steps, options.seconds))
     if options.micro_tokens:
         recipe = replace(recipe, micro_tokens=options.micro_tokens)
     return replace(recipe, eval_samples=options.eval_samples) if options.eval_samples else recipe
+
+
+def _with_lengths(recipe: Recipe, lengths: list[int]) -> Recipe:
+    """Trains at other lengths; those that the recipe has too keep their steps, the others get those of the last."""
+    known = {stage.length: stage for stage in recipe.stages}
+    stages = tuple(known.get(length, replace(recipe.stages[-1], length=length)) for length in lengths)
+    context = max(lengths)
+    evaluated = tuple(length for length in recipe.eval_lengths if length < context)
+    return replace(
+        recipe, shape=replace(recipe.shape, context=context), stages=stages, eval_lengths=(*evaluated, context)
+    )
+
+
+def _with_durations(
+    stages: tuple[Stage, ...], steps: list[int] | None, seconds: list[float] | None
+) -> tuple[Stage, ...]:
+    """Raises ValueError for another number of durations than of lengths."""
+    given = steps or seconds
+    if given is None:
+        return stages
+    if len(given) != len(stages):
+        raise ValueError(f"expected {len(stages)} steps or seconds, one for each length, found {len(given)}")
+    if steps:
+        return tuple(Stage(stage.length, count) for stage, count in zip(stages, steps, strict=True))
+    return tuple(Stage(stage.length, seconds=share) for stage, share in zip(stages, given, strict=True))
+
+
+def _numbers(kind: Callable[[str], _Number]) -> Callable[[str], list[_Number]]:
+    """A parser of comma-separated numbers."""
+
+    def numbers(text: str) -> list[_Number]:
+        return [kind(number) for number in text.split(",")]
+
+    return numbers
 
 
 def _run(options: argparse.Namespace) -> Run:

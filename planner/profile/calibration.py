@@ -6,13 +6,23 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
 
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, TaskError, make_sample, prepare
+from sparsekv.planner.tasks import (
+    QUOTE_TASKS,
+    RETRIEVAL_TASKS,
+    TASKS,
+    Kit,
+    Sample,
+    Split,
+    TaskError,
+    make_sample,
+    prepare,
+)
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.plans.types import format_length
@@ -24,6 +34,8 @@ DECODE_ROWS = 16
 # An own prompt has no answer; its last rows stand in for it.
 OWN_ANSWER = 32
 SHORTEST = 256
+# Tasks of other kinds between two turns of the quotations: retrieval and plain text.
+_KINDS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,15 +45,22 @@ class CalibrationPrompt:
     Attributes:
         ids: prompt and answer.
         answer_start: the first token of the answer; the row before it is the first that decodes.
+        references: half-open ranges of tokens before the answer, ascending, that follow from an earlier part.
     """
 
     ids: Ids
     answer_start: int
+    references: tuple[tuple[int, int], ...] = ()
 
     @property
     def tail_start(self) -> int:
         """The first row of the question: from here on retrieval happens."""
         return max(0, self.answer_start - QUESTION_ROWS)
+
+    @property
+    def scored(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of the rows that predict what follows from an earlier part; the last one, the answer."""
+        return tuple((first - 1, end - 1) for first, end in (*self.references, (self.answer_start, len(self.ids))))
 
     @property
     def decode_rows(self) -> tuple[int, ...]:
@@ -52,8 +71,8 @@ class CalibrationPrompt:
 def calibration_prompts(tokenizer: Any, options: PlanOptions) -> dict[int, tuple[CalibrationPrompt, ...]]:
     """The prompts of every length.
 
-    Tasks take turns, so that a few samples see as many kinds of question as possible. Own texts are cut at the
-    length; those of less than half of it are left out, with a `PlanWarning`.
+    The options have tasks, or own prompts. `task_of_each` tells whose turn it is. Own texts are cut at the length;
+    those of less than half of it are left out, with a `PlanWarning`.
 
     Raises:
         UsageError: an unknown task.
@@ -63,17 +82,44 @@ def calibration_prompts(tokenizer: Any, options: PlanOptions) -> dict[int, tuple
     if options.prompts:
         return {length: _own(tokenizer, options.prompts, length, samples) for length in options.lengths}
     kit = prepare(tokenizer, Split.CALIBRATION)
+    tasks = task_of_each(options.tasks, samples)
+    turns = [tasks[:index].count(task) for index, task in enumerate(tasks)]
     return {
-        length: tuple(_from_task(kit, options, length, index) for index in range(samples)) for length in options.lengths
+        length: tuple(_from_task(kit, *each, length, options.seed) for each in zip(tasks, turns, strict=True))
+        for length in options.lengths
     }
 
 
+def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
+    """The task of every calibration sample of a length.
+
+    Tasks take turns, so that a few samples see as many kinds of question as possible: first quotations, which say
+    something about any model, then one task of each other kind; quotations come a second time before the rest.
+    """
+    quotes, others = _split(tasks, QUOTE_TASKS)
+    if quotes:
+        retrieval, text = _split(others, RETRIEVAL_TASKS)
+        others = (*retrieval[:1], *text, *retrieval[1:])
+    turn = (*quotes, *others[:_KINDS], *quotes, *others[_KINDS:])
+    return tuple(islice(cycle(turn), samples))
+
+
+def _split(names: Sequence[str], first: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return tuple(name for name in names if name in first), tuple(name for name in names if name not in first)
+
+
+def mix_of(tasks: Sequence[str], samples: int) -> dict[str, int]:
+    """How many calibration samples a length each task has; own prompts, which have no task, are "prompts"."""
+    each = task_of_each(tasks, samples) if tasks else ("prompts",) * samples
+    return {name: each.count(name) for name in dict.fromkeys(each)}
+
+
 def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
-    """`sha256:...` over the tokens of all prompts, length by length."""
+    """`sha256:...` over the tokens and scored rows of all prompts, length by length."""
     digest = hashlib.sha256()
     for prompt in chain.from_iterable(prompts.values()):
         digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.answer_start.to_bytes(8, "little"))
-        digest.update(prompt.ids.astype("<i4").tobytes())
+        digest.update(prompt.ids.astype("<i4").tobytes() + np.asarray(prompt.scored, "<i8").tobytes())
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -87,10 +133,10 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
     return (_sample(task, kit, length, seed, index) for index in range(samples))
 
 
-def _from_task(kit: Kit, options: PlanOptions, length: int, index: int) -> CalibrationPrompt:
-    turn, position = divmod(index, len(options.tasks))
-    sample = _sample(options.tasks[position], kit, length, options.seed, turn)
-    return CalibrationPrompt(np.concatenate([sample.prompt_ids, sample.answer_ids]), len(sample.prompt_ids))
+def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> CalibrationPrompt:
+    sample = _sample(task, kit, length, seed, turn)
+    ids = np.concatenate([sample.prompt_ids, sample.answer_ids])
+    return CalibrationPrompt(ids, len(sample.prompt_ids), sample.references)
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:

@@ -26,6 +26,7 @@ from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
+from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
 from sparsekv.planner.profile.search_space import Patterns, Prefix, aims, fit_to_target
@@ -60,6 +61,8 @@ def profile(
     head_dim = info.attention[0].head_dim
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
     backend = cast(BackendName, chosen.name)
+    if not options.prompts:
+        options = with_tasks(loaded, options)
     prompts = calibration_prompts(loaded.tokenizer, options)
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None

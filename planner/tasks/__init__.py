@@ -1,26 +1,35 @@
 """Task generators that serve training, calibration and evaluation, each from its own seeds and its own text.
 
-A new task is a class that follows `Task`, in retrieval.py or a file of its own, and a line in `TASKS`.
+A new task is a class that follows `Task`, in a file of its own or that of its kind, and a line in its kind's tuple.
 """
 
 from sparsekv.planner.tasks.documents import Document, Kit, Query, Request, Sample, Task
 from sparsekv.planner.tasks.perplexity import Perplexity
+from sparsekv.planner.tasks.quotes import Quote
 from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, TwoStage, VariableTracking
 from sparsekv.planner.tasks.samples import make_sample, make_samples, matches, prepare
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
 
-_ALL: tuple[Task, ...] = (
+# Any language model can answer these: it copies what stood before.
+_QUOTES: tuple[Task, ...] = (
+    Quote("quote_text", prose=True, frame="As quoted above:\n"),
+    Quote("quote_code", prose=False, frame="# Repeated from above:\n"),
+)
+_RETRIEVAL: tuple[Task, ...] = (
     Niah("niah_single", needles=1, tokens_per_needle=0),
     Niah("niah_multikey", needles=8, tokens_per_needle=2048),
     KvRetrieval(),
     TwoStage(),
     VariableTracking(),
-    Perplexity(),
 )
 
-TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Perplexity())}
+QUOTE_TASKS = tuple(task.name for task in _QUOTES)
+RETRIEVAL_TASKS = tuple(task.name for task in _RETRIEVAL)
 
 __all__ = [
+    "QUOTE_TASKS",
+    "RETRIEVAL_TASKS",
     "TASKS",
     "Document",
     "Filler",

@@ -10,17 +10,23 @@ from typing import Protocol
 
 import numpy as np
 
+from sparsekv.planner.tasks.chat_frame import ChatFrame
 from sparsekv.planner.tasks.draws import Draws, Pieces
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """A question that ends in an answer prefix, and the answer that completes it (with its leading space)."""
+    """A question that ends in a cue, the beginning of the answer, and the answer proper (with its leading space).
+
+    Attributes:
+        cue: how many tokens of the question are the cue: where there are turns, it begins that of the model.
+    """
 
     question_ids: Ids
     answer_ids: Ids
     answer: str
+    cue: int = 0
 
     def __len__(self) -> int:
         return len(self.question_ids) + len(self.answer_ids)
@@ -28,11 +34,17 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """A context and the questions about it. `context_is_text` is true on filler, false on planted statements."""
+    """A context and the questions about it.
+
+    Attributes:
+        context_is_text: true on filler, false on planted statements.
+        references: half-open ranges of the context, ascending, whose tokens follow from an earlier part of it.
+    """
 
     context_ids: Ids
     context_is_text: Mask
     queries: tuple[Query, ...]
+    references: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.context_ids) + sum(len(query) for query in self.queries)
@@ -40,13 +52,18 @@ class Document:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One prompt to complete: BOS if the tokenizer has one, the context, one question."""
+    """One prompt to complete: BOS if the tokenizer has one, the context, one question; in the frame of a chat, if any.
+
+    Attributes:
+        references: half-open ranges of the prompt, ascending, whose tokens follow from an earlier part of it.
+    """
 
     prompt_ids: Ids
     answer_ids: Ids
     answer: str
     task: str
     length: int
+    references: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +87,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """What tasks build from: an encoder, and the filler text of one split."""
+    """What tasks build from: an encoder, the filler text of one split, and the frame of a chat where there is one."""
 
     split: Split
     encoder: PieceEncoder
     filler: Filler
+    chat: ChatFrame | None = None
 
 
 class Task(Protocol):
@@ -93,10 +111,14 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Lines that belong together, in their order, as pieces; with a question and answer where it may be asked for."""
+    """Lines that belong together, in their order, as pieces; with a question and answer where it may be asked for.
+
+    The cue follows the question and begins the answer.
+    """
 
     lines: tuple[Pieces, ...]
     question: Pieces = ()
+    cue: Pieces = ()
     answer: Pieces = ()
 
 
@@ -153,11 +175,12 @@ def _encode_lines(encoder: PieceEncoder, units: list[Unit]) -> list[list[list[in
 
 def _fitting_queries(encoder: PieceEncoder, units: list[Unit], length: int) -> list[Query]:
     units = [unit for unit in units if unit.question]
-    questions = encoder.encode_all([unit.question for unit in units])
+    questions = encoder.encode_all([(*unit.question, *unit.cue) for unit in units])
+    cues = encoder.encode_all([unit.cue for unit in units])
     answers = encoder.encode_all([unit.answer for unit in units])
     sizes = np.cumsum([len(q) + len(a) for q, a in zip(questions, answers, strict=True)])
     count = max(1, int(np.searchsorted(sizes, length // 2, side="right")))
     return [
-        Query(np.asarray(question, np.int32), np.asarray(answer, np.int32), "".join(unit.answer))
-        for unit, question, answer in list(zip(units, questions, answers, strict=True))[:count]
+        Query(np.asarray(question, np.int32), np.asarray(answer, np.int32), "".join(unit.answer), len(cue))
+        for unit, question, cue, answer in list(zip(units, questions, cues, answers, strict=True))[:count]
     ]

@@ -45,14 +45,8 @@ class Niah:
 def _needle(key: Pieces, value: str) -> Unit:
     return Unit(
         lines=(("The special number for", *key, " is", value, ".\n"),),
-        question=(
-            "What is the special number for",
-            *key,
-            " in the text above?",
-            " The special number for",
-            *key,
-            " is",
-        ),
+        question=("What is the special number for", *key, " in the text above?"),
+        cue=(" The special number for", *key, " is"),
         answer=(value,),
     )
 
@@ -86,7 +80,8 @@ def _pairs(draws: Draws, count: int) -> list[Unit]:
 
 
 def _unit(key: Pieces, value: str) -> Unit:
-    return Unit((pair_line(key, value),), ("Which value in the list above belongs to", *key, "?", *key, ":"), (value,))
+    question = ("Which value in the list above belongs to", *key, "?")
+    return Unit((pair_line(key, value),), question, cue=(*key, ":"), answer=(value,))
 
 
 def _enough_pairs(kit: Kit, length: int, draws: Draws) -> list[Unit]:
@@ -132,10 +127,11 @@ class TwoStage:
 
 def _linked(draws: Draws, owner: Pieces, key: Pieces, value: str) -> Unit:
     statement: Pieces = ("The key of", *owner, " is", *key, ".\n")
-    pair, asked = pair_line(key, value), (" The key of", *owner, " is")
+    pair = pair_line(key, value)
     return Unit(
         lines=(statement, pair) if draws.rng.random() < 0.5 else (pair, statement),
-        question=(*("Give the key of", *owner, " and the value of that key,", " written as key: value."), *asked),
+        question=("Give the key of", *owner, " and the value of that key,", " written as key: value."),
+        cue=(" The key of", *owner, " is"),
         answer=(*key, ":", value),
     )
 
@@ -181,6 +177,7 @@ def _chain(variables: list[Pieces], value: str) -> Unit:
     answer = tuple(piece for step in reversed(steps) for piece in (" VAR", *step, " ="))
     return Unit(
         lines=tuple(lines),
-        question=("Trace the variable", *last, " back to its number.", " VAR", *last, " ="),
+        question=("Trace the variable", *last, " back to its number."),
+        cue=(" VAR", *last, " ="),
         answer=(*answer, value),
     )

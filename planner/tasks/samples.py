@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv.planner.tasks.chat_frame import ChatFrame
 from sparsekv.planner.tasks.documents import Kit, Request, Sample, Task
 from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
 
 
@@ -17,38 +19,51 @@ def generator(split: Split, task: str, length: int, seed: int, index: int) -> np
     return np.random.Generator(np.random.PCG64(int.from_bytes(hashlib.sha256(name).digest()[:16], "little")))
 
 
-def prepare(tokenizer: Any, split: Split) -> Kit:
+def prepare(tokenizer: Any, split: Split, characters: int | None = None) -> Kit:
     """Everything that samples of a split are built from, for any Hugging Face tokenizer.
 
     Encodes the split's text once, about a second; keep the kit.
+
+    Args:
+        characters: of the text, its beginning; None for all of it.
 
     Raises:
         TaskError: for training, whose text is not shipped.
     """
     encoder = PieceEncoder.of(tokenizer)
-    return Kit(split, encoder, Filler.from_text(load_filler_text(split), encoder))
+    filler = Filler.from_text(load_filler_text(split)[:characters], encoder)
+    return Kit(split, encoder, filler, ChatFrame.of(tokenizer, encoder))
 
 
 def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sample:
     """One prompt with its answer.
 
+    Where the kit has the frame of a chat, the prompt is a user's message and the beginning of the reply; text that is
+    to be continued has no frame.
+
     Args:
-        length: tokens of the prompt and the longest answer that the task can have with this tokenizer: all prompts of
-            a task, length and tokenizer are equally long.
+        length: tokens of the prompt, its frame included, and of the longest answer that the task can have with this
+            tokenizer: all prompts of a task, length and tokenizer are equally long.
         index: which sample of the set; samples do not depend on each other.
 
     Raises:
         TaskError: the length does not hold one statement and its question, or needs more keys than there are.
     """
-    room = length - len(kit.encoder.bos_ids)
-    if room < 1:
-        raise TaskError(f"expected a length of more than {len(kit.encoder.bos_ids)} tokens, found {length}")
+    plain = ChatFrame(kit.encoder.bos_ids, ())
+    frame = plain if kit.chat is None or isinstance(task, Perplexity) else kit.chat
+    around = len(frame.before_ids) + len(frame.after_ids)
+    if length <= around:
+        raise TaskError(f"expected a length of more than {around} tokens, found {length}")
+    room = length - around
     draws = Draws(generator(kit.split, task.name, length, seed, index))
     document = task.document(kit, Request(room, answer_room=task.longest_answer(kit.encoder, room)), draws)
     query = document.queries[0]
-    bos_ids = np.asarray(kit.encoder.bos_ids, np.int32)
-    prompt_ids = np.concatenate([bos_ids, document.context_ids, query.question_ids])
-    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length)
+    before, after = (np.asarray(ids, np.int32) for ids in (frame.before_ids, frame.after_ids))
+    asked = len(query.question_ids) - query.cue
+    message = np.concatenate([document.context_ids, query.question_ids[:asked]])
+    references = tuple((first + len(before), end + len(before)) for first, end in document.references)
+    prompt_ids = np.concatenate([before, message, after, query.question_ids[asked:]])
+    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length, references)
 
 
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:

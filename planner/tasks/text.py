@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import gzip
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,12 @@ _ANCHOR = "\n"
 _WORD = "green"
 
 EncodeBatch = Callable[[list[str]], list[list[int]]]
+Decode = Callable[[list[int]], str]
+
+# A line that reads as prose has several words, and little between spaces that is none.
+_WORDS_OF_PROSE = 5
+_SHARE_OF_PROSE = 0.8
+_PLAIN_WORD = re.compile(r"[(\"']?[A-Za-z][a-z'-]*[,.;:)\"']{0,2}")
 
 
 class TaskError(UsageError):
@@ -48,13 +55,21 @@ class PieceEncoder:
         encode_batch: texts to token ids, without special tokens.
         bos_ids: what prompts start with; empty for models without a begin token.
         most_cached: pieces remembered.
+        decode: token ids to text; without it, no task whose answers are cut out of encoded text can be built.
 
     Attributes:
         encode_lines: whole lines of text to token ids, not remembered.
     """
 
-    def __init__(self, encode_batch: EncodeBatch, bos_ids: Sequence[int] = (), most_cached: int = 300_000) -> None:
+    def __init__(
+        self,
+        encode_batch: EncodeBatch,
+        bos_ids: Sequence[int] = (),
+        most_cached: int = 300_000,
+        decode: Decode | None = None,
+    ) -> None:
         self.bos_ids = tuple(bos_ids)
+        self._decode = decode
         self.encode_lines = encode_batch if _is_concatenative(encode_batch) else _anchored(encode_batch)
         self._cache: dict[str, list[int]] = {}
         self._most_cached = most_cached
@@ -68,7 +83,8 @@ class PieceEncoder:
             encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
             return encoded
 
-        return cls(encode_batch, _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"]))
+        bos_ids = _put_in_front(encode_batch([_WORD])[0], tokenizer(_WORD)["input_ids"])
+        return cls(encode_batch, bos_ids, decode=tokenizer.decode)
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
         """Token ids of one sequence of pieces."""
@@ -79,6 +95,17 @@ class PieceEncoder:
         self._learn({piece for pieces in sequences for piece in pieces})
         cache = self._cache
         return [[token for piece in pieces for token in cache[piece]] for pieces in sequences]
+
+    def text_of(self, ids: Iterable[int]) -> str:
+        """What token ids say within a line; decoders that cut off the first space of a text cut nothing here.
+
+        Raises:
+            TaskError: the encoder was made without `decode`.
+        """
+        if self._decode is None:
+            raise TaskError("expected an encoder that can decode, found one made without; pass decode=")
+        text = self._decode([*self.newline_ids, *ids])
+        return text[text.index(_ANCHOR) + 1 :]
 
     def _learn(self, pieces: set[str]) -> None:
         new = [piece for piece in pieces if piece not in self._cache]
@@ -126,17 +153,21 @@ class Filler:
     Attributes:
         ids: token ids, of any integer type; may be a memory map.
         line_ends: ascending indices just behind every newline; the last is `len(ids)`.
+        prose_lines: which lines read as prose, the others as code; None where that was not looked at.
     """
 
     ids: npt.NDArray[np.integer]
     line_ends: npt.NDArray[np.int64]
+    prose_lines: Mask | None = None
 
     @classmethod
     def from_text(cls, text: str, encoder: PieceEncoder) -> Filler:
         """Encodes text line by line."""
-        lines = encoder.encode_lines(list(io.StringIO(text, newline="\n")))
-        ends = np.cumsum([len(line) for line in lines], dtype=np.int64)
-        return cls(np.fromiter((token for line in lines for token in line), np.int32, int(ends[-1])), ends)
+        lines = list(io.StringIO(text, newline="\n"))
+        encoded = encoder.encode_lines(lines)
+        ends = np.cumsum([len(line) for line in encoded], dtype=np.int64)
+        ids = np.fromiter((token for line in encoded for token in line), np.int32, int(ends[-1]))
+        return cls(ids, ends, np.fromiter(map(_is_prose, lines), np.bool_, len(lines)))
 
     def excerpt(self, count: int, rng: np.random.Generator) -> tuple[Ids, npt.NDArray[np.int64]]:
         """Exactly `count` tokens that end with a line, and the indices in them where statements may stand.
@@ -145,13 +176,30 @@ class Filler:
         """
         if count == 0:
             return np.zeros(0, np.int32), np.zeros(1, np.int64)
+        end = self._end(count, rng)
+        return _before(self.ids, end, count).astype(np.int32), self._breaks(end, count)
+
+    def prose(self) -> Filler | None:
+        """Its lines of prose and the empty ones behind them, where they are known."""
+        if self.prose_lines is None:
+            return None
+        sizes = np.diff(self.line_ends, prepend=0)
+        behind = np.concatenate([[False], self.prose_lines[:-1]])
+        chosen = self.prose_lines | (behind & (sizes <= 1))
+        return Filler(self.ids[np.repeat(chosen, sizes)], np.cumsum(sizes[chosen]))
+
+    def excerpt_of_kinds(self, count: int, rng: np.random.Generator) -> tuple[Ids, npt.NDArray[np.int64], Mask | None]:
+        """An `excerpt` of one token or more, and which of its tokens stand in prose, where that is known."""
+        end = self._end(count, rng)
+        ids, breaks = _before(self.ids, end, count).astype(np.int32), self._breaks(end, count)
+        if self.prose_lines is None:
+            return ids, breaks, None
+        sizes = np.diff(self.line_ends, prepend=0)
+        return ids, breaks, _before(np.repeat(self.prose_lines, sizes), end, count)
+
+    def _end(self, count: int, rng: np.random.Generator) -> int:
         usable = self.line_ends[np.searchsorted(self.line_ends, min(count, len(self.ids))) :]
-        end = int(usable[rng.integers(len(usable))])
-        if end >= count:
-            ids = self.ids[end - count : end].astype(np.int32)
-        else:
-            ids = np.resize(np.roll(self.ids, -end)[::-1], count)[::-1].astype(np.int32)
-        return ids, self._breaks(end, count)
+        return int(usable[rng.integers(len(usable))])
 
     def _breaks(self, end: int, count: int) -> npt.NDArray[np.int64]:
         rounds = range(-(-max(count - end, 0) // len(self.ids)), 0, -1)
@@ -159,6 +207,19 @@ class Filler:
         low, high = np.searchsorted(self.line_ends, (max(end - count, 0), end), side="right")
         breaks = np.concatenate([*ends, self.line_ends[low:high]]) - (end - count)
         return breaks[breaks > 0]
+
+
+def _before(values: npt.NDArray[Any], end: int, count: int) -> npt.NDArray[Any]:
+    """The `count` values in front of index `end`, of values that repeat."""
+    if end >= count:
+        return values[end - count : end]
+    return np.resize(np.roll(values, -end)[::-1], count)[::-1]
+
+
+def _is_prose(line: str) -> bool:
+    parts = line.strip().lstrip("#*- ").split()
+    words = sum(_PLAIN_WORD.fullmatch(part) is not None for part in parts)
+    return words >= max(_WORDS_OF_PROSE, _SHARE_OF_PROSE * len(parts))
 
 
 def plant(ids: Ids, breaks: npt.NDArray[np.int64], lines: list[list[int]], wanted: Ids) -> tuple[Ids, Mask]:

@@ -10,7 +10,7 @@ from plans_samples import large_plan, small_plan
 
 from sparsekv.plans.files import write_plan
 
-HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub")
+HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub", "altair", "vl_convert")
 PROGRAM = f"""
 import sys
 from sparsekv.cli.main import main

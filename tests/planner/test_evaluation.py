@@ -1,8 +1,9 @@
 """Dense and sparse on the same samples: what is counted, and that a full plan changes nothing."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +14,24 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
 from sparsekv.planner import evaluation
-from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
-from sparsekv.planner.evaluation import (
+from sparsekv.planner.compare import (
     Batch,
-    EvalSamples,
-    Mode,
-    PlanMode,
     answered,
     batches,
+    compare,
+    dense_reference,
     divergence,
-    evaluate,
     forced_logits,
     log_likelihood,
 )
+from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
+from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import BackendError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel
 
 LENGTH = 512
@@ -71,7 +72,8 @@ class Counted:
     """A plan's mode that counts how often it is switched on."""
 
     def __init__(self, mode: PlanMode) -> None:
-        self.stepwise, self._mode, self.times = mode.stepwise, mode, 0
+        self.stepwise, self.dense_prefill = mode.stepwise, mode.dense_prefill
+        self._mode, self.times = mode, 0
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
@@ -110,8 +112,9 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
         assert found[phase].kl == pytest.approx(0.0, abs=1e-6)
         for name, task in found[phase].tasks.items():
             assert task.sparse == tuple(
-                Outcome(o.correct, pytest.approx(o.nll, abs=1e-4), pytest.approx(0.0, abs=1e-6))
+                Outcome(o.correct, pytest.approx(o.nll, abs=1e-4), pytest.approx(0.0, abs=1e-6), n, n, True)
                 for o in found["dense"].tasks[name].dense
+                for n in [o.scored - (phase == "decode")]
             )
     assert found["prefill"].prefill_density == pytest.approx(1.0)
     assert found["prefill"].decode_share == 1.0
@@ -119,7 +122,7 @@ def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: K
 
 def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
     found = scored(loaded, {p: PlanMode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")}, kit)
-    assert found["prefill"].prefill_density < 0.7
+    assert found["prefill"].prefill_density < 0.75
     assert found["decode"].prefill_density == 1.0
     assert found["decode"].decode_share < 0.6
     assert found["both"].prefill_density < 0.8
@@ -166,7 +169,7 @@ def test_one_forced_pass_tells_what_greedy_generation_gives(loaded: LoadedModel)
         digits = text[-1].isdigit() and loaded.tokenizer.decode([int(out[4])]).isdigit()
         batch = Batch.of([sample(text, prompt[0].tolist(), ids)], torch.device("cpu"))
         for stepwise in (False, True):
-            logits = forced_logits(loaded, batch, stepwise=stepwise)
+            (logits,) = forced_logits(loaded, batch.prompt_BS, [batch.answer_BA], stepwise=stepwise)
             assert answered(loaded, batch, logits) == [wanted and not digits]
 
 
@@ -186,7 +189,7 @@ def test_likelihood_and_divergence_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(1)
     dense, sparse = (torch.randn(1, 4, 10, generator=generator) for _ in range(2))
     batch = Batch.of([sample("abc", [1], [3, 1, 4])], torch.device("cpu"))
-    p, q = dense[0, :3].softmax(-1), sparse[0, :3].softmax(-1)
+    p, q = dense[0].softmax(-1), sparse[0].softmax(-1)
     nll = -sum(math.log(q[place, token]) for place, token in enumerate((3, 1, 4))) / 3
     assert log_likelihood(batch, sparse) == [pytest.approx(nll, rel=1e-5)]
     assert divergence(dense, sparse) == [pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)]
@@ -215,6 +218,7 @@ class Refused:
     """A mode that cannot be switched on."""
 
     stepwise = False
+    dense_prefill = False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
@@ -260,3 +264,103 @@ def test_a_perplexity_has_the_interval_of_its_difference() -> None:
     assert score.dense == pytest.approx(math.exp(1.2))
     assert score.sparse == pytest.approx(math.exp(1.3))
     assert score.interval[0] < score.sparse - score.dense < score.interval[1]
+
+
+def own_samples(count: int, prompt: int = 300, answer: int = 6) -> list[Sample]:
+    """Prompts that are of no task, in two shapes."""
+    rng = np.random.default_rng(5)
+    shapes = [(prompt + 20 * (place % 2), answer) for place in range(count)]
+    return [
+        Sample(rng.integers(1, 90, p, np.int32), rng.integers(1, 90, a, np.int32), "", "own", p + a) for p, a in shapes
+    ]
+
+
+def test_one_dense_reference_serves_calls_for_samples_of_any_origin_in_their_order(loaded: LoadedModel) -> None:
+    samples, plan = own_samples(3), sparse_plan(loaded)
+    reference = dense_reference(loaded, samples)
+    first = compare(loaded, {"both": PlanMode(plan), "decode": PlanMode(plan, "decode")}, reference)
+    again = compare(loaded, {"both": PlanMode(plan)}, reference)
+    assert first["both"] == again["both"]
+    assert len(reference.outcomes) == len(first["both"].kl) == 3
+    for place, sample in enumerate(samples):
+        alone = compare(loaded, {"both": PlanMode(plan)}, dense_reference(loaded, [sample]))
+        assert first["both"].outcomes[place].kl == pytest.approx(alone["both"].kl[0], rel=1e-4)
+    assert first["both"].spent.attended < first["both"].spent.cached
+
+
+def test_without_the_greedy_text_divergence_is_the_same_and_exact_agreement_unknown(loaded: LoadedModel) -> None:
+    samples, mode = own_samples(1), {"both": PlanMode(sparse_plan(loaded))}
+    (full,), (short,) = (
+        compare(loaded, mode, dense_reference(loaded, samples, greedy=greedy))["both"].outcomes
+        for greedy in (True, False)
+    )
+    assert full == replace(short, exact=full.exact)
+    assert full.exact is not None
+    assert short.exact is None
+
+
+def test_only_rows_that_the_mode_computed_count(loaded: LoadedModel) -> None:
+    """With decode alone the first row is dense's; with prefill alone all rows read what was prefilled sparse."""
+    (sample,) = own_samples(1, answer=5)
+    reference = dense_reference(loaded, [sample])
+    modes = {phase: PlanMode(sparse_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
+    found = {name: one.outcomes[0].scored for name, one in compare(loaded, modes, reference).items()}
+    assert found == {"prefill": 6, "decode": 5, "both": 6}
+
+
+def by_hand(loaded: LoadedModel, sample: Sample, plan: Plan | None, **phases: bool) -> torch.Tensor:
+    """[A + 1, V]: the prompt, then the answer token by token."""
+    model: Any = loaded.model
+    with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
+        out = model(torch.tensor(sample.prompt_ids[None].astype(np.int64)), use_cache=True)
+        rows = [out.logits[:, -1:]]
+        for token in sample.answer_ids.tolist():
+            rows.append(model(torch.tensor([[token]]), past_key_values=out.past_key_values).logits)
+    return torch.cat(rows, 1)[0]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+def test_what_is_measured_is_what_a_user_gets(loaded: LoadedModel, phase: str) -> None:
+    """A sparse prefill, then decode steps."""
+    (sample,) = own_samples(1)
+    plan = sparse_plan(loaded)
+    (found,) = compare(loaded, {"p": PlanMode(plan, phase)}, dense_reference(loaded, [sample]))["p"].outcomes
+    first = int(phase == "decode")
+    dense = by_hand(loaded, sample, None)[first:]
+    sparse = by_hand(loaded, sample, plan, prefill=phase != "decode", decode=phase != "prefill")[first:]
+    p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
+    assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3, abs=1e-7)
+    assert found.agreed == int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+def test_exact_agreement_is_that_greedy_generation_gives_the_same_tokens(loaded: LoadedModel, phase: str) -> None:
+    samples, plan = own_samples(6, answer=4), sparse_plan(loaded)
+    found = compare(loaded, {"p": PlanMode(plan, phase)}, dense_reference(loaded, samples))["p"].outcomes
+
+    def generated(sample: Sample) -> list[int]:
+        prompt = torch.tensor(sample.prompt_ids[None].astype(np.int64))
+        return loaded.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)[
+            0, prompt.shape[1] :
+        ].tolist()
+
+    dense = [generated(sample) for sample in samples]
+    with apply(loaded.model, plan, prefill=phase != "decode", decode=phase != "prefill"):
+        sparse = [generated(sample) for sample in samples]
+    assert [one.exact for one in found] == [a == b for a, b in zip(dense, sparse, strict=True)]
+
+
+def test_what_follows_an_end_token_does_not_count(loaded: LoadedModel) -> None:
+    (sample,) = own_samples(1, answer=4)
+    (batch,) = dense_reference(loaded, [sample]).batches
+    assert batch.counted_BG.all()
+    ended = copy.deepcopy(loaded.model)
+    ended.generation_config.eos_token_id = [int(batch.greedy_BG[0, 1])]
+    (batch,) = dense_reference(replace(loaded, model=ended), [sample]).batches
+    first = batch.greedy_BG[0].tolist().index(ended.generation_config.eos_token_id[0])
+    assert batch.counted_BG[0].tolist() == [place <= first for place in range(4)]
+
+
+def test_a_sample_without_an_answer_to_measure_on_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(PromptError, match="at least one answer token"):
+        dense_reference(loaded, own_samples(1, answer=0))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsekv.planner.options import Gate, PlanOptions, check_targets, density_for, lengths_up_to
+from sparsekv.planner.options import TASKS, Gate, PlanOptions, check_targets, density_for, lengths_up_to
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, tokens
 
@@ -21,6 +21,9 @@ from sparsekv.plans.patterns import TileShape, tokens
         ({"target_density": 0.3}, "target_density as a tuple .*, found 0.3"),
         ({"tasks": "niah_single"}, "tasks as a tuple .*, found 'niah_single'"),
         ({"gate": Gate(max_kl=float("nan"))}, "divergence"),
+        ({"gate": Gate(max_decode_kl=-0.1)}, "divergence"),
+        ({"gate": Gate(min_agreement=1.1)}, "agreement"),
+        ({"gate": Gate(min_exact=float("nan"))}, "agreement"),
         ({"phases": ()}, "phases"),
         ({"families": ("spiral",)}, "families"),
         ({"tasks": ("chess",)}, "tasks"),
@@ -116,6 +119,17 @@ def test_the_published_preset_takes_one_key_value_sample_and_64_tiles() -> None:
     assert settled.tasks == ("kv_retrieval",)
     assert settled.samples == 1
     assert settled.tile == TileShape(query=64, key=64)
+
+
+def test_where_tasks_are_found_out_a_gpu_has_time_for_more_samples_than_a_cpu() -> None:
+    assert [PlanOptions().settled(4096, device).samples for device in ("cpu", "cuda")] == [3, 8]
+    assert PlanOptions().settled(4096, "cpu").tasks == ()
+
+
+def test_given_tasks_are_all_seen_on_a_gpu_and_quotations_twice() -> None:
+    assert PlanOptions(tasks=("kv_retrieval", "perplexity")).settled(4096, "cuda").samples == 2
+    assert PlanOptions(tasks=TASKS).settled(4096, "cuda").samples == len(TASKS) + 2
+    assert PlanOptions(tasks=("kv_retrieval",)).settled(4096, "cpu").samples == 1
 
 
 def test_settling_twice_changes_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekv.planner.evaluation import bytes_per_token, prompts_at_once
+from sparsekv.planner.compare import bytes_per_token, prompts_at_once
 
 GIB = 1 << 30
 
@@ -32,8 +32,8 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch, total: int, vocabulary: int = 50) -
     )
 
 
-def test_a_token_costs_its_keys_and_values_of_every_layer_and_the_widest_layer_once() -> None:
-    cached = 3 * 2 * 2 * 32
+def test_a_token_costs_its_keys_and_values_twice_and_the_widest_layer_once() -> None:
+    cached = 2 * 3 * 2 * 2 * 32  # a copy of the cache is fed another text
     widest = 2 * 64 + 2 * 4 * 32 + 3 * 96
     assert bytes_per_token(_llama(torch.float32)) == 4 * (cached + widest)
     assert bytes_per_token(_llama(torch.bfloat16)) == 2 * (cached + widest)

@@ -21,7 +21,7 @@ from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 
 class RandomTiles:
-    """A `planner.evaluation.Mode`: the plan's number of tiles in every row, but any; the mandatory ones stay.
+    """A `planner.compare.Mode`: the plan's number of tiles in every row, but any; the mandatory ones stay.
 
     Single columns count by their width, so that nothing is lost in the exchange.
     """
@@ -33,6 +33,10 @@ class RandomTiles:
 
     @property
     def stepwise(self) -> bool:
+        return False
+
+    @property
+    def dense_prefill(self) -> bool:
         return False
 
     @contextmanager

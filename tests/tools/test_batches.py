@@ -9,7 +9,6 @@ import torch
 from reference_model.batches import (
     FIRST_ANSWER,
     NO_LOSS,
-    TASK_NAMES,
     TEXT,
     make_row,
     micro_batches_per_step,
@@ -22,7 +21,7 @@ from reference_model.recipe import TASK_SHARES, Recipe, Stage, smoke
 from reference_model.tokenizer import piece_encoder
 from task_tokenizers import tokenizer_named
 
-from sparsekv.planner.tasks import TASKS, Kit, PieceEncoder
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, Kit, PieceEncoder
 
 RECIPE = smoke(Recipe())
 
@@ -52,7 +51,7 @@ def test_rows_are_exactly_as_long_as_asked_and_learn_answers_or_text(kit: Kit, l
     assert {len(row.ids) for row in rows} == {len(row.kinds) for row in rows} == {length}
     assert all(row.ids[0] == kit.encoder.bos_ids[0] for row in rows)
     assert all((row.kinds != NO_LOSS).any() for row in rows)
-    assert max(row.kinds.max() for row in rows) < FIRST_ANSWER + len(TASK_NAMES)
+    assert max(row.kinds.max() for row in rows) < FIRST_ANSWER + len(TASK_SHARES)
     plain = sum(not (row.kinds >= FIRST_ANSWER).any() for row in rows)
     assert 4 <= plain <= 26
     kinds = set(np.concatenate([row.kinds for row in rows]).tolist())
@@ -83,7 +82,7 @@ def test_batches_that_start_late_are_those_of_the_whole_run(work: Path) -> None:
 
 
 def test_the_recipe_trains_every_task_that_is_asked_about() -> None:
-    assert set(TASK_SHARES) == set(TASKS) - {"perplexity"}
+    assert set(TASK_SHARES) == set(RETRIEVAL_TASKS)
     assert sum(share.weight for share in TASK_SHARES.values()) == pytest.approx(1)
 
 
@@ -94,6 +93,13 @@ def test_learning_rates_rise_stay_and_fall_to_zero_within_the_last_length() -> N
     assert set(factors[9:100]) == {1.0}
     assert factors[100:] == sorted(factors[100:], reverse=True)
     assert 0 < factors[-1] <= 1 / 50
+
+
+def test_learning_rates_fall_to_zero_within_the_seconds_of_the_last_length() -> None:
+    recipe = replace(Recipe(), stages=(Stage(128, seconds=50), Stage(256, seconds=100)), decay_share=0.5)
+    assert rate_factor(recipe, 0, seconds=0) == 1 / recipe.warmup_steps
+    factors = [rate_factor(recipe, 1000, seconds) for seconds in (49, 100, 125, 140, 150, 151)]
+    assert factors == pytest.approx([1, 1, 0.5, 0.2, 0, 0])
 
 
 def test_the_tokenizer_itself_and_its_wrapper_encode_alike() -> None:

@@ -12,10 +12,11 @@ import torch
 import train_reference_model
 from reference_model import checkpoint
 from reference_model.evaluate import load_results
-from reference_model.recipe import Recipe, smoke
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from reference_model.formats import FORMATS
+from reference_model.recipe import SHAPES, Recipe, smoke
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sparsekv.planner.tasks import TASKS
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS
 
 STEPS = sum(stage.steps for stage in smoke(Recipe()).stages)
 STOPPED = "stopped: run the same command again to go on"
@@ -67,12 +68,12 @@ def test_a_whole_run_leaves_a_model_that_transformers_runs(finished: Path) -> No
 
 def test_every_task_is_scored_at_every_length_and_shown_on_the_card(finished: Path) -> None:
     lengths = [str(length) for length in smoke(Recipe()).eval_lengths]
-    results = load_results(out_of(finished))
-    assert {task: list(scores) for task, scores in results.items()} == dict.fromkeys(TASKS, lengths)
+    results, tasks = load_results(out_of(finished)), (*RETRIEVAL_TASKS, "perplexity")
+    assert {task: list(scores) for task, scores in results.items()} == dict.fromkeys(tasks, lengths)
     assert all(0 <= score <= 1 for task in results if task != "perplexity" for score in results[task].values())
     card = (out_of(finished) / "README.md").read_text()
     assert f"| task | {' | '.join(lengths)} |" in card
-    assert all(f"| {task} | " in card for task in TASKS)
+    assert all(f"| {task} | " in card for task in tasks)
     assert "2 prompts a cell" in card
 
 
@@ -80,6 +81,31 @@ def test_losses_of_every_stage_are_logged(finished: Path) -> None:
     records = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
     assert [(record["stage"], record["step"]) for record in records] == [("train-128", 6), ("train-256", 6)]
     assert all(record["text"]["loss"] > 0 for record in records)
+
+
+def test_other_tasks_are_learned_for_so_many_seconds_and_scored(tool: Tool) -> None:
+    lengths = ("--lengths", "128,192", "--seconds", "0.1,0.1")
+    assert tool("formats", "--tasks", "other", "--shape", "wide", *lengths, "--eval-samples", "1") == "done"
+    records = [json.loads(line) for line in (tool.base / "formats" / "log.jsonl").read_text().splitlines()]
+    assert list(dict.fromkeys(record["stage"] for record in records)) == ["train-128", "train-192"]
+    assert records[-1]["elapsed"] >= 0.2
+    assert {name for record in records for name in record} & {*TASKS, *FORMATS} <= set(FORMATS)
+    results = load_results(out_of(tool.base / "formats"))
+    assert list(results) == sorted([*FORMATS, "perplexity"])
+    assert all(list(scores) == ["192"] for scores in results.values())
+    assert not (out_of(tool.base / "formats") / "README.md").exists()
+
+
+@pytest.mark.parametrize("shape", ["wide", "deep", "big"])
+def test_every_shape_is_exported_with_its_heads_and_the_context_it_was_trained_at(tool: Tool, shape: str) -> None:
+    chosen = ("--tasks", "other", "--shape", shape, "--lengths", "128", "--steps", "1")
+    assert tool("shape", *chosen, "--stage", "train-128") == "done"
+    assert tool("shape", *chosen, "--stage", "export") == "done"
+    config = AutoConfig.from_pretrained(out_of(tool.base / "shape"))
+    assert config.max_position_embeddings == 128
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert heads == (SHAPES[shape].heads, SHAPES[shape].kv_heads, SHAPES[shape].head_dim)
+    (tool.base / "shape" / checkpoint.FILE_NAME).unlink()  # the prepared text serves the next shape
 
 
 def test_a_run_that_is_stopped_after_every_step_makes_the_same_bytes(tool: Tool, finished: Path) -> None:
@@ -129,6 +155,12 @@ def test_export_needs_a_trained_model(tool: Tool) -> None:
     assert tool("untrained", "--stage", "prepare") == "done"
     with pytest.raises(FileNotFoundError):
         tool("untrained", "--stage", "export")
+
+
+def test_as_many_durations_as_lengths_are_expected(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool("nothing", "--seconds", "1,2,3")
+    assert "expected 2 steps or seconds, one for each length, found 3" in capsys.readouterr().err
 
 
 def test_an_unknown_stage_is_refused_before_anything_is_made(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:

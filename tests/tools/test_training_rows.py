@@ -6,12 +6,11 @@ from reference_model.batches import FIRST_ANSWER, NO_LOSS, TEXT, answer_overhead
 from task_oracle import is_statement
 from task_tokenizers import kit_named, tokenizer_named
 
-from sparsekv.planner.tasks import TASKS, Document, Kit, Request, Split
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Document, Kit, Request, Split
 from sparsekv.planner.tasks.draws import Draws
 from sparsekv.planner.tasks.samples import generator
 
 TOKENIZERS = ("shipped", "metaspace", "byte_level")
-RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
 NUMBER = 3
 
 
@@ -24,7 +23,7 @@ def decode(tokenizer: str, ids: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@pytest.mark.parametrize("task", RETRIEVAL)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_there_is_loss_on_filler_text_and_answers_only(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     made = document(kit, task)
@@ -37,7 +36,7 @@ def test_there_is_loss_on_filler_text_and_answers_only(task: str, tokenizer: str
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@pytest.mark.parametrize("task", RETRIEVAL)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_a_context_is_text_but_for_its_statements(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     made = document(kit, task)
@@ -51,7 +50,7 @@ def test_a_context_is_text_but_for_its_statements(task: str, tokenizer: str) -> 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_overhead_is_what_a_row_adds_to_its_document(tokenizer: str) -> None:
     kit = kit_named(tokenizer)
-    for task in RETRIEVAL:
+    for task in RETRIEVAL_TASKS:
         made = document(kit, task)
         row = document_row(made, 0, kit)
         assert len(row.ids) == len(row.kinds) == len(made) + answer_overhead(len(made.queries), kit)

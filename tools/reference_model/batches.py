@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from reference_model.formats import TRAINED
 from reference_model.prepare import training_kit
-from reference_model.recipe import TASK_SHARES, Recipe, Stage
+from reference_model.recipe import Recipe, Stage
 from sparsekv.planner.tasks import TASKS
 from sparsekv.planner.tasks.documents import Document, Kit, Request
 from sparsekv.planner.tasks.draws import Draws
@@ -25,13 +26,9 @@ from sparsekv.planner.tasks.text import Ids, Split
 
 NO_LOSS = 0
 TEXT = 1
-FIRST_ANSWER = 2  # answers of task number t have kind FIRST_ANSWER + t
+FIRST_ANSWER = 2  # answers of task number t of the recipe have kind FIRST_ANSWER + t
 
 Kinds = npt.NDArray[np.uint8]
-
-TASK_NAMES = tuple(TASK_SHARES)
-_WEIGHTS = np.array([share.weight for share in TASK_SHARES.values()])
-_WEIGHTS /= _WEIGHTS.sum()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,18 +113,19 @@ def _spans(recipe: Recipe, length: int, rng: np.random.Generator) -> Iterator[in
 
 
 def _retrieval_row(kit: Kit, recipe: Recipe, length: int, draws: Draws) -> Row:
-    number = int(draws.rng.choice(len(TASK_NAMES), p=_WEIGHTS))
+    weights = np.array([share.weight for share in recipe.shares.values()])
+    number = int(draws.rng.choice(len(weights), p=weights / weights.sum()))
+    task, share = list(recipe.shares.items())[number]
     queries = min(recipe.most_queries, max(1, length // recipe.tokens_per_query))
-    statements = _statements(TASK_NAMES[number], length, draws.rng)
+    statements = _statements(share.tokens_per_statement, length, draws.rng)
     if statements:
         queries = min(queries, statements)
     room = length - answer_overhead(queries, kit)
-    document: Document = TASKS[TASK_NAMES[number]].document(kit, Request(room, queries, statements), draws)
+    document = TRAINED[task].document(kit, Request(room, queries, statements), draws)
     return document_row(document, number, kit)
 
 
-def _statements(task: str, length: int, rng: np.random.Generator) -> int | None:
-    spacing = TASK_SHARES[task].tokens_per_statement
+def _statements(spacing: int, length: int, rng: np.random.Generator) -> int | None:
     if not spacing:
         return None
     return max(1, round(float(np.exp(rng.uniform(0, np.log(max(2.0, length / spacing)))))))

@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from reference_model.formats import TRAINED
 from reference_model.recipe import Recipe
 from reference_model.tokenizer import load_tokenizer, piece_encoder
 from sparsekv.planner.tasks import (
-    TASKS,
     Filler,
     Kit,
     Sample,
@@ -35,7 +35,7 @@ Results = dict[str, dict[str, float]]  # task -> length -> accuracy, or perplexi
 
 
 def evaluate(recipe: Recipe, out: Path, device: torch.device, deadline: float) -> bool:
-    """Scores every task at every length, a cell at a time; goes on where it stopped.
+    """Scores every task of the recipe and perplexity at every length, a cell at a time; goes on where it stopped.
 
     Returns:
         Whether all cells are done.
@@ -44,14 +44,14 @@ def evaluate(recipe: Recipe, out: Path, device: torch.device, deadline: float) -
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
     tokenizer = load_tokenizer(out)
     for length in recipe.eval_lengths:
-        for name in TASKS:
+        for name in (*recipe.shares, "perplexity"):
             results = load_results(out)
             if str(length) in results.get(name, {}):
                 continue
             if time.monotonic() >= deadline:
                 return False
             began = time.perf_counter()
-            samples = list(make_samples(TASKS[name], kit, length, recipe.seed, recipe.eval_samples))
+            samples = list(make_samples(TRAINED[name], kit, length, recipe.seed, recipe.eval_samples))
             score = _perplexity(model, samples) if name == "perplexity" else _accuracy(model, samples, tokenizer)
             results.setdefault(name, {})[str(length)] = score
             _save_results(out, results)

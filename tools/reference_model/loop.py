@@ -66,24 +66,32 @@ def _train_stage(recipe: Recipe, run: Run, model: Retriever, optimizers: Optimiz
     """Goes on to the end of the stage or to the deadline, and saves."""
     stage = recipe.stages[start.stage]
     before = sum(earlier.steps for earlier in recipe.stages[: start.stage])
+    end = recipe.seconds_through(start.stage)
     began = time.perf_counter() - start.seconds
-    meter = Meter(run.work / "log.jsonl", recipe.tokens_per_step)
+    meter = Meter(run.work / "log.jsonl", recipe)
     position = start
     for step, (micro_batches, waited) in enumerate(_steps(recipe, run, stage, start.step), start.step):
+        factor = rate_factor(recipe, before + step, time.perf_counter() - began)
         meter.add(accumulate(model, micro_batches, run.device), waited)
-        optimizers.step(rate_factor(recipe, before + step))
+        optimizers.step(factor)
+        if end is not None and run.device.type == "cuda":
+            torch.cuda.synchronize()  # steps that are only queued would count as done
         position = Position(start.stage, step + 1, time.perf_counter() - began)
         if (step + 1) % LOG_EVERY == 0:
             meter.flush(stage.name, step + 1, position.seconds)
         if (step + 1) % run.checkpoint_every == 0 and step + 1 < stage.steps:
             checkpoint.save(run.work, model, optimizers, position)
-        if time.monotonic() >= run.deadline:
+        if _is_over(stage, end, position) or time.monotonic() >= run.deadline:
             break
     meter.flush(stage.name, position.step, position.seconds)
-    if position.step >= stage.steps:
+    if _is_over(stage, end, position):
         position = Position(start.stage + 1, 0, time.perf_counter() - began)
     checkpoint.save(run.work, model, optimizers, position)
     return position
+
+
+def _is_over(stage: Stage, end: float | None, position: Position) -> bool:
+    return position.step >= stage.steps or (end is not None and position.seconds >= end)
 
 
 def _steps(recipe: Recipe, run: Run, stage: Stage, first: int) -> Iterator[tuple[list[Batch], float]]:
@@ -100,7 +108,7 @@ def probe(recipe: Recipe, run: Run, steps: int) -> None:
     """Runs some steps of every length, prints their times, and writes nothing."""
     model, optimizers = build(recipe, run)
     for stage in recipe.stages:
-        meter = Meter(None, recipe.tokens_per_step)
+        meter = Meter(None, recipe)
         warm = Stage(stage.length, steps + 2)
         began = time.perf_counter()
         for step, (micro_batches, waited) in enumerate(_steps(recipe, run, warm, 0), start=-1):

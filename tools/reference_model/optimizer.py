@@ -46,7 +46,17 @@ class Optimizers:
         self.adam.load_state_dict(state["adam"])
 
 
-def rate_factor(recipe: Recipe, step: int) -> float:
-    """The share of the full learning rate at a step of the whole run: up, level, and down to zero at the end."""
-    decay = max(1, round(recipe.stages[-1].steps * recipe.decay_share))
-    return min(1.0, (step + 1) / recipe.warmup_steps, (recipe.steps - step) / decay)
+def rate_factor(recipe: Recipe, step: int, seconds: float = 0.0) -> float:
+    """The share of the full learning rate at a step of the whole run: up, level, and down to zero at the end.
+
+    `seconds` of training so far decide over the way down where stages end by time.
+    """
+    return min(1.0, (step + 1) / recipe.warmup_steps, _remaining(recipe, step, seconds))
+
+
+def _remaining(recipe: Recipe, step: int, seconds: float) -> float:
+    """What is left of the run, as a multiple of its decay."""
+    last, end = recipe.stages[-1], recipe.seconds_through(len(recipe.stages) - 1)
+    if end is not None and last.seconds is not None:
+        return max(0.0, end - seconds) / (last.seconds * recipe.decay_share)
+    return (recipe.steps - step) / max(1, round(last.steps * recipe.decay_share))

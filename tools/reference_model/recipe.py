@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -22,12 +23,28 @@ class Shape:
     norm_eps: float = 1e-5
 
 
+# The default is the shipped model. The others are for measurements on models of other proportions; bfloat16 weights of
+# each stay below 40 MB.
+SHAPES: dict[str, Shape] = {
+    "default": Shape(),
+    "wide": Shape(hidden=320, layers=10, heads=10, kv_heads=2, head_dim=32, ffn=960),
+    "deep": Shape(hidden=192, layers=16, heads=6, kv_heads=2, head_dim=32, ffn=576),
+    "big": Shape(hidden=384, layers=12, heads=6, kv_heads=3, head_dim=64, ffn=896),
+}
+
+NO_STEP_LIMIT = 1_000_000  # steps of a stage that ends by time
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """So many steps at one row length."""
+    """So many steps at one row length, or as many as `seconds` hold, compilation included.
+
+    In one recipe, either every stage has seconds or none has.
+    """
 
     length: int
-    steps: int
+    steps: int = NO_STEP_LIMIT
+    seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -65,6 +82,7 @@ class Recipe:
         micro_tokens: tokens a micro-batch, at least one row.
         text_share: share of rows that are plain text; the others hold retrieval documents.
         split_chance: chance that a span of a row is divided into two documents, again and again.
+        shares: the retrieval tasks by name, and how much of the retrieval rows each gets.
         shortest_document: spans are not divided below this.
         tokens_per_query: one query for every so many tokens of a document,
         most_queries: but no more than this.
@@ -76,6 +94,7 @@ class Recipe:
     tokens_per_step: int = 262_144
     micro_tokens: int = 131_072
     text_share: float = 0.35
+    shares: Mapping[str, TaskShare] = field(default_factory=lambda: TASK_SHARES)
     split_chance: float = 0.35
     shortest_document: int = 192
     tokens_per_query: int = 64
@@ -94,10 +113,18 @@ class Recipe:
         """Of all stages."""
         return sum(stage.steps for stage in self.stages)
 
+    def seconds_through(self, stage: int) -> float | None:
+        """Training seconds after which stage number `stage` ends; None where steps end it.
+
+        Counted from the beginning of the run, so that no stage pays for the last step of the one before.
+        """
+        seconds = [each.seconds for each in self.stages[: stage + 1] if each.seconds is not None]
+        return sum(seconds) if seconds else None
+
 
 def smoke(recipe: Recipe) -> Recipe:
-    """The same run in a minute on a CPU; it learns nothing."""
-    shape = replace(recipe.shape, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=128, context=512)
+    """The same run in a minute on a CPU, with the heads of its shape; it learns nothing."""
+    shape = replace(recipe.shape, hidden=16 * recipe.shape.heads, layers=2, ffn=128, context=512)
     return replace(
         recipe,
         shape=shape,

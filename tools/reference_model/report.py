@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from reference_model.batches import FIRST_ANSWER, TASK_NAMES, TEXT
+from reference_model.batches import FIRST_ANSWER, TEXT
+from reference_model.recipe import Recipe
 from reference_model.training import Totals
 
 LOG_EVERY = 20
@@ -16,8 +17,8 @@ LOG_EVERY = 20
 class Meter:
     """Collects the steps between two log lines. The device is read once a line, not once a step."""
 
-    def __init__(self, log: Path | None, tokens_per_step: int) -> None:
-        self._log, self._tokens = log, tokens_per_step
+    def __init__(self, log: Path | None, recipe: Recipe) -> None:
+        self._log, self._tokens, self._tasks = log, recipe.tokens_per_step, tuple(recipe.shares)
         self._clear()
 
     def _clear(self) -> None:
@@ -36,7 +37,7 @@ class Meter:
         """Prints and logs the steps since the last call; `elapsed` is the training time of the whole run."""
         if self._totals is None:
             return
-        losses = _by_kind(self._totals)  # waits for the device, so that the time below is true
+        losses = _by_kind(self._totals, self._tasks)  # waits for the device, so that the time below is true
         seconds = (time.perf_counter() - self._began) / self._steps
         waited = self._waited / self._steps / seconds
         record = {"stage": stage, "step": step, "elapsed": round(elapsed, 1), "seconds_per_step": round(seconds, 4)}
@@ -48,9 +49,9 @@ class Meter:
         self._clear()
 
 
-def _by_kind(totals: Totals) -> dict[str, Any]:
+def _by_kind(totals: Totals, tasks: tuple[str, ...]) -> dict[str, Any]:
     losses, rights, counts = (sums.tolist() for sums in (totals.loss_K, totals.right_K, totals.count_K))
-    kinds = {"text": TEXT} | {name: FIRST_ANSWER + i for i, name in enumerate(TASK_NAMES)}
+    kinds = {"text": TEXT} | {name: FIRST_ANSWER + i for i, name in enumerate(tasks)}
     return {
         name: {"loss": round(losses[kind] / counts[kind], 3), "accuracy": round(rights[kind] / counts[kind], 4)}
         for name, kind in kinds.items()

@@ -51,4 +51,4 @@ def piece_encoder(tokenizer: Tokenizer) -> PieceEncoder:
     def encode_batch(texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    return PieceEncoder(encode_batch, (end_of_text_id(tokenizer),))
+    return PieceEncoder(encode_batch, (end_of_text_id(tokenizer),), decode=tokenizer.decode)

@@ -3,12 +3,10 @@
 import pytest
 from task_tokenizers import NAMES, kit_named
 
-from sparsekv.planner.tasks import TASKS, Request, Split, TaskError, make_sample
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Request, Split, TaskError, make_sample
 from sparsekv.planner.tasks.draws import KEYS, Draws
 from sparsekv.planner.tasks.samples import generator
 from sparsekv.plans.errors import SparseKVError
-
-RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
 
 
 def draws() -> Draws:
@@ -20,7 +18,7 @@ def test_task_errors_are_errors_of_the_project() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", NAMES)
-@pytest.mark.parametrize("task", RETRIEVAL)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_a_length_that_holds_no_question_is_refused_with_one_that_would(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     with pytest.raises(TaskError, match=r"expected at least \d+ tokens .*, found 20; use a longer length") as error:

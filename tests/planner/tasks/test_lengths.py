@@ -6,13 +6,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from task_tokenizers import NAMES, byte_level, kit_named, kit_of, metaspace
 
-from sparsekv.planner.tasks import TASKS, Kit, Request, Split, TaskError, make_sample, make_samples
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Request, Split, TaskError, make_sample, make_samples
 from sparsekv.planner.tasks.draws import Draws
 from sparsekv.planner.tasks.samples import generator
 
 LENGTHS = (512, 1537, 4096)
 SHORTEST = 400  # holds a question of every task, in single characters too
-RETRIEVAL = tuple(name for name in TASKS if name != "perplexity")
 
 
 def draws(seed: int = 0) -> Draws:
@@ -63,7 +62,7 @@ def test_a_short_length_gives_an_exact_sample_or_a_task_error_and_nothing_else(l
 
 
 @pytest.mark.parametrize("tokenizer", NAMES)
-@pytest.mark.parametrize("task", RETRIEVAL)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_documents_with_many_questions_fill_their_length(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
     for seed, (length, queries) in enumerate([(900, 1), (900, 4), (3000, 32)]):
@@ -81,7 +80,7 @@ def _slack(task: str, kit: Kit) -> int:
     return 40 if task == "kv_retrieval" and kit is kit_named("characters") else 20 if task == "kv_retrieval" else 0
 
 
-@pytest.mark.parametrize("task", RETRIEVAL)
+@pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_a_document_plants_as_many_statements_as_asked_for(task: str) -> None:
     kit = kit_named("shipped")
     few, many = (TASKS[task].document(kit, Request(4000, 1, count), draws()) for count in (1, 12))

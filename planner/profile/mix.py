@@ -1,0 +1,62 @@
+"""Which tasks a model is calibrated and verified on: those that say something about it, found out before profiling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sparsekv.planner.compare import Batch, answered, batches, forced_logits, prompts_at_once
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
+from sparsekv.plans.errors import PromptError
+from sparsekv.runtime.hf.load import LoadedModel
+
+# A task that is not solved at this length is not solved at longer ones.
+_LENGTH = 2048
+# Characters of text for so many tokens: enough for every tokenizer, and quick to encode.
+_CHARACTERS_PER_TOKEN = 16
+_SAMPLES = {"cpu": 2, "cuda": 4}
+
+
+def with_tasks(loaded: LoadedModel, options: PlanOptions, known: tuple[str, ...] = ()) -> PlanOptions:
+    """The options with their tasks; where none were asked for, quotations, what the model solves, and plain text.
+
+    Args:
+        options: settled.
+        known: the tasks that an earlier profile of the model was made with; then nothing is run.
+    """
+    if options.tasks or known:
+        return replace(options, tasks=options.tasks or known)
+    length, samples = min(_LENGTH, *options.lengths), _SAMPLES.get(loaded.model.device.type, _SAMPLES["cpu"])
+    kit = prepare(loaded.tokenizer, Split.CALIBRATION, characters=_CHARACTERS_PER_TOKEN * length)
+    solved = solved_tasks(loaded, kit, RETRIEVAL_TASKS, length, samples, options.seed)
+    chosen = {*QUOTE_TASKS, *solved, "perplexity"}
+    return replace(options, tasks=tuple(name for name in TASKS if name in chosen))
+
+
+def solved_tasks(
+    loaded: LoadedModel, kit: Kit, tasks: tuple[str, ...], length: int, samples: int, seed: int = 0
+) -> tuple[str, ...]:
+    """The tasks of which the unmodified model's greedy answers are right at least half of the time.
+
+    Args:
+        loaded: the model, with nothing applied to it.
+        tasks: those with right answers; one that does not fit the length is not solved.
+        samples: of each task.
+    """
+    return tuple(task for task in tasks if _is_solved(loaded, kit, task, length, samples, seed))
+
+
+def _is_solved(loaded: LoadedModel, kit: Kit, task: str, length: int, samples: int, seed: int) -> bool:
+    try:
+        drawn = list(held_out(kit, task, length, samples, seed))
+    except PromptError:
+        return False
+    right = 0
+    for some in batches(drawn, prompts_at_once(loaded.model, length)):
+        batch = Batch.of(some, loaded.model.device)
+        (logits_BAV,) = forced_logits(loaded, batch.prompt_BS, [batch.answer_BA], stepwise=False)
+        right += sum(map(bool, answered(loaded, batch, logits_BAV)))
+        if 2 * right >= samples:
+            return True
+    return False

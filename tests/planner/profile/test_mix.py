@@ -1,0 +1,35 @@
+"""Tasks that a model is calibrated on: always those that any model can answer, of the others those that it solves."""
+
+import pytest
+from task_tokenizers import REFERENCE_MODEL, kit_named
+
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.mix import solved_tasks, with_tasks
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, Split
+from sparsekv.runtime.hf.load import LoadedModel, load_model
+
+
+@pytest.fixture(scope="module")
+def reference() -> LoadedModel:
+    return load_model(REFERENCE_MODEL, device="cpu", dtype="auto")
+
+
+def test_the_reference_model_solves_what_it_was_trained_on_where_that_fits(reference: LoadedModel) -> None:
+    kit = kit_named("shipped", Split.CALIBRATION)
+    tasks = ("kv_retrieval", "variable_tracking")
+    assert solved_tasks(reference, kit, tasks, 512, samples=2) == tasks
+    assert solved_tasks(reference, kit, tasks, 64, samples=2) == ("kv_retrieval",)
+
+
+def test_an_untrained_model_solves_nothing_and_is_left_with_text(loaded: LoadedModel) -> None:
+    kit = kit_named("characters", Split.CALIBRATION)
+    assert solved_tasks(loaded, kit, RETRIEVAL_TASKS, 512, samples=2) == ()
+    settled = PlanOptions(lengths=(512,)).settled(4096, "cpu")
+    assert with_tasks(loaded, settled).tasks == ("quote_text", "quote_code", "perplexity")
+
+
+def test_tasks_that_were_asked_for_or_profiled_are_taken_without_running_the_model(loaded: LoadedModel) -> None:
+    settled, no_model = PlanOptions(lengths=(512,)).settled(4096, "cpu"), LoadedModel(None, None, loaded.info)  # type: ignore[arg-type]
+    assert with_tasks(no_model, settled, ("niah_single",)).tasks == ("niah_single",)
+    given = PlanOptions(lengths=(512,), tasks=("two_stage",)).settled(4096, "cpu")
+    assert with_tasks(no_model, given, ("niah_single",)).tasks == ("two_stage",)

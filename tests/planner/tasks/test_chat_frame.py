@@ -1,0 +1,117 @@
+"""Prompts as a user's message: the tokens of the rendered template, exact in length, the reply begun with the cue."""
+
+import warnings
+
+import pytest
+from task_tokenizers import NAMES, kit_named, tokenizer_named
+from transformers import PreTrainedTokenizerFast
+
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Sample, TaskError, make_sample
+from sparsekv.planner.tasks.chat_frame import ChatFrame
+from sparsekv.plans.errors import PlanWarning
+
+TEMPLATE = (
+    "{{ bos_token }}System: be brief.\n{% for m in messages %}User: {{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Reply:\n{% endif %}"
+)
+CHATTING = ("quote_text", "quote_code", *RETRIEVAL_TASKS)
+
+
+def templated(name: str, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    tokenizer = tokenizer_named(name)
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+    )
+    own.chat_template = template
+    return own
+
+
+def chat_kit(name: str, template: str = TEMPLATE) -> Kit:
+    plain = kit_named(name)
+    return Kit(plain.split, plain.encoder, plain.filler, ChatFrame.of(templated(name, template), plain.encoder))
+
+
+def text(name: str, sample: Sample) -> str:
+    return str(tokenizer_named(name).decode(sample.prompt_ids.tolist(), skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("task", CHATTING)
+def test_prompt_and_longest_answer_have_the_length_with_the_frame(task: str, name: str) -> None:
+    kit = chat_kit(name)
+    assert kit.chat is not None
+    room = 900 - len(kit.chat.before_ids) - len(kit.chat.after_ids)
+    sample = make_sample(TASKS[task], kit, 900, seed=0, index=0)
+    assert len(sample.prompt_ids) + TASKS[task].longest_answer(kit.encoder, room) == 900
+    assert sample.prompt_ids[: len(kit.chat.before_ids)].tolist() == list(kit.chat.before_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("task", ["niah_single", "kv_retrieval", "two_stage", "variable_tracking"])
+def test_the_reply_begins_with_the_cue_behind_the_question(task: str, name: str) -> None:
+    system, prompt = text(name, make_sample(TASKS[task], chat_kit(name), 900, seed=0, index=0)).split("User: ", 1)
+    message, reply = prompt.split("\nReply:\n")
+    assert system.endswith("System: be brief.\n")
+    assert message.endswith(("above?", "?", "value.", "number."))
+    assert reply.endswith((" is", ":", " ="))
+
+
+@pytest.mark.parametrize("task", ["quote_text", "quote_code"])
+def test_a_quotation_begins_the_reply_and_goes_on_as_what_it_quotes(task: str) -> None:
+    sample = make_sample(TASKS[task], chat_kit("shipped"), 900, seed=0, index=1)
+    ids, answer = sample.prompt_ids.tolist(), sample.answer_ids.tolist()
+    passage = [*ids[-16:], *answer]
+    assert text("shipped", sample)[: -len(kit_text(ids[-16:]))].endswith("Reply:\n")
+    assert sum(ids[i : i + len(passage)] == passage for i in range(len(ids))) == 1
+    for first, end in sample.references:
+        repeated = ids[first - 16 : end]
+        assert sum(ids[i : i + len(repeated)] == repeated for i in range(len(ids))) == 2
+
+
+def kit_text(ids: list[int]) -> str:
+    return kit_named("shipped").encoder.text_of(ids)
+
+
+def test_the_tokens_are_those_of_the_rendered_text() -> None:
+    name = "byte_level_begin"
+    tokenizer = templated(name)
+    prompt = tokenizer_named(name).decode(make_sample(TASKS["kv_retrieval"], chat_kit(name), 700, 0, 0).prompt_ids)
+    message = prompt.split("User: ", 1)[1].split("\nReply:\n")[0]
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
+    assert prompt.startswith(rendered)
+
+
+def test_plain_text_is_not_put_into_a_frame() -> None:
+    framed, bare = (
+        make_sample(TASKS["perplexity"], kit, 500, 0, 0) for kit in (chat_kit("shipped"), kit_named("shipped"))
+    )
+    assert framed.prompt_ids.tolist() == bare.prompt_ids.tolist()
+
+
+def test_a_length_that_the_frame_fills_is_refused() -> None:
+    with pytest.raises(TaskError, match="expected a length of more than"):
+        make_sample(TASKS["niah_single"], chat_kit("characters"), 20, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ raise_exception('no') }}", r"one that fails \(no\)"),
+        ("{{ messages[0].content | upper }}", "one that repeats it 0 times"),
+        ("{{ messages[0].content + messages[0].content }}", "one that repeats it 2 times"),
+    ],
+)
+def test_a_template_that_cannot_be_split_is_left_out_with_a_warning(template: str, found: str) -> None:
+    with pytest.warns(PlanWarning, match=f"once, found {found}; prompts of tasks go without it"):
+        assert chat_kit("shipped", template).chat is None
+
+
+def test_a_template_is_the_same_every_day_and_leaves_no_room_to_think() -> None:
+    dated = "{{ date_string }}{% if enable_thinking is false %}!{% endif %}{{ messages[0].content }}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat = chat_kit("shipped", dated).chat
+    assert chat is not None
+    assert kit_text(list(chat.before_ids)) == "26 Jul 2024!"

@@ -1,0 +1,96 @@
+"""Tasks in other formats: an answer follows from the context alone, and prompts come out as long as asked."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+from reference_model.formats import FORMAT_SHARES, FORMATS
+from reference_model.recipe import SHAPES
+from task_tokenizers import kit_named, tokenizer_named
+
+from sparsekv.kernels.triton_support import head_size_obstacle
+from sparsekv.planner.tasks import TASKS, Request, Split, make_sample
+from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.samples import generator
+
+
+def one(pattern: str, text: str) -> str:
+    """The only match of a pattern in whole lines."""
+    (found,) = re.findall(f"^{pattern}$", text, re.MULTILINE)
+    return str(found)
+
+
+def of_dict(context: str, question: str) -> str:
+    return one(re.escape(one(r">>> (.*)", question)) + r" = (\d{5})", context)
+
+
+def of_function(context: str, question: str) -> str:
+    return one("def " + re.escape(one(r"assert (.*) ==", question)) + r": return (\d{4})", context)
+
+
+def of_table(context: str, question: str) -> str:
+    return one(re.escape(question.splitlines()[1]) + r" (\d\d \| \d{3}) \|", context)
+
+
+def of_quote(context: str, question: str) -> str:
+    return one(re.escape(question.splitlines()[1]) + "((?: [a-z]+){10})", context)
+
+
+def of_alias(context: str, question: str) -> str:
+    names = [one(r"Resolve (\S+): \S+ ->", question)]
+    while not names[-1].isdigit():
+        names.append(one(rf"alias {re.escape(names[-1])} -> (\S+)", context))
+    return " -> ".join(names[1:])
+
+
+def of_list(context: str, question: str) -> str:
+    return one(f"members of {one(r'The first member of (.*) is', question)}: ([a-z-]+), .*", context)
+
+
+SOLVERS: dict[str, Callable[[str, str], str]] = {
+    "dict_lookup": of_dict,
+    "function_value": of_function,
+    "table_row": of_table,
+    "quote_line": of_quote,
+    "alias_chain": of_alias,
+    "first_of_list": of_list,
+}
+
+
+@pytest.mark.parametrize("tokenizer", ["shipped", "metaspace", "byte_level"])
+@pytest.mark.parametrize("task", FORMATS)
+def test_answers_follow_from_the_context(task: str, tokenizer: str) -> None:
+    kit = kit_named(tokenizer)
+    decode = tokenizer_named(tokenizer).decode
+    draws = Draws(generator(Split.TRAINING, task, 1500, 0, 0))
+    made = FORMATS[task].document(kit, Request(1500, queries=3), draws)
+    assert 1000 < len(made) <= 1500
+    assert len(made.queries) >= 2
+    for query in made.queries:
+        assert SOLVERS[task](decode(made.context_ids), decode(query.question_ids)).strip() == query.answer.strip()
+
+
+@pytest.mark.parametrize("task", FORMATS)
+def test_prompts_are_equally_long_and_hold_every_answer(task: str) -> None:
+    kit = kit_named("shipped")
+    samples = [make_sample(FORMATS[task], kit, 700, 0, index) for index in range(5)]
+    (prompt,) = {len(sample.prompt_ids) for sample in samples}
+    room = FORMATS[task].longest_answer(kit.encoder, 699)
+    assert prompt == 700 - room
+    assert max(len(sample.answer_ids) for sample in samples) <= room
+
+
+def test_every_format_is_trained_and_none_is_a_shipped_task() -> None:
+    assert set(FORMAT_SHARES) == set(FORMATS)
+    assert not set(FORMATS) & set(TASKS)
+    assert sum(share.weight for share in FORMAT_SHARES.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_small_and_run_on_the_kernels(shape: str) -> None:
+    made = SHAPES[shape]
+    attention = 2 * made.hidden * (made.heads + made.kv_heads) * made.head_dim
+    parameters = made.vocab * made.hidden + made.layers * (attention + 3 * made.hidden * made.ffn)
+    assert 2 * parameters < 40e6
+    assert made.heads % made.kv_heads == 0
+    assert head_size_obstacle(made.head_dim) is None
