@@ -22,6 +22,7 @@ from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
 if TYPE_CHECKING:
     import torch
 
+    from sparsekv.planner.options import Gate
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.patterns import Budget, TileShape
     from sparsekv.plans.schema import Plan
@@ -65,10 +66,33 @@ Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and column
 Batch = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once.")]
 HeldOut = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Held-out samples a task and length.")]
 MaxAccuracyDrop = Annotated[
-    float | None, typer.Option(min=0.0, max=100.0, metavar="POINTS", help="Most that a task may lose; 1 by default.")
+    float | None,
+    typer.Option(
+        min=0.0, max=100.0, metavar="POINTS", help="Most that answers to solved tasks may lose; 1 by default."
+    ),
 ]
 MaxKl = Annotated[
-    float | None, typer.Option(min=0.0, metavar="NATS", help="Most mean divergence; no bound by default.")
+    float | None,
+    typer.Option(
+        min=0.0, metavar="NATS", help="Most mean divergence of each phase; 0.05 by default, 0.005 for decode alone."
+    ),
+]
+MaxDecodeKl = Annotated[
+    float | None, typer.Option(min=0.0, metavar="NATS", help="The same for decode alone; as --max-kl if that is given.")
+]
+MinAgreement = Annotated[
+    float | None,
+    typer.Option(
+        "--min-agreement",
+        min=0.0,
+        max=1.0,
+        metavar="SHARE",
+        help="Least share of dense's likeliest tokens; 0.95 by default.",
+    ),
+]
+MinExact = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Least share of dense's greedy texts kept; 0.75 by default."),
 ]
 Chunk = Annotated[
     int | None,
@@ -183,6 +207,13 @@ def _share(text: str) -> float:
 
 
 # --- device, model and plan -------------------------------------------------------------------------------------------
+
+
+def gate_of(**given: float | None) -> Gate:
+    """The gates, as far as they are given; defaults for the others."""
+    from sparsekv.planner.options import Gate
+
+    return Gate(**{name: value for name, value in given.items() if value is not None})
 
 
 def settings(device: str | None = None, dtype: str | None = None, backend: str | None = None) -> Settings:

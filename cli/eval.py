@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import SCORE_HEADER, columns, emit, emit_json, score_row, tell
+from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.schema import Quality, to_data
 
 if TYPE_CHECKING:
     from sparsekv.planner.eval_results import EvalResult
+    from sparsekv.planner.evaluation import PhaseName
     from sparsekv.plans.model import ModelInfo
+    from sparsekv.plans.schema import Measurement
 
 
 def evaluate(
@@ -51,6 +54,7 @@ def evaluate(
 
     names = TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks")
     asked_backend = arguments.settings(device, dtype, backend).backend
+    from sparsekv.planner.eval_results import measurement_of
     from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
     from sparsekv.planner.progress import BarProgress
@@ -74,7 +78,7 @@ def evaluate(
     if as_json:
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
-        emit(_text(result, samples, has_plan))
+        emit(_text(result, samples, phase, measurement_of([result], phase, chunk) if has_plan else None))
 
 
 def _check_length(length: int, context: int) -> None:
@@ -87,18 +91,22 @@ def _check_length(length: int, context: int) -> None:
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
     scores = {name: task.score for name, task in result.tasks.items()}
     tasks: dict[str, Any] = {name: {"dense": score.dense, "sparse": None} for name, score in scores.items()}
-    measured: dict[str, float | None] = {"prefill_density": None}
+    measured: dict[str, Any] = {"prefill_density": None}
     if has_plan:
         for name, score in scores.items():
             tasks[name] |= {"sparse": score.sparse, "interval": score.interval}
+            tasks[name] |= {"agreement": to_data(score.agreement) if score.agreement else None}
         measured = {"prefill_density": result.prefill_density, "decode_share": result.decode_share, "kl": result.kl}
+        measured |= {"agreement": to_data(result.agreement)}
     return {"tasks": tasks, "samples": samples, "length": result.lengths[0], **measured}
 
 
-def _text(result: EvalResult, samples: int, has_plan: bool) -> str:
-    rows = [score_row(name, task.score, has_plan) for name, task in result.tasks.items()]
+def _text(result: EvalResult, samples: int, phase: PhaseName, measured: Measurement | None) -> str:
+    rows = [score_row(name, task.score, measured is not None) for name, task in result.tasks.items()]
+    parts = [columns([SCORE_HEADER, *rows], right=(1, 2))]
     facts = f"{samples} samples a task at {result.lengths[0]:,} tokens"
-    if has_plan:
+    if measured is not None:
+        parts.append(agreement_table(Quality(**{phase: measured})))
         facts += f"; prefill computed {result.prefill_density:.3f} of the tiles"
         facts += f", decode attended to {result.decode_share:.3f} of the tokens; KL {result.kl:.3g}"
-    return f"{columns([SCORE_HEADER, *rows], right=(1, 2))}\n\n{facts}"
+    return "\n\n".join((*parts, facts))

@@ -113,7 +113,15 @@ def quality_table(quality: Quality) -> str:
         measured = getattr(quality, phase)
         for task, score in measured.tasks.items() if measured else ():
             rows.append((phase, f"{measured.density:.3f}", *score_row(task, score), str(score.samples)))
-    return columns(rows, right=(1, 3, 4, 6))
+    return f"{columns(rows, right=(1, 3, 4, 6))}\n\n{agreement_table(quality)}"
+
+
+def agreement_table(quality: Quality) -> str:
+    """Divergence, top-1 and exact agreement with dense, phase by phase."""
+    from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows  # brings rich
+
+    header = tuple(name.lower() for name in AGREEMENT_HEADER)
+    return columns([header, *agreement_rows(quality)], right=(2,))
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

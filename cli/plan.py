@@ -57,6 +57,10 @@ def plan(
     decode_loss: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice.")
     ] = None,
+    decode_kl: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="NATS", help="Most divergence of decode from dense on calibration prompts."),
+    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
     samples: Annotated[
@@ -68,6 +72,9 @@ def plan(
     ] = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
+    max_decode_kl: arguments.MaxDecodeKl = None,
+    min_agreement: arguments.MinAgreement = None,
+    min_exact: arguments.MinExact = None,
     verify_samples: arguments.HeldOut = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
     profile_out: Annotated[
@@ -90,7 +97,7 @@ def plan(
     as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.options import Gate, PlanOptions, check_used
+    from sparsekv.planner.options import PlanOptions, check_used
 
     check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
@@ -111,11 +118,18 @@ def plan(
         "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
         "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
+        "decode_kl": decode_kl,
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,
         "tasks": _read(arguments.tasks_from, tasks, "--tasks"),
-        "gate": Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
+        "gate": arguments.gate_of(
+            max_accuracy_drop=max_accuracy_drop,
+            max_kl=max_kl,
+            max_decode_kl=max_decode_kl,
+            min_agreement=min_agreement,
+            min_exact=min_exact,
+        ),
         "verify_samples": 0 if no_verify else verify_samples,
         "seed": seed,
         "batch": batch,

@@ -29,6 +29,9 @@ def verify(
     samples: arguments.HeldOut = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
+    max_decode_kl: arguments.MaxDecodeKl = None,
+    min_agreement: arguments.MinAgreement = None,
+    min_exact: arguments.MinExact = None,
     write: Annotated[bool, typer.Option("--write", help="If the gate is met, write it into the plan.")] = False,
     seed: arguments.Seed = 0,
     batch: arguments.Batch = None,
@@ -43,14 +46,20 @@ def verify(
     subject = arguments.Subject.named(target, plan, model)
     found = subject.need_plan()
     file = _own_file(subject) if write else None
-    from sparsekv.planner.options import TASKS, Gate, PlanOptions
+    from sparsekv.planner.options import TASKS, PlanOptions
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
     asked = PlanOptions(
         lengths=tuple(own) if lengths is None else arguments.lengths_from(lengths, "--lengths"),
         tasks=TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks"),
         verify_samples=samples,
-        gate=Gate(1.0 if max_accuracy_drop is None else max_accuracy_drop, max_kl),
+        gate=arguments.gate_of(
+            max_accuracy_drop=max_accuracy_drop,
+            max_kl=max_kl,
+            max_decode_kl=max_decode_kl,
+            min_agreement=min_agreement,
+            min_exact=min_exact,
+        ),
         seed=seed,
         batch=batch,
         prefill_chunk=chunk,

@@ -1,4 +1,4 @@
-"""What an evaluation found: the same samples, dense and sparse, and 95% intervals of their paired differences."""
+"""What an evaluation found: the same samples, dense and sparse, and 95% intervals of what was measured on them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from sparsekv.plans.schema import Score
+from sparsekv.plans.schema import Agreement, LengthMeasurement, Measurement, Score
 
 LEVEL = 0.95
+_RESAMPLES = 9999  # of a bootstrap; its generator is the same every time
 
 
 def accuracy_interval(dense: Sequence[bool], sparse: Sequence[bool]) -> tuple[float, float]:
@@ -46,6 +48,61 @@ def mean_interval(dense: Sequence[float], sparse: Sequence[float]) -> tuple[floa
         return (mean := float(differences.mean())), mean
     interval = ttest_rel(sparse, dense).confidence_interval(LEVEL)
     return float(interval.low), float(interval.high)
+
+
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of a mean of skewed values (percentile bootstrap over samples); None of fewer than two."""
+    from scipy.stats import bootstrap
+
+    found = np.asarray(values, float)
+    if len(found) < 2:
+        return None
+    if float(np.ptp(found)) == 0.0:
+        return (mean := float(found.mean())), mean
+    luck = np.random.default_rng(0)
+    interval = bootstrap(
+        (found,), np.mean, n_resamples=_RESAMPLES, batch=256, method="percentile", random_state=luck
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def share_interval(agreed: Sequence[int], scored: Sequence[int]) -> tuple[float, float]:
+    """The 95% interval of a share of positions that come in samples: agreed[i] of scored[i] in sample i.
+
+    Wilson's score interval at the effective number of positions: positions of one sample agree or disagree together,
+    so that they count as fewer (Dean and Pagano, Survey Methodology 41, 2015). Unlike a bootstrap, it does not
+    collapse to zero where all agree.
+    """
+    from scipy.stats import norm
+
+    hits, counts = np.asarray(agreed, float), np.asarray(scored, float)
+    positions = float(counts.sum())
+    share = float(hits.sum()) / positions
+    variance = _ratio_variance(hits, counts, share)
+    effective = min(positions, share * (1.0 - share) / variance) if variance > 0.0 else positions
+    z2 = float(norm.ppf(0.5 + LEVEL / 2.0)) ** 2
+    centre = (share + z2 / (2.0 * effective)) / (1.0 + z2 / effective)
+    spread = math.sqrt(z2 * (share * (1.0 - share) / effective + z2 / (4.0 * effective**2))) / (1.0 + z2 / effective)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
+
+
+def _ratio_variance(hits: np.ndarray, counts: np.ndarray, share: float) -> float:
+    """Of the share, between samples (the linearised variance of a ratio)."""
+    residuals = (hits - share * counts) / counts.sum()
+    return float((residuals**2).sum())
+
+
+def agreement_of(outcomes: Sequence[Outcome]) -> Agreement:
+    """Divergence, top-1 and exact agreement over some samples, as plans record them."""
+    kl = [outcome.kl for outcome in outcomes]
+    measured: dict[str, Any] = {"samples": len(kl), "kl": float(np.mean(kl)), "kl_interval": bootstrap_interval(kl)}
+    agreed, scored = [outcome.agreed for outcome in outcomes], [outcome.scored for outcome in outcomes]
+    if all(scored):
+        measured |= {"top1": sum(agreed) / sum(scored), "top1_interval": share_interval(agreed, scored)}
+    exact = [int(outcome.exact) for outcome in outcomes if outcome.exact is not None]
+    if len(exact) == len(outcomes):
+        measured |= {"exact": float(np.mean(exact)), "exact_interval": share_interval(exact, [1] * len(exact))}
+    return Agreement(**measured)
 
 
 def _hybrid(a: float, b: float, phi: float) -> float:
@@ -118,16 +175,26 @@ class TaskResult:
         """As plans record it: shares of right answers, or perplexities, and the interval of their difference."""
         return self._accuracy() if self.is_accuracy else self._perplexity()
 
-    def _accuracy(self) -> Score:
+    @property
+    def answers(self) -> tuple[list[bool], list[bool]]:
+        """Which answers were right, of dense and of the plan."""
         before, after = ([bool(outcome.correct) for outcome in side] for side in (self.dense, self.sparse))
+        return before, after
+
+    def _accuracy(self) -> Score:
+        before, after = self.answers
         interval = accuracy_interval(before, after)
-        return Score(dense=float(np.mean(before)), sparse=float(np.mean(after)), samples=len(before), interval=interval)
+        return self._score(float(np.mean(before)), float(np.mean(after)), interval)
 
     def _perplexity(self) -> Score:
         before, after = ([outcome.nll for outcome in side] for side in (self.dense, self.sparse))
         dense, moved = perplexity(before), mean_interval(before, after)
         interval = moved and (dense * math.expm1(moved[0]), dense * math.expm1(moved[1]))
-        return Score(dense=dense, sparse=perplexity(after), samples=len(before), interval=interval)
+        return self._score(dense, perplexity(after), interval)
+
+    def _score(self, dense: float, sparse: float, interval: tuple[float, float] | None) -> Score:
+        agreement = agreement_of(self.sparse)
+        return Score(dense=dense, sparse=sparse, samples=len(self.dense), interval=interval, agreement=agreement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +221,19 @@ class EvalResult:
         return self.spent.attended / self.spent.cached if self.spent.cached else 1.0
 
     @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Of the plan, over all tasks."""
+        return tuple(outcome for task in self.tasks.values() for outcome in task.sparse)
+
+    @property
     def kl(self) -> float:
         """Mean divergence over all samples, in nats."""
-        outcomes = [outcome.kl for task in self.tasks.values() for outcome in task.sparse]
-        return float(np.mean(outcomes)) if outcomes else 0.0
+        return float(np.mean([outcome.kl for outcome in self.outcomes])) if self.outcomes else 0.0
+
+    @property
+    def agreement(self) -> Agreement:
+        """Over all tasks."""
+        return agreement_of(self.outcomes)
 
 
 def merged(results: Iterable[EvalResult]) -> EvalResult:
@@ -169,6 +245,32 @@ def merged(results: Iterable[EvalResult]) -> EvalResult:
         tasks[name] = TaskResult(so_far.dense + one.dense, so_far.sparse + one.sparse)
     lengths = tuple(sorted({length for part in parts for length in part.lengths}))
     return EvalResult(lengths, tasks, sum((part.spent for part in parts), Spent()))
+
+
+def measurement_of(results: Sequence[EvalResult], phase: str, chunk: int | None) -> Measurement:
+    """The results of one phase, one a length, as plans record them.
+
+    Args:
+        phase: the phases that followed the plan: of "decode" alone, the density is that of decode.
+        chunk: most tokens of a prompt that were prefilled at once; None is all.
+    """
+
+    def density(result: EvalResult) -> float:
+        return result.decode_share if phase == "decode" else result.prefill_density
+
+    whole = merged(results)
+    return Measurement(
+        lengths=whole.lengths,
+        density=density(whole),
+        kl=whole.kl,
+        chunk=chunk,
+        agreement=whole.agreement,
+        by_length=tuple(
+            LengthMeasurement(length=result.lengths[0], density=density(result), agreement=result.agreement)
+            for result in results
+        ),
+        tasks={name: task.score for name, task in whole.tasks.items()},
+    )
 
 
 def perplexity(nll: Sequence[float]) -> float:

@@ -52,6 +52,7 @@ _LEVELS = {"cpu": (0.35, 0.6, 1.0, 1.6, 2.4), "cuda": (0.125, 0.18, 0.25, 0.35, 
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out: on a GPU, every quotation task twice.
 _SAMPLES = {"cpu": 3, "cuda": 8}
+DECODE_BUDGET = fraction(0.1)
 _APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
@@ -66,10 +67,11 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "task calibration": ("tasks", "seed"),
     "decode": ("filter_rule", "decode_budget", "decode_sink", "decode_recent", "offload"),
     "given layers": ("filter_layers",),
-    "loss bound": ("decode_selectors", "decode_loss"),
+    "loss bound": ("decode_selectors", "decode_loss", "decode_kl"),
     "device cost": _MACHINE,
     "verification": (
-        *("tasks", "seed", "max_accuracy_drop", "max_kl", "verify_samples", "verify_lengths"),
+        *("tasks", "seed", "verify_samples", "verify_lengths"),
+        *("max_accuracy_drop", "max_kl", "max_decode_kl", "min_agreement", "min_exact"),
         *("batch", "prefill_chunk", *_MACHINE),
     ),
 }
@@ -106,19 +108,45 @@ SWITCHES = (
 _NO_FLAG = ("levels", "row_stride", "verify_lengths", "decode_sink", "decode_recent", "decode_selectors")
 
 
+# The gates by default. Exact agreement is asked of whole answers and of up to 32 tokens of text, in which one near-tie
+# is enough to part from dense; so it is lower than agreement on single tokens.
+MAX_PREFILL_KL = 0.05
+MAX_DECODE_KL = 0.005
+MIN_AGREEMENT = 0.95
+MIN_EXACT = 0.75
+# Fewer samples at a length, all tasks together, prove too little for a plan to be called verified.
+FEWEST_SAMPLES = 50
+_FEWEST_TASKS = len(QUOTE_TASKS) + 1  # with plain text: what any model is verified on, see `with_tasks`
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a plan must keep on held-out prompts.
+    """What a plan must keep on held-out prompts, over all tasks.
 
     Attributes:
-        max_accuracy_drop: most points (of 100) a task may lose against dense.
-        max_kl: most mean divergence of next-token distributions from dense, in nats; None is no bound.
-        solved: tasks that dense answers less often than this share are not held against a plan.
+        max_kl: most mean divergence of next-token distributions from dense, in nats, for each phase; None for
+            `MAX_PREFILL_KL` with prefill, `MAX_DECODE_KL` with decode and their sum with both.
+        max_decode_kl: the same for decode alone; None for `max_kl`.
+        min_agreement: least share of positions at which the likeliest token is dense's.
+        min_exact: least share of samples of which the plan picks every token of dense's own greedy continuation.
+        max_accuracy_drop: most points (of 100) that answers to the tasks that dense solves may lose against dense.
+        solved: tasks that dense answers less often than this share have no accuracy to lose.
     """
 
     max_accuracy_drop: float = 1.0
     max_kl: float | None = None
+    max_decode_kl: float | None = None
+    min_agreement: float = MIN_AGREEMENT
+    min_exact: float = MIN_EXACT
     solved: float = 0.5
+
+    def kl_bound(self, phase: Literal["prefill", "decode", "both"]) -> float:
+        """Most mean divergence with a phase alone, or with both, in nats."""
+        decode = self.max_decode_kl if self.max_decode_kl is not None else self.max_kl
+        given = decode if phase == "decode" else self.max_kl
+        if given is not None:
+            return given
+        return {"prefill": MAX_PREFILL_KL, "decode": MAX_DECODE_KL, "both": MAX_PREFILL_KL + MAX_DECODE_KL}[phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +174,17 @@ class PlanOptions:
         samples: calibration samples a length; None: on CUDA eight, or as many as show all the given tasks; three on
             the CPU.
         gate: what verification asks for.
-        verify_samples: held-out samples a task and length; None by device; 0 leaves the plan unverified.
+        verify_samples: held-out samples a task and length; None: on CUDA as many as verification needs over all
+            tasks, two on the CPU; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
         decode_budget: tokens that a filter layer chooses for the layers of its segment; of a fraction, no more than it
-            comes to at the longest planned length.
+            comes to at the longest planned length. Where budgets are tried out, any other than the default is the most.
         decode_sink, decode_recent: the first and the last tokens that those layers attend to besides.
         decode_selectors: how the last queries may weigh in the choice; all but "last" keep a window of queries.
-        decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance.
+        decode_kl: most mean divergence of decode steps from dense on calibration prompts, in nats, by the 95% upper
+            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials.
+        decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance;
+            of the "dp" rule, where nothing was tried.
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
         offload: whether the layers of segments keep their rows in host memory.
@@ -180,10 +212,11 @@ class PlanOptions:
     gate: Gate = field(default_factory=Gate)
     verify_samples: int | None = None
     verify_lengths: tuple[int, ...] = ()
-    decode_budget: Budget = field(default_factory=lambda: fraction(0.1))
+    decode_budget: Budget = DECODE_BUDGET
     decode_sink: int = 4
     decode_recent: int = 128
     decode_selectors: tuple[Selector, ...] = ("last",)
+    decode_kl: float = 0.002
     decode_loss: float = 0.02
     filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()
@@ -205,6 +238,11 @@ class PlanOptions:
         """The tile shape, 64 x 64 under the preset unless another one is asked for."""
         return self.tile or (TileShape(query=64, key=64) if self.preset == "minference" else TileShape())
 
+    @property
+    def any_budget(self) -> bool:
+        """Whether the decode budget was left open, so that trials may choose it."""
+        return self.decode_budget == DECODE_BUDGET
+
     def settled(self, context_length: int, device_type: str) -> PlanOptions:
         """These options with every default filled in.
 
@@ -222,6 +260,8 @@ class PlanOptions:
         if not self.families:
             families = PRESET_FAMILIES if preset else FAMILIES
             return replace(self, families=families).settled(context_length, device_type)
+        tasks = ("kv_retrieval",) if preset and not self.tasks else self.tasks
+        verified = math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if on_gpu else 2
         return replace(
             self,
             lengths=lengths,
@@ -229,9 +269,9 @@ class PlanOptions:
             tile=self.tile_shape,
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
             row_stride=self.row_stride or (1 if on_gpu else 4),
-            tasks=("kv_retrieval",) if preset and not self.tasks else self.tasks,
+            tasks=tasks,
             samples=self.samples or len(self.prompts) or (1 if preset else self._default_samples(on_gpu)),
-            verify_samples=(50 if on_gpu else 2) if self.verify_samples is None else self.verify_samples,
+            verify_samples=verified if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
             is_settled=True,
         )
@@ -369,9 +409,12 @@ def _check(options: PlanOptions) -> None:
         "verification lengths among the planned lengths",
         options.verify_lengths,
     )
-    drop, max_kl = options.gate.max_accuracy_drop, options.gate.max_kl
-    expect(0.0 <= drop <= 100.0, "an accuracy drop of 0 to 100 points", drop)
-    expect(max_kl is None or 0.0 <= max_kl < math.inf, "a largest divergence of zero or more nats", max_kl)
+    gate = options.gate
+    expect(0.0 <= gate.max_accuracy_drop <= 100.0, "an accuracy drop of 0 to 100 points", gate.max_accuracy_drop)
+    for bound in (gate.max_kl, gate.max_decode_kl):
+        expect(bound is None or 0.0 <= bound < math.inf, "a largest divergence of zero or more nats", bound)
+    for share in (gate.min_agreement, gate.min_exact):
+        expect(0.0 <= share <= 1.0, "a least agreement, a share, of 0 to 1", share)
     expect(options.decode_sink >= 0, "zero or more sink tokens", options.decode_sink)
     expect(options.decode_recent >= 1, "at least one recent token", options.decode_recent)
     known_selectors = bool(options.decode_selectors) and set(options.decode_selectors) <= set(SELECTORS)
@@ -387,6 +430,7 @@ def _check(options: PlanOptions) -> None:
         given = getattr(options, name)
         expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
     expect(0.0 <= options.decode_loss <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
+    expect(0.0 <= options.decode_kl < math.inf, "a decode divergence of zero or more nats", options.decode_kl)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
 

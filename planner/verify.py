@@ -1,36 +1,42 @@
-"""Whether a plan meets its gate, measured on held-out prompts: prefill alone, decode alone, and both.
+"""Whether a plan meets its gates, measured on held-out prompts: prefill alone, decode alone, and both.
 
-`tightened` gives the options of the next attempt when it does not.
+Divergence, top-1 and exact agreement with dense say how much a plan changes whether or not dense solves a task;
+accuracy is held against a plan where it does. A plan whose means miss a gate misses it. One whose means meet all of
+them is verified if their 95% bounds do so as well at every length, on at least `FEWEST_SAMPLES` samples a length over
+all tasks; else it stays unverified, with what was measured. Accuracy has no bound of its own: fifty answers prove no
+point of a hundred, but an answer that agrees exactly with dense's is as right as that one, so accuracy loses at most
+what exact agreement does.
+
+`tightened` gives the options of the next attempt when a gate is missed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from sparsekv.planner.eval_results import EvalResult, TaskResult, merged
+from sparsekv.planner.eval_results import EvalResult, TaskResult, accuracy_interval, measurement_of, merged
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
-from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.options import FEWEST_SAMPLES, Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import DecodeBucket, PrefillBucket
-from sparsekv.plans.schema import Measurement, Plan, Quality, Score
+from sparsekv.plans.schema import Agreement, LengthMeasurement, Measurement, Plan, Quality
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
 # Verification must not tighten a plan on the very samples that `eval` shows by default.
 _SEED_APART = 1_000_003
-# Fewer answers than this, over all tasks that dense solves, say too little for a plan to be called verified.
-FEWEST_ANSWERS = 10
-_VACUOUS = "dense solves no task {share:.0%} of the time, so that accuracy says nothing about this plan"
 _TOO_FEW = (
-    "{found} answers to tasks that dense solves are too few to call a plan verified, at least {least} are needed: "
-    "verify on more samples, or ask for a bound on divergence with --max-kl"
+    "{found} samples at {length} are too few to call a plan verified, at least {least} are needed: verify on {more} or "
+    "more of each task"
 )
+_UNPROVEN = "{phase}: met on average, not proven at 95%: {bounds}"
+_PROVE = "verify on more samples to prove more, or loosen the gate"
 _UNTOUCHED = "{phase} up to {up_to} is sparse and was not run sparse at any verified length"
 _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005
@@ -41,8 +47,8 @@ class Verification:
     """What was measured, and whether the gate was met.
 
     Attributes:
-        conclusive: whether the gate had something to hold against the plan (enough answers to tasks that dense
-            solves, or `max_kl`), and every sparse bucket of the plan was run.
+        conclusive: whether the 95% bound of every gate was met at every length, on enough samples, and every sparse
+            bucket of the plan was run.
         reasons: what was missed, a line each; where all was met, what to know about the measurement.
         missed: for each phase that missed the gate, the lengths that did worst.
     """
@@ -70,9 +76,7 @@ def verify(
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
-    A phase misses the gate when a task loses more than `gate.max_accuracy_drop` points over all the lengths at which
-    dense solves it at least `gate.solved` of the time; when it loses more than that at one of these lengths beyond
-    doubt (by the 95% interval of the paired difference); or when the mean divergence is above `gate.max_kl`.
+    A phase misses its gate by what `misses_of` names.
 
     Args:
         loaded: the model, with nothing applied to it.
@@ -95,14 +99,19 @@ def verify(
     pooled = {phase: merged(parts[phase]) for phase in phases}
     for phase, result in pooled.items():
         _check_finite(result, phase)
-    misses = {phase: misses_of(parts[phase], options.gate) for phase in pooled}
-    missed = {phase: _worst(parts[phase], options.gate) for phase, lines in misses.items() if lines}
+    misses = {phase: misses_of(parts[phase], options.gate, phase) for phase in pooled}
+    missed = {phase: _worst(parts[phase], options.gate, phase) for phase, lines in misses.items() if lines}
     reasons = tuple(f"{phase}: {line}" for phase, lines in misses.items() for line in lines)
-    quality = Quality(**{phase: _measurement(result, phase) for phase, result in pooled.items()})
-    remarks = (
-        *_weaknesses([parts[phase] for phase in pooled], options.gate),
-        *_untouched(plan, options.verify_lengths),
+    chunk = options.prefill_chunk
+    quality = Quality(**{phase: measurement_of(parts[phase], phase, chunk) for phase in phases})
+    few = tuple(_too_few(parts[phases[0]]))
+    unproven = tuple(
+        _UNPROVEN.format(phase=phase, bounds=found)
+        for phase in phases
+        if (found := _unproven(quality, phase, options.gate))
     )
+    advice = (_PROVE,) if unproven and not few else ()
+    remarks = (*few, *unproven, *advice, *_untouched(plan, options.verify_lengths))
     return Verification(quality, not missed, not remarks, reasons or remarks, missed)
 
 
@@ -125,67 +134,146 @@ def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
     return ("prefill",) if plan.prefill else ("decode",) if plan.decode else ()
 
 
-def misses_of(results: Sequence[EvalResult], gate: Gate) -> list[str]:
-    """What of the gate the results of one phase, one a length, miss: a line each."""
+def misses_of(results: Sequence[EvalResult], gate: Gate, phase: PhaseName = "both") -> list[str]:
+    """What of the gates the results of one phase, one a length, miss: a line each.
+
+    Divergence and agreement are missed by their means over all lengths, or at one length beyond doubt (by the 95%
+    interval). Accuracy counts at the lengths at which dense solves a task: it is missed by the answers to all tasks
+    together, or by one task at all or one of its lengths beyond doubt.
+    """
+    lines = _agreement_misses(merged(results).agreement, gate, phase)
+    if not lines and len(results) > 1:
+        for result in results:
+            found = _agreement_misses(_surely(result.agreement), gate, phase)
+            lines += [f"{line}, at {_names(result.lengths)}" for line in found]
+    return lines + _accuracy_misses(results, gate)
+
+
+def _agreement_misses(found: Agreement, gate: Gate, phase: PhaseName) -> list[str]:
     lines = []
-    for name in dict.fromkeys(name for result in results for name in result.tasks):
-        solved = [result for result in results if _is_solved(result.tasks.get(name), gate)]
-        lines += _task_misses(name, solved, gate) if solved else []
-    kl = merged(results).kl
-    if gate.max_kl is not None and kl > gate.max_kl:
-        lines.append(f"next-token distributions moved by {kl:.4g} nats, more than {gate.max_kl:g}")
+    if found.kl > (bound := gate.kl_bound(phase)):
+        lines.append(f"next-token distributions moved by {found.kl:.4g} nats, more than {bound:g}")
+    if found.top1 is not None and found.top1 < gate.min_agreement:
+        lines.append(
+            f"the likeliest token was dense's at {found.top1:.1%} of positions, fewer than {gate.min_agreement:.1%}"
+        )
+    if found.exact is not None and found.exact < gate.min_exact:
+        lines.append(f"{found.exact:.1%} of dense's own greedy texts were kept, fewer than {gate.min_exact:.1%}")
     return lines
 
 
-def _task_misses(name: str, solved: Sequence[EvalResult], gate: Gate) -> list[str]:
-    pooled = merged(solved).tasks[name]
-    if _drop_points(pooled) > gate.max_accuracy_drop:
-        return [_fell(name, pooled, gate)]
-    return [
-        f"{_fell(name, result.tasks[name], gate)} at {', '.join(map(format_length, result.lengths))}"
-        for result in solved
-        if _drop_points(result.tasks[name]) > gate.max_accuracy_drop and _surely_fell(result.tasks[name].score)
+def _surely(found: Agreement) -> Agreement:
+    """The most favourable values that the intervals leave."""
+    best = {
+        "kl": found.kl_interval[0] if found.kl_interval else 0.0,
+        "top1": found.top1_interval[1] if found.top1_interval else None,
+        "exact": found.exact_interval[1] if found.exact_interval else None,
+    }
+    return found.model_copy(update=best)
+
+
+def _accuracy_misses(results: Sequence[EvalResult], gate: Gate) -> list[str]:
+    solved = [
+        (result, name, task) for result in results for name, task in result.tasks.items() if _is_solved(task, gate)
     ]
+    if not solved:
+        return []
+    together = _pooled(task for _, _, task in solved)
+    if _drop_points(together) > gate.max_accuracy_drop:
+        names = ", ".join(dict.fromkeys(name for _, name, _ in solved))
+        return [_fell(f"accuracy over {names}", together, gate)]
+    lines = []
+    for name in dict.fromkeys(name for _, name, _ in solved):
+        own = [(task, result.lengths) for result, other, task in solved if other == name]
+        if _surely_fell(whole := _pooled(task for task, _ in own), gate):
+            lines.append(_fell(name, whole, gate))
+            continue
+        lines += [f"{_fell(name, task, gate)} at {_names(at)}" for task, at in own if _surely_fell(task, gate)]
+    return lines
 
 
-def _surely_fell(score: Score) -> bool:
-    return score.interval is not None and score.interval[1] < 0.0
+def _pooled(tasks: Iterable[TaskResult]) -> TaskResult:
+    found = list(tasks)
+    return TaskResult(
+        tuple(outcome for task in found for outcome in task.dense),
+        tuple(outcome for task in found for outcome in task.sparse),
+    )
+
+
+def _surely_fell(task: TaskResult, gate: Gate) -> bool:
+    return _drop_points(task) > gate.max_accuracy_drop and accuracy_interval(*task.answers)[1] < 0.0
 
 
 def _fell(name: str, task: TaskResult, gate: Gate) -> str:
-    score = task.score
+    dense, sparse = (sum(side) / len(side) for side in task.answers)
     return (
-        f"{name} fell from {score.dense:.1%} to {score.sparse:.1%} on {score.samples} samples, "
+        f"{name} fell from {dense:.1%} to {sparse:.1%} on {len(task.dense)} samples, "
         f"more than {gate.max_accuracy_drop:g} points"
     )
 
 
-def _is_solved(task: TaskResult | None, gate: Gate) -> bool:
-    return task is not None and task.is_accuracy and task.score.dense >= gate.solved
+def _is_solved(task: TaskResult, gate: Gate) -> bool:
+    return task.is_accuracy and sum(task.answers[0]) >= gate.solved * len(task.dense)
 
 
 def _drop_points(task: TaskResult) -> float:
-    lost = sum(bool(outcome.correct) for outcome in task.dense) - sum(bool(outcome.correct) for outcome in task.sparse)
-    return 100.0 * lost / len(task.dense)
+    dense, sparse = task.answers
+    return 100.0 * (sum(dense) - sum(sparse)) / len(dense)
 
 
-def _worst(results: Sequence[EvalResult], gate: Gate) -> tuple[int, ...]:
+def _worst(results: Sequence[EvalResult], gate: Gate, phase: PhaseName) -> tuple[int, ...]:
     """The lengths that miss the gate by themselves; all of them where only the sum does."""
-    alone = [result for result in results if misses_of([result], gate)]
+    alone = [result for result in results if misses_of([result], gate, phase)]
     return tuple(length for result in alone or results for length in result.lengths)
 
 
-def _weaknesses(parts: Sequence[Sequence[EvalResult]], gate: Gate) -> tuple[str, ...]:
-    """Why accuracy says too little about the plan, if it does."""
-    if gate.max_kl is not None:
-        return ()
-    answers = min(
-        sum(len(task.dense) for result in results for task in result.tasks.values() if _is_solved(task, gate))
-        for results in parts
-    )
-    if not answers:
-        return (_VACUOUS.format(share=gate.solved),)
-    return () if answers >= FEWEST_ANSWERS else (_TOO_FEW.format(found=answers, least=FEWEST_ANSWERS),)
+def _names(lengths: Iterable[int]) -> str:
+    return ", ".join(map(format_length, lengths))
+
+
+def _too_few(results: Sequence[EvalResult]) -> Iterator[str]:
+    """A remark for each length with too few samples."""
+    for result in results:
+        if (found := len(result.outcomes)) < FEWEST_SAMPLES:
+            more, length = math.ceil(FEWEST_SAMPLES / len(result.tasks)), _names(result.lengths)
+            yield _TOO_FEW.format(found=found, length=length, least=FEWEST_SAMPLES, more=more)
+
+
+def _unproven(quality: Quality, phase: PhaseName, gate: Gate) -> str:
+    """The 95% bounds of a phase that do not meet its gate at some length, the worst of each; empty if all do."""
+    measured: Measurement | None = getattr(quality, phase)
+    bounds = [_Bounds.of(part) for part in measured.by_length] if measured else []
+    limit, told = gate.kl_bound(phase), []
+    kl = max(bounds, key=lambda one: one.kl)
+    if kl.kl > limit:
+        told.append(f"divergence may be {kl.kl:.3g} nats at {kl.at} (gate {limit:g})")
+    top1 = min(bounds, key=lambda one: one.top1)
+    if top1.top1 < gate.min_agreement:
+        told.append(f"top-1 agreement {top1.top1:.1%} at {top1.at} (gate {gate.min_agreement:.1%})")
+    exact = min(bounds, key=lambda one: one.exact)
+    if exact.exact < gate.min_exact:
+        told.append(f"exact agreement {exact.exact:.1%} at {exact.at} (gate {gate.min_exact:.1%})")
+    return ", ".join(told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The unfavourable ends of the 95% intervals at one length; a single sample, which is too few, has not all."""
+
+    at: str
+    kl: float
+    top1: float
+    exact: float
+
+    @classmethod
+    def of(cls, part: LengthMeasurement) -> _Bounds:
+        found = part.agreement
+        return cls(
+            format_length(part.length),
+            found.kl if found.kl_interval is None else found.kl_interval[1],
+            1.0 if found.top1_interval is None else found.top1_interval[0],
+            1.0 if found.exact_interval is None else found.exact_interval[0],
+        )
 
 
 def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
@@ -220,15 +308,6 @@ def _check_finite(result: EvalResult, phase: str) -> None:
         )
 
 
-def _measurement(result: EvalResult, phase: PhaseName) -> Measurement:
-    return Measurement(
-        lengths=result.lengths,
-        density=result.decode_share if phase == "decode" else result.prefill_density,
-        kl=result.kl,
-        tasks={name: task.score for name, task in result.tasks.items()},
-    )
-
-
 def after_a_missed_gate(options: PlanOptions, missed: Set[PhaseName]) -> str:
     """A sentence that names options which can be used together with those that were.
 
@@ -237,7 +316,9 @@ def after_a_missed_gate(options: PlanOptions, missed: Set[PhaseName]) -> str:
         missed: the phases that missed the gate; where only both together missed it, either may be given more.
     """
     wanted = {phase for phase in options.phases if phase in missed} or set(options.phases)
-    looser = "loosen --max-accuracy-drop" if options.gate.max_kl is None else "loosen --max-accuracy-drop or --max-kl"
+    looser = (
+        "loosen the gate that was missed (--max-kl, --max-decode-kl, --min-agreement, --min-exact, --max-accuracy-drop)"
+    )
     first, *rest = (*_more(options, wanted), looser)
     return f"{first[0].upper()}{first[1:]}, {', '.join(rest)}, or verify on more samples (--verify-samples)"
 
@@ -288,7 +369,12 @@ def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) ->
 
 
 def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
-    """Half the loss (fewer layers attend to chosen tokens); at the least loss, the next larger budget."""
+    """What was tried and diverged at most half as much. Where nothing was: half the loss (fewer layers attend to chosen
+    tokens); at the least loss, the next larger budget."""
+    tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
+    if options.filter_rule == "dp" and tried:
+        inside = [bound for bound in tried if bound <= options.decode_kl]
+        return replace(options, decode_kl=max(inside) / 2) if inside else options
     if options.filter_rule == "dp" and options.decode_loss > _LEAST_LOSS:
         return replace(options, decode_loss=options.decode_loss * _LOSS_STEP)
     longest = profile.lengths[-1]
@@ -317,6 +403,11 @@ def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -
         for entry, before, after in targets
         if before != after
     ]
+    if asked.decode_kl != used.decode_kl:
+        lines.append(
+            f"decode is planned for a divergence of {used.decode_kl:g} on calibration prompts: with "
+            f"{asked.decode_kl:g}, the plan missed its gate"
+        )
     if (asked.decode_loss, asked.decode_budget) != (used.decode_loss, used.decode_budget):
         lines.append(
             f"decode is planned for a loss of {used.decode_loss:g} and a budget of {used.decode_budget}: with "

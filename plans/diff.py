@@ -122,7 +122,7 @@ def _text(name: str, value: Any) -> str:
     """The value of a field as people read it, with all the digits that a plan keeps."""
     if value is None:
         return _plain(value)
-    if name == "interval":
+    if name.endswith("interval"):
         return f"{value[0]:+.6g} to {value[1]:+.6g}"
     if name == "lengths":
         return ", ".join(map(format_length, value))
@@ -445,14 +445,18 @@ def _targets(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
 
 
 def _quality(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
-    sides = [to_data(plan.quality) if plan.quality else {} for plan in (old, new)]
-    for phase in ("prefill", "decode", "both"):
-        measured = [dict(side[phase]) if phase in side else None for side in sides]
-        tasks = [each.pop("tasks", {}) if each else {} for each in measured]
-        path = f"quality.{phase}"
-        yield from _record("Quality", path, phase, measured[0], measured[1])
-        for task in dict.fromkeys((*tasks[0], *tasks[1])):
-            yield from _record("Quality", f"{path}.tasks.{task}", f"{phase}, {task}", *(t.get(task) for t in tasks))
+    sides = [dict(_measured("quality", "", to_data(plan.quality) if plan.quality else {})) for plan in (old, new)]
+    for path, what in dict.fromkeys((*sides[0], *sides[1])):
+        yield from _record("Quality", path, what, *(side.get((path, what)) for side in sides))
+
+
+def _measured(path: str, what: str, part: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+    inner: dict[str, Any] = {n: part.pop(n) for n in [*part] if n in ("prefill", "decode", "both", "agreement")}
+    inner |= {f"by_length[{entry['length']}]": entry for entry in part.pop("by_length", ())}
+    inner |= {f"tasks.{task}": score for task, score in part.pop("tasks", {}).items()}
+    yield from [((path, what), part)] if part else []
+    for name, entry in inner.items():
+        yield from _measured(f"{path}.{name}", f"{what}, {name}".removeprefix(", ").replace(", tasks.", ", "), entry)
 
 
 _PHASES = {"prefill": "prefill", "decode": "decode step"}

@@ -20,6 +20,7 @@ from sparsekv.plans.types import (
     Natural,
     NonNegative,
     Part,
+    Portion,
     Positive,
     Real,
     Share,
@@ -49,6 +50,33 @@ class Target(Part):
     dtype: DtypeName
 
 
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise FieldError(f"expected [low, high], found {list(interval)}")
+    return interval
+
+
+Interval = Annotated[tuple[Real, Real], AfterValidator(_ordered)]
+"""A 95% interval, low and high."""
+
+
+class Agreement(Part):
+    """How far a plan's next tokens are from dense's on the same samples, each with its 95% interval.
+
+    `kl` is the mean divergence KL(dense || sparse) of next-token distributions, in nats; `top1` the share of positions
+    at which the likeliest token is dense's; `exact` the share of samples of which the plan picks every token of dense's
+    own greedy continuation. A mean of a single sample has no interval.
+    """
+
+    samples: Positive
+    kl: NonNegative
+    kl_interval: Interval | None = None
+    top1: Portion | None = None
+    top1_interval: Interval | None = None
+    exact: Portion | None = None
+    exact_interval: Interval | None = None
+
+
 class Score(Part):
     """One task, dense and sparse on the same samples.
 
@@ -58,22 +86,32 @@ class Score(Part):
     dense: NonNegative
     sparse: NonNegative
     samples: Positive
-    interval: tuple[Real, Real] | None = None
+    interval: Interval | None = None
+    agreement: Agreement | None = None
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Score:
-        if self.interval is not None and self.interval[0] > self.interval[1]:
-            raise FieldError(f"expected [low, high], found {list(self.interval)}", "interval")
-        return self
+
+class LengthMeasurement(Part):
+    """All tasks at one length."""
+
+    length: Length
+    density: Share
+    agreement: Agreement
 
 
 class Measurement(Part):
-    """Held-out prompts through the plan. `kl` is the mean divergence of next-token logits from dense, in nats."""
+    """Held-out prompts through the plan, all lengths and tasks pooled; `by_length` and `tasks` are parts of it.
+
+    `kl` is the mean divergence of next-token distributions from dense, in nats; `chunk` the most tokens of a prompt
+    that were prefilled at once, where prompts were cut.
+    """
 
     lengths: Annotated[tuple[Length, ...], Field(min_length=1)]
     density: Share
     output_error: NonNegative | None = None
     kl: NonNegative | None = None
+    chunk: Length | None = None
+    agreement: Agreement | None = None
+    by_length: tuple[LengthMeasurement, ...] = ()
     tasks: Annotated[dict[Text, Score], AfterValidator(in_order)] = Field(default_factory=dict)
 
 

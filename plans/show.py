@@ -24,7 +24,7 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import Cost, Plan, Quality, to_data, unsupported
+from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Quality, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -140,6 +140,8 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     if plan.kv_cache:
         parts.append(_cache(plan.kv_cache))
     parts.append(_quality(plan.quality) if plan.quality else Text("\nQuality: not measured"))
+    if plan.quality and any(agreement_rows(plan.quality)):
+        parts.append(_agreement(plan.quality))
     if plan.cost:
         parts.append(_cost(plan.cost))
     refused = unsupported(plan)
@@ -260,13 +262,51 @@ def _quality(quality: Quality) -> Table:
         measured = getattr(quality, phase)
         if measured is None:
             continue
-        facts = ", ".join(_named(measured, "density", "output_error", "kl"))
+        facts = ", ".join(_named(measured, "density", "output_error", "kl", "chunk"))
         _row(table, phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths)))
         for task, score in measured.tasks.items():
             interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
             scores = (f"{score.dense:.4g}", f"{score.sparse:.4g}", str(score.samples))
             _row(table, "", task, *scores, interval)
     return table
+
+
+def _agreement(quality: Quality) -> Table:
+    """Below the scores, where it was measured."""
+    table = _table("\nAgreement with dense, with 95% intervals", *AGREEMENT_HEADER, numbers=("Samples",))
+    for row in agreement_rows(quality):
+        _row(table, *row)
+    return table
+
+
+AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token", "Exact text")
+
+
+def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
+    """For each phase: over everything, at each of several lengths, and of each task."""
+    for phase in ("prefill", "decode", "both"):
+        measured: Measurement | None = getattr(quality, phase)
+        if measured is None or measured.agreement is None:
+            continue
+        yield phase, "all", *_agreed(measured.agreement)
+        for part in measured.by_length if len(measured.by_length) > 1 else ():
+            yield "", format_length(part.length), *_agreed(part.agreement)
+        for task, score in measured.tasks.items():
+            if score.agreement is not None:
+                yield "", task, *_agreed(score.agreement)
+
+
+def _agreed(found: Agreement) -> tuple[str, ...]:
+    kl = f"{found.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*found.kl_interval) if found.kl_interval else "")
+    shares = ((found.top1, found.top1_interval), (found.exact, found.exact_interval))
+    return str(found.samples), kl, *(_share(share, interval) for share, interval in shares)
+
+
+def _share(share: float | None, interval: tuple[float, float] | None) -> str:
+    if share is None:
+        return "-"
+    bounds = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+    return f"{share:.1%}{bounds}"
 
 
 def _cost(cost: Cost) -> Table:

@@ -260,6 +260,7 @@ ExactInt = BeforeValidator(_exact_int)
 Flag = Annotated[bool, Field(strict=True)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(rounded)]
 NonNegative = Annotated[float, Field(strict=True, ge=0.0, allow_inf_nan=False), AfterValidator(rounded)]
+Portion = Annotated[float, Field(strict=True, ge=0.0, le=1.0, allow_inf_nan=False), AfterValidator(rounded)]
 Share = Annotated[float, Field(strict=True, gt=0.0, le=1.0, allow_inf_nan=False), AfterValidator(rounded)]
 Text = Annotated[
     str,

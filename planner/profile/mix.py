@@ -44,17 +44,19 @@ def solved_tasks(
         tasks: those with right answers; one that does not fit the length is not solved.
         samples: of each task.
     """
-    return tuple(task for task in tasks if 2 * _right(loaded, kit, task, length, samples, seed) >= samples)
+    return tuple(task for task in tasks if _is_solved(loaded, kit, task, length, samples, seed))
 
 
-def _right(loaded: LoadedModel, kit: Kit, task: str, length: int, samples: int, seed: int) -> int:
+def _is_solved(loaded: LoadedModel, kit: Kit, task: str, length: int, samples: int, seed: int) -> bool:
     try:
         drawn = list(held_out(kit, task, length, samples, seed))
     except PromptError:
-        return 0
-    found = 0
+        return False
+    right = 0
     for some in batches(drawn, prompts_at_once(loaded.model, length)):
         batch = Batch.of(some, loaded.model.device)
         (logits_BAV,) = forced_logits(loaded, batch.prompt_BS, [batch.answer_BA], stepwise=False)
-        found += sum(map(bool, answered(loaded, batch, logits_BAV)))
-    return found
+        right += sum(map(bool, answered(loaded, batch, logits_BAV)))
+        if 2 * right >= samples:
+            return True
+    return False

@@ -15,8 +15,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.planner.options import Family, PlanOptions, asked, flag_of
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import ModelInfo, check_fit
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import (
     Count,
@@ -158,8 +159,27 @@ class Reuse(TokenChoice):
             raise FieldError(f"expected a lower triangle of {layers} layers for each selector and budget", "kept")
 
 
+class DecodeTrial(Part):
+    """What decode segments did to next tokens at one length, on calibration prompts that were prefilled densely.
+
+    Attributes:
+        kl: mean divergence from dense over decode steps and prompts, in nats.
+        kl_bound: the 95% upper bound of that mean, over prompts.
+        prompts: that were run; fewer than of others where it was given up, and biased towards those that diverge most.
+    """
+
+    segments: Annotated[tuple[Segment, ...], Field(min_length=1)]
+    kl: Measured
+    kl_bound: Measured
+    prompts: Positive
+
+    def check(self, model: ModelInfo) -> None:
+        """Raises FieldError unless the segments are legal, and of this model."""
+        check_fit(model, None, DecodePlan(lengths=(DecodeBucket(up_to=None, segments=self.segments),)), ())
+
+
 class LengthProfile(Part):
-    """Everything measured at one context length."""
+    """Everything measured at one context length. `trials` are there where the model was at hand to measure them."""
 
     length: Tokens
     prompt_tokens: tuple[Positive, ...]
@@ -167,6 +187,7 @@ class LengthProfile(Part):
     patterns: tuple[Pattern, ...] = ()
     layers: tuple[LayerScores, ...] = ()
     reuse: Reuse | None = None
+    trials: tuple[DecodeTrial, ...] = ()
 
     @property
     def densities(self) -> tuple[float, ...]:
@@ -190,6 +211,11 @@ class LengthProfile(Part):
         if self.reuse:
             with inside("reuse"):
                 self.reuse.check(model.layers)
+        if self.trials and not self.reuse:
+            raise FieldError("expected trials beside `reuse`, which says what they were chosen from", "trials")
+        for number, trial in enumerate(self.trials):
+            with inside("trials", number):
+                trial.check(model)
 
     def _patterns_of(self, scores: LayerScores) -> list[list[Pattern]]:
         most = max((position for row in scores.patterns for position in row), default=-1)

@@ -26,12 +26,12 @@ from sparsekv.runtime.core.select import selector_weights
 from sparsekv.runtime.hf.capture import AttentionCall
 
 # The observation window of OmniKV's released configuration.
-_WINDOW = 16
+WINDOW = 16
 _SHARES = (0.025, 0.05, 0.1, 0.2)
 _SELECTORS = (
     SelectorChoice(selector="last", window=1),
-    SelectorChoice(selector="uniform", window=_WINDOW),
-    SelectorChoice(selector="exponential", window=_WINDOW),
+    SelectorChoice(selector="uniform", window=WINDOW),
+    SelectorChoice(selector="exponential", window=WINDOW),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sparsekv.planner.tasks.chat import ChatFrame
+from sparsekv.planner.tasks.chat_frame import ChatFrame
 from sparsekv.planner.tasks.draws import Draws, Pieces
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
 

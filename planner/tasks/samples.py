@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.tasks.chat import ChatFrame
+from sparsekv.planner.tasks.chat_frame import ChatFrame
 from sparsekv.planner.tasks.documents import Kit, Request, Sample, Task
 from sparsekv.planner.tasks.draws import Draws
 from sparsekv.planner.tasks.perplexity import Perplexity

@@ -15,6 +15,7 @@ from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
 
 SMALL = ("--tasks", "kv_retrieval,perplexity")
+LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +127,20 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1)
     done = sparsekv(*call)
     assert done.code == 0, done.err
-    assert [line.split()[-2:] for line in done.out.splitlines() if "perplexity" in line] == [["-", "1"]]
-    assert "gate met by what was measured, too little to call the plan verified: dense solves no task" in done.out
-    bounded = sparsekv(*call, "--max-kl", 1)
-    assert bounded.out.endswith("gate met: verified\n")
-    for gate, verified in ((), False), (("--max-kl", 1), True):
-        told = sparsekv(*call, *gate, "--json").data
+    assert any(
+        line.split()[:2] == ["both", "all"] or line.split()[:2] == ["prefill", "all"] for line in done.out.splitlines()
+    )
+    assert (
+        "gate met by what was measured, too little to call the plan verified: 2 samples at 1k are too few" in done.out
+    )
+    enough = ("verify", copy, "--tasks", "kv_retrieval", "--lengths", "1k", "--samples", 50, "--device", "cpu")
+    for number, (asked, verified) in enumerate(((call, False), (enough, True))):
+        told = sparsekv(*asked, "--write", "--json").data
         assert (told["passed"], told["verified"]) == (True, verified)
-    assert load_plan(copy / "sparsekv.yaml").status == "unverified"
-    for gate, status in ((), "unverified"), (("--max-kl", 1), "verified"):  # the model answers nothing by itself
-        assert sparsekv(*call, "--write", *gate).code == 0
         written = load_plan(copy / "sparsekv.yaml")
-        assert written.status == status
+        assert written.status == ("unverified", "verified")[number]
         assert written.quality.prefill.lengths == (1024,)
+        assert written.quality.prefill.agreement.exact == 1.0
 
 
 def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, folder, copy, tmp_path):
@@ -153,7 +155,7 @@ def test_verify_refuses_a_checkpoint_that_lacks_a_layers_mlp(sparsekv, copy):
     tensors = load_file(copy / "model.safetensors")
     save_file({name: data for name, data in tensors.items() if "layers.1.mlp" not in name}, copy / "model.safetensors")
     before = (copy / "sparsekv.yaml").read_bytes()
-    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", "--max-kl", 100, "--write")
+    done = sparsekv("verify", copy, *SMALL, "--lengths", "1k", *LOOSE, "--write")
     assert done.code == 2
     assert "3 missing (model.layers.1.mlp.down_proj.weight" in done.err
     assert (copy / "sparsekv.yaml").read_bytes() == before
@@ -182,7 +184,8 @@ def test_a_plan_of_another_model_exits_with_3_before_anything_is_measured(sparse
 
 @pytest.mark.parametrize("command", ["eval", "verify"])
 def test_allow_mismatch_measures_and_says_on_which_model(sparsekv, folder, other, command):
-    done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), "--allow-mismatch", "--json")
+    gate = LOOSE if command == "verify" else ()
+    done = sparsekv(*call_on(command, other, folder / "sparsekv.yaml"), *gate, "--allow-mismatch", "--json")
     assert done.code == 0, done.err
     assert any("another architecture" in line for line in done.data["differs"])
     assert done.err.count("warning: this plan is for another architecture") == 1
@@ -198,7 +201,7 @@ def test_what_fits_the_plan_differs_in_nothing(sparsekv, folder):
 
 def test_a_plan_of_another_model_is_never_written_as_verified(sparsekv, folder, copy, other):
     before = (copy / "sparsekv.yaml").read_bytes()
-    call = (*call_on("verify", other, copy / "sparsekv.yaml"), "--max-kl", 100, "--write", "--allow-mismatch")
+    call = (*call_on("verify", other, copy / "sparsekv.yaml"), *LOOSE, "--write", "--allow-mismatch")
     done = sparsekv(*call)
     assert (done.code, done.out) == (2, "")
     assert "--write" in done.err
@@ -221,7 +224,7 @@ def test_a_plan_that_does_not_say_its_weights_is_never_written_as_verified(spars
         plan.model_copy(update={"model": plan.model.model_copy(update={"fingerprint": unknown})}),
         copy / "sparsekv.yaml",
     )
-    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write")
+    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), *LOOSE, "--write")
     assert done.code == 2
     assert said in done.err
     assert load_plan(copy / "sparsekv.yaml").status == "unverified"
@@ -258,7 +261,7 @@ def test_ctrl_c_while_measuring_ends_with_130_and_leaves_the_plan(sparsekv, copy
 def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, full_disk):
     before = (copy / "sparsekv.yaml").read_bytes()
     full_disk()
-    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), "--max-kl", 100, "--write", "--json")
+    done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), *LOOSE, "--write", "--json")
     assert done.code == 2
     assert "No space left" in done.data["error"]["message"]
     assert (copy / "sparsekv.yaml").read_bytes() == before

@@ -83,7 +83,7 @@ def test_options_that_something_reads_go_together(given) -> None:
 
 
 def test_the_table_knows_only_options_that_there_are_and_parts_that_something_reads() -> None:
-    known = {field.name for field in fields(PlanOptions)} | {"max_accuracy_drop", "max_kl"}
+    known = {field.name for field in fields(PlanOptions)} | {field.name for field in fields(Gate)}
     assert {option for options in READERS.values() for option in options} - known == set()
     assert {part for switch in SWITCHES for part in switch.leaves_out} - set(READERS) == set()
 
@@ -141,7 +141,7 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
 @pytest.mark.parametrize(
     ("asked", "missed", "named", "unnamed"),
     [
-        ({}, {"prefill"}, ("--target-density", "--max-accuracy-drop"), ("--decode-budget", "--max-kl")),
+        ({}, {"prefill"}, ("--target-density", "--max-accuracy-drop"), ("--decode-budget",)),
         ({}, {"decode"}, ("--decode-budget",), ("--target-density",)),
         ({}, {"both"}, ("--target-density", "--decode-budget"), ()),
         ({"preset": "minference"}, {"prefill"}, ("minference",), ("--target-density", "--target-speedup")),

@@ -1,9 +1,19 @@
 """Intervals of paired differences."""
 
+import math
+
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
-from sparsekv.planner.eval_results import accuracy_interval, mean_interval
+from sparsekv.planner.eval_results import (
+    Outcome,
+    accuracy_interval,
+    agreement_of,
+    bootstrap_interval,
+    mean_interval,
+    share_interval,
+)
 
 
 def test_an_unchanged_sample_still_leaves_room_for_a_difference() -> None:
@@ -41,3 +51,42 @@ def test_one_sample_has_no_interval_of_its_mean() -> None:
 
 def test_equal_scores_have_an_interval_of_zero_width() -> None:
     assert mean_interval([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("right", "of"), [(50, 50), (47, 50), (0, 7), (1, 1), (120, 400)])
+def test_a_share_of_single_positions_has_the_wilson_interval(right: int, of: int) -> None:
+    expected = binomtest(right, of).proportion_ci(0.95, method="wilson")
+    agreed = [1] * right + [0] * (of - right)
+    assert share_interval(agreed, [1] * of) == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+def test_positions_that_agree_together_count_as_fewer() -> None:
+    """Forty samples of ten positions: spread evenly as good as 400 positions, all or none as good as 40."""
+    spread = share_interval([9] * 40, [10] * 40)
+    clustered = share_interval([10] * 36 + [0] * 4, [10] * 40)
+    assert spread == pytest.approx(binomtest(360, 400).proportion_ci(0.95, method="wilson"))
+    assert clustered == pytest.approx(binomtest(36, 40).proportion_ci(0.95, method="wilson"))
+
+
+def test_the_bootstrap_of_a_mean_is_the_same_every_time_and_near_the_normal_one() -> None:
+    values = np.random.default_rng(3).gamma(2.0, 0.01, 400).tolist()
+    low, high = bootstrap_interval(values)
+    assert (low, high) == bootstrap_interval(values)
+    half = 1.96 * np.std(values) / math.sqrt(400)
+    assert (low, high) == pytest.approx((np.mean(values) - half, np.mean(values) + half), rel=0.02)
+
+
+def test_a_single_divergence_has_no_interval_and_equal_ones_none_of_any_width() -> None:
+    assert bootstrap_interval([0.1]) is None
+    assert bootstrap_interval([0.1, 0.1]) == (0.1, 0.1)
+
+
+def test_agreement_pools_positions_and_counts_texts() -> None:
+    found = agreement_of([Outcome(None, 1.0, 0.1, 4, 4, True), Outcome(None, 1.0, 0.3, 2, 8, False)])
+    assert (found.samples, found.kl, found.top1, found.exact) == (2, pytest.approx(0.2), 0.5, 0.5)
+    assert found.exact_interval == pytest.approx(binomtest(1, 2).proportion_ci(0.95, method="wilson"), abs=1e-6)
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    found = agreement_of([Outcome(None, 1.0, 0.1, 4, 4), Outcome(None, 1.0, 0.3, 4, 4)])
+    assert found.exact is found.exact_interval is None

@@ -18,7 +18,19 @@ from sparsekv.plans.phases import (
     Reuse,
     Segment,
 )
-from sparsekv.plans.schema import Cost, Estimate, Measurement, Plan, Prediction, Provenance, Quality, Score, Target
+from sparsekv.plans.schema import (
+    Agreement,
+    Cost,
+    Estimate,
+    LengthMeasurement,
+    Measurement,
+    Plan,
+    Prediction,
+    Provenance,
+    Quality,
+    Score,
+    Target,
+)
 
 TENTH = DecodeBudget(fraction=0.1, at_most=13108)
 
@@ -192,12 +204,25 @@ def _decode() -> DecodePlan:
 
 def _quality() -> Quality:
     needles = Score(dense=0.99, sparse=0.985, samples=200, interval=(-0.0123456, 0.0025))
-    text = Score(dense=12.3456789, sparse=12.4, samples=64, interval=(0.01, 0.1))
+    agreement = Agreement(
+        samples=264,
+        kl=1.5e-05,
+        kl_interval=(1.2e-05, 1.9e-05),
+        top1=0.9987,
+        top1_interval=(0.9971, 0.9995),
+        exact=0.985,
+        exact_interval=(0.962, 0.994),
+    )
+    text = Score(dense=12.3456789, sparse=12.4, samples=64, interval=(0.01, 0.1), agreement=agreement)
+    at = tuple(LengthMeasurement(length=length, density=0.221, agreement=agreement) for length in (8192, 32768))
     measured = Measurement(
         lengths=(8192, 32768),
         density=0.221,
         output_error=0.0123,
         kl=1.5e-05,
+        chunk=4096,
+        agreement=agreement,
+        by_length=at,
         tasks={"niah_single": needles, "perplexity": text},
     )
     one = Measurement(lengths=(32768,), density=0.0625, tasks={"niah_single": needles})

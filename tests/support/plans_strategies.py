@@ -20,7 +20,7 @@ from sparsekv.plans.phases import (
     PrefillPlan,
     Segment,
 )
-from sparsekv.plans.schema import Measurement, Plan, Provenance, Quality, Score
+from sparsekv.plans.schema import Agreement, Measurement, Plan, Provenance, Quality, Score
 
 LAYERS, HEADS, KV_HEADS = 6, 4, 2
 
@@ -118,18 +118,33 @@ def decode_plans(draw: st.DrawFn) -> DecodePlan:
 
 
 positive = st.floats(0, 1e6)
+intervals = st.none() | st.tuples(st.floats(0, 0.5), st.floats(0.5, 1))
+portions = st.none() | st.floats(0, 1)
+agreements = st.builds(
+    Agreement,
+    samples=st.integers(1, 1000),
+    kl=positive,
+    kl_interval=intervals,
+    top1=portions,
+    top1_interval=intervals,
+    exact=portions,
+    exact_interval=intervals,
+)
 scores = st.builds(
     Score,
     dense=positive,
     sparse=positive,
     samples=st.integers(1, 1000),
     interval=st.tuples(st.floats(-10, 0), st.floats(0, 10)),
+    agreement=st.none() | agreements,
 )
 measurements = st.builds(
     Measurement,
     lengths=st.tuples(st.integers(1, 1 << 20)),
     density=shares,
     kl=st.none() | positive,
+    chunk=st.none() | st.integers(1, 1 << 20),
+    agreement=st.none() | agreements,
     tasks=st.dictionaries(names, scores, max_size=3),
 )
 _GROUP = AttentionGroup(layers=tuple(range(LAYERS)), kind="full", heads=HEADS, kv_heads=KV_HEADS, head_dim=8)
