@@ -57,6 +57,10 @@ def plan(
     decode_loss: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice.")
     ] = None,
+    decode_kl: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="NATS", help="Most divergence of decode from dense on calibration prompts."),
+    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
     samples: Annotated[
@@ -114,6 +118,7 @@ def plan(
         "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
         "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
+        "decode_kl": decode_kl,
         "offload": offload,
         "prompts": own_prompts(prompts) if prompts else None,
         "samples": samples,

@@ -1,14 +1,17 @@
 """Choosing filter layers: which layers decode densely and choose tokens for the layers after them (OmniKV).
 
-Three rules. `dp` solves for the cheapest assignment whose lost attention mass, weighted by how much each layer moves
-the residual, stays within `decode_loss`; how many filter layers there are comes out of it. `omnikv` is the paper's
-reading of inter-layer similarity (section 3.1 and its released analysis): the first layers dense, filters at the
-layers whose choice serves the next stretch of layers best, one wait layer. `fixed` takes the layers it is given.
+Three rules. `dp` takes, where segments were tried out on the model (`decode_search`), the cheapest whose divergence
+from dense stays within `decode_kl`. Where none were, it solves for the cheapest assignment whose lost attention mass,
+weighted by how much each layer moves the residual, stays within `decode_loss`. How many filter layers there are comes
+out of it. `omnikv` is the paper's reading of inter-layer similarity (section 3.1 and its released analysis): the first
+layers dense, filters at the layers whose choice serves the next stretch of layers best, one wait layer. `fixed` takes
+the layers it is given.
 
-All sparse lengths of a plan share their segments, so that one captured step serves them. `dp` therefore bounds the loss
-at the worst of these lengths, and counts the time of the longest, where decode has most to gain. A short length that
-would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all but the shortest, and
-so on; those that save most over all lengths together are taken.
+All sparse lengths of a plan share their segments, so that one captured step serves them; budgets may differ where they
+were tried. A length at which no trial of the same segments stayed inside the gate goes dense. Without trials `dp`
+bounds the loss at the worst of the sparse lengths, and counts the time of the longest, where decode has most to gain. A
+short length that would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all but
+the shortest, and so on; those that save most over all lengths together are taken.
 
 The dynamic programme (`solve`) walks the layers; a state is the filter in force; each state keeps the partial
 assignments that no other one beats in both cost and loss. Costs are whole nanoseconds, so that equal sums are equal.
@@ -17,7 +20,7 @@ assignments that no other one beats in both cost and loss. Costs are whole nanos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -28,7 +31,7 @@ from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.profile_data import Profile, Reuse
+from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -43,7 +46,7 @@ _NO_FILTER = (-1, -1)
 HOT_TOKENS = 4096
 _FIRST_DENSE = 2
 _LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
-_WAIT = 1
+WAIT = 1  # layers between a filter and its segment, by OmniKV's rule
 
 
 def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
@@ -58,9 +61,8 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     check_filters(profile.model, options)
     check_budget(profile, options)
     chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
-    segments, sparse = chooser.choose()
-    buckets = chooser.buckets(segments, sparse)
-    layers = {layer for segment in segments for layer in segment.layers}
+    buckets = chooser.buckets(chooser.choose())
+    layers = {layer for bucket in buckets for layer in bucket.sparse_layers}
     offload = Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if options.offload and layers else None
     return DecodePlan(lengths=buckets, offload=offload)
 
@@ -75,18 +77,32 @@ class _Statistics:
 
     @classmethod
     def of(cls, length: int, reuse: Reuse, options: PlanOptions, full: Sequence[int]) -> _Statistics:
-        kept = _square(reuse, _budget_index(reuse.budgets, options.decode_budget, length))
-        importance = np.asarray(reuse.importance)
-        loss = (1.0 - np.minimum(kept, 1.0)) * (importance / max(importance.sum(), 1e-20))[None, :, None]
-        for layer in set(range(len(importance))).difference(full):
-            loss[:, layer, :] = loss[:, :, layer] = np.inf
-        unasked = [choice.selector not in options.decode_selectors for choice in reuse.selectors]
-        loss[unasked] = np.inf
-        return cls(length, kept, loss)
+        budget = budget_index(reuse.budgets, options.decode_budget, length)
+        loss = lost_mass(reuse, budget, full, options) * shares_of(reuse.importance)[None, :, None]
+        return cls(length, _square(reuse, budget), loss)
 
     def lost(self, segments: Sequence[FilterSegment]) -> float:
         """By an assignment."""
         return sum(float(self.loss[one.selector, layer, one.filter]) for one in segments for layer in one.layers)
+
+
+Choice = tuple[tuple[Segment, ...], ...]
+"""The segments of every length, which differ in their budgets alone; none where it is dense."""
+_ANY = DecodeBudget(tokens=1)
+
+
+def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
+    """The trials of a length inside the gate that use what is asked for; not those that were given up."""
+    prompts = max((trial.prompts for trial in entry.trials), default=0)
+    most = entry.length if options.any_budget else options.decode_budget.resolve(entry.length)
+    return [
+        trial
+        for trial in entry.trials
+        if trial.prompts == prompts
+        and trial.kl_bound <= options.decode_kl
+        and all(segment.budget.resolve(entry.length) <= most for segment in trial.segments)
+        and all(segment.selector in options.decode_selectors for segment in trial.segments)
+    ]
 
 
 class _Chooser:
@@ -97,50 +113,69 @@ class _Chooser:
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
         reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
+        self._tried = any(entry.trials for entry in profile.lengths)
+        self._trials = [_inside(entry, options) for entry in profile.lengths if entry.reuse]
         self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
         self._longest = self._lengths[-1].length
         self._selectors = reuses[-1][1].selectors
 
-    def choose(self) -> tuple[tuple[Segment, ...], list[bool]]:
-        """Segments, and which of the lengths they are for."""
+    def choose(self) -> Choice:
+        """What each length attends to."""
         if self._options.filter_rule == "fixed":
-            given = _after(sorted(self._options.filter_layers), self._full, wait=0)
+            given = following(sorted(self._options.filter_layers), self._full, wait=0)
             return self._where_it_pays(given, range(len(self._lengths)))
         if self._options.filter_rule == "omnikv":
-            similar = _after(similar_layers(self._lengths[-1].kept[0], self._full), self._full, wait=_WAIT)
+            similar = following(similar_layers(self._lengths[-1].kept[0], self._full), self._full, wait=WAIT)
             return self._where_it_pays(similar, range(len(self._lengths)))
-        found = []
+        found = list(self._proven() if self._tried else self._solved())
+        return min(found, key=self._spent)
+
+    def _solved(self) -> Iterator[Choice]:
+        """By lost attention mass, where nothing was tried."""
         for first in range(len(self._lengths)):
             assignment = solve(self._problem(first)).segments
             bound = self._options.decode_loss * (1.0 + 1e-9)
             kept = [position for position, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
-            found.append(self._where_it_pays(assignment, kept))
-        return min(found, key=lambda one: self._spent(*one))
+            yield self._where_it_pays(assignment, kept)
 
-    def buckets(self, segments: tuple[Segment, ...], sparse: Sequence[bool]) -> tuple[DecodeBucket, ...]:
+    def _proven(self) -> Iterator[Choice]:
+        """By trials inside the gate: nothing, and the cheapest at each length that differ in their budgets alone."""
+        yield ((),) * len(self._lengths)
+        by_shape: dict[tuple[Segment, ...], list[list[tuple[Segment, ...]]]] = {}
+        for position, trials in enumerate(self._trials):
+            for trial in trials:
+                shape = tuple(segment.model_copy(update={"budget": _ANY}) for segment in trial.segments)
+                by_shape.setdefault(shape, [[] for _ in self._lengths])[position].append(trial.segments)
+        for found in by_shape.values():
+            yield tuple(map(self._cheapest, found, self._lengths))
+
+    def _cheapest(self, found: Sequence[tuple[Segment, ...]], at: _Statistics) -> tuple[Segment, ...]:
+        paying = [one for one in found if not self._options.crossover or self._pays(one, at.length)]
+        return min(paying, key=lambda one: self._relative(one, at.length), default=())
+
+    def buckets(self, choice: Choice) -> tuple[DecodeBucket, ...]:
         """Ascending, equal neighbours as one, the last open-ended: dense where the context would outgrow the gain."""
         buckets: list[DecodeBucket] = []
-        for one, is_sparse in zip(self._lengths, sparse, strict=True):
+        for one, segments in zip(self._lengths, choice, strict=True):
             above = (buckets[-1].up_to or 0) if buckets else 0
-            below = self._crossing(segments, one.length, above) if is_sparse else one.length
+            below = self._crossing(segments, one.length, above) if segments else one.length
             buckets += [DecodeBucket(up_to=below, dense=True)] if below else []
-            buckets += [DecodeBucket(up_to=one.length, segments=segments)] if is_sparse else []
+            buckets += [DecodeBucket(up_to=one.length, segments=segments)] if segments else []
         differing = [bucket for bucket, after in pairwise(buckets) if bucket.segments != after.segments]
         last = buckets[-1]
         # Beyond the longest length budgets no longer grow, and times are linear: the far end tells of all between.
-        if last.segments and self._options.crossover and not self._pays(segments, self._model.context_length):
+        if last.segments and self._options.crossover and not self._pays(last.segments, self._model.context_length):
             return (*differing, last, DecodeBucket(up_to=None, dense=True))
         return (*differing, last.model_copy(update={"up_to": None}))
 
-    def _where_it_pays(
-        self, assignment: Sequence[FilterSegment], allowed: Sequence[int]
-    ) -> tuple[tuple[Segment, ...], list[bool]]:
+    def _where_it_pays(self, assignment: Sequence[FilterSegment], allowed: Sequence[int]) -> Choice:
         segments = tuple(map(self._segment, assignment))
-        paying = [
-            bool(segments) and position in allowed and (not self._options.crossover or self._pays(segments, one.length))
+        return tuple(
+            segments
+            if position in allowed and (not self._options.crossover or self._pays(segments, one.length))
+            else ()
             for position, one in enumerate(self._lengths)
-        ]
-        return (segments, paying) if any(paying) else ((), paying)
+        )
 
     def _pays(self, segments: tuple[Segment, ...], length: int) -> bool:
         step = step_us(segments, self._cost, length, self._model)
@@ -151,15 +186,15 @@ class _Chooser:
             return None
         return longest_losing(lambda shorter: self._pays(segments, shorter), length, above)
 
-    def _spent(self, segments: tuple[Segment, ...], sparse: Sequence[bool]) -> float:
+    def _spent(self, choice: Choice) -> float:
         """Of a step relative to dense, summed over the lengths."""
-        total = 0.0
-        for one, is_sparse in zip(self._lengths, sparse, strict=True):
-            used, dense_us = segments if is_sparse else (), dense_step_us(self._cost, one.length, self._model)
-            step = step_us(used, self._cost, one.length, self._model) if self._options.crossover else None
-            share = decode_share(used, one.length, self._model)
-            total += share if step is None else step / max(dense_us, 1e-9)
-        return total
+        return sum(self._relative(used, one.length) for used, one in zip(choice, self._lengths, strict=True))
+
+    def _relative(self, segments: tuple[Segment, ...], length: int) -> float:
+        step = step_us(segments, self._cost, length, self._model) if self._options.crossover else None
+        if step is None:
+            return decode_share(segments, length, self._model)
+        return step / max(dense_step_us(self._cost, length, self._model), 1e-9)
 
     def _problem(self, first: int) -> SegmentProblem:
         """Over the lengths from the `first` on."""
@@ -215,7 +250,8 @@ def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[
     return tuple(sorted(chosen))
 
 
-def _after(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
+def following(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
+    """Each filter serves all layers of `full` up to the next one, but for the first `wait` after it."""
     if not filters:
         return ()
     ends = [*filters[1:], max(full) + 1]
@@ -251,7 +287,28 @@ def check_budget(profile: Profile, options: PlanOptions) -> None:
     """
     for entry in profile.lengths:
         if entry.reuse:
-            _budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
+            budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
+
+
+def lost_mass(reuse: Reuse, budget: int, full: Sequence[int], options: PlanOptions) -> Floats:
+    """[selector, layer j, layer i]: share of layer j's attention mass that is lost to the choice of layer i; infinite
+    where layer j may not attend to it.
+
+    Args:
+        budget: position among the measured ones.
+        full: the layers with full attention.
+        options: `decode_selectors`.
+    """
+    lost = 1.0 - np.minimum(_square(reuse, budget), 1.0)
+    for layer in set(range(len(reuse.importance))).difference(full):
+        lost[:, layer, :] = lost[:, :, layer] = np.inf
+    lost[[choice.selector not in options.decode_selectors for choice in reuse.selectors]] = np.inf
+    return lost
+
+
+def shares_of(importance: Sequence[float]) -> Floats:
+    """Of all layers together; positive, so that what is not allowed stays infinite."""
+    return np.maximum(np.asarray(importance) / max(sum(importance), 1e-20), 1e-20)
 
 
 def _square(reuse: Reuse, budget: int) -> Floats:
@@ -264,8 +321,12 @@ def _square(reuse: Reuse, budget: int) -> Floats:
     return kept
 
 
-def _budget_index(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
-    """The largest measured budget within the wanted one: what is lost is then not underestimated."""
+def budget_index(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
+    """The position of the largest measured budget within the wanted one: what is lost is then not underestimated.
+
+    Raises:
+        UsageError: the wanted one is below all.
+    """
     sizes = [(budget.resolve(length), number) for number, budget in enumerate(measured)]
     fitting = [size for size in sizes if size[0] <= wanted.resolve(length)]
     if not fitting:

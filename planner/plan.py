@@ -1,7 +1,8 @@
-"""From a model to a plan: profile, cost, allocate, filter layers, verify, result.
+"""From a model to a plan: profile, decode trials, cost, allocate, filter layers, verify, result.
 
 A plan that misses its gate is tightened and tried again: the next density of the profiled ladder for prefill; for
-decode first a smaller loss (fewer layers attend to chosen tokens), then a larger budget.
+decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
+chosen tokens), then a larger budget.
 
 `compile_files` compiles from a profile and a device cost alone: for another budget, or for another GPU. It needs
 neither the weights of the model nor its device. The architecture is checked against the model's config; the weights
@@ -21,6 +22,7 @@ from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
+from sparsekv.planner.decode_search import measure_decode
 from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import mix_of
@@ -45,7 +47,7 @@ from sparsekv.runtime.hf.describe import describe_config, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
 
 MOST_ATTEMPTS = 6
-STAGES = ("profile", "cost", "allocate", "filter layers", "evaluate")
+STAGES = ("profile", "decode trials", "cost", "allocate", "filter layers", "evaluate")
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
 
@@ -107,7 +109,7 @@ def compile_plan(
     if asked.verify_samples:
         kit = prepare(loaded.tokenizer, Split.EVALUATION)
         held_out_samples(asked).check_fit(kit)
-    measured = own or profile(loaded, asked, stages, resume)
+    measured = own or measure_decode(loaded, profile(loaded, asked, stages, resume), asked, stages)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
         if resume is not None:
@@ -333,6 +335,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         "crossover": options.crossover,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
         "decode_loss": options.decode_loss,
+        "decode_kl": options.decode_kl,
         "filter_rule": options.filter_rule,
         "max_accuracy_drop": options.gate.max_accuracy_drop,
         "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},

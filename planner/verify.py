@@ -369,7 +369,12 @@ def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) ->
 
 
 def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
-    """Half the loss (fewer layers attend to chosen tokens); at the least loss, the next larger budget."""
+    """What was tried and diverged at most half as much. Where nothing was: half the loss (fewer layers attend to chosen
+    tokens); at the least loss, the next larger budget."""
+    tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
+    if options.filter_rule == "dp" and tried:
+        inside = [bound for bound in tried if bound <= options.decode_kl]
+        return replace(options, decode_kl=max(inside) / 2) if inside else options
     if options.filter_rule == "dp" and options.decode_loss > _LEAST_LOSS:
         return replace(options, decode_loss=options.decode_loss * _LOSS_STEP)
     longest = profile.lengths[-1]
@@ -398,6 +403,11 @@ def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -
         for entry, before, after in targets
         if before != after
     ]
+    if asked.decode_kl != used.decode_kl:
+        lines.append(
+            f"decode is planned for a divergence of {used.decode_kl:g} on calibration prompts: with "
+            f"{asked.decode_kl:g}, the plan missed its gate"
+        )
     if (asked.decode_loss, asked.decode_budget) != (used.decode_loss, used.decode_budget):
         lines.append(
             f"decode is planned for a loss of {used.decode_loss:g} and a budget of {used.decode_budget}: with "

@@ -138,7 +138,12 @@ def dense_decode_remarks(
         f"({cost.backend}, {cost.dtype}); --no-crossover keeps it sparse"
     ]
     why = f"the {options.filter_rule} rule found no layers that could share a choice"
-    if options.filter_rule == "dp":
+    if options.filter_rule == "dp" and any(entry.trials for entry in profile.lengths):
+        why = (
+            f"none of the filter layers tried is known to stay within {options.decode_kl:g} nats of dense there; "
+            "change --decode-kl or --decode-budget"
+        )
+    elif options.filter_rule == "dp":
         why = (
             f"no choice of fewer tokens than all is known to lose at most {options.decode_loss:g} of the attention "
             "there; change --decode-loss or --decode-budget"

@@ -24,7 +24,7 @@ from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
 LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0)
-OPTIONS = quick_options(gate=LOOSE, decode_loss=1.0)
+OPTIONS = quick_options(gate=LOOSE, decode_loss=1.0, decode_kl=100.0)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_another_target_compiles_from_the_same_profile(loaded: LoadedModel, meas
 
 def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
-    only = quick_options(phases=("decode",), decode_loss=1.0, verify_samples=0)
+    only = quick_options(phases=("decode",), decode_kl=100.0, verify_samples=0)
     result = compile_plan(loaded, only, profile_in=profile, cost_in=cost)
     assert result.plan.prefill is None
     assert result.prefill_density is None
@@ -183,16 +183,17 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:
     known, cost = measured
-    given = {} if stage == "profile" else {"profile_in": known}
+    given = {} if stage in ("profile", "decode trials") else {"profile_in": known}
     given |= {} if stage == "cost" else {"cost_in": cost}
     with pytest.raises(KeyboardInterrupt):
         compile_plan(
             loaded, OPTIONS, **given, profile_out=tmp_path / "p", cost_out=tmp_path / "c", progress=CtrlC(stage)
         )
-    assert (tmp_path / "p").exists() == (stage != "profile")
-    if stage != "profile":
+    is_profiled = stage not in ("profile", "decode trials")
+    assert (tmp_path / "p").exists() == is_profiled
+    if is_profiled:
         assert read_measured(Profile, tmp_path / "p") == known
-    assert (tmp_path / "c").exists() == (stage not in ("profile", "cost"))
+    assert (tmp_path / "c").exists() == (is_profiled and stage != "cost")
     assert loaded.model.config._attn_implementation == "sdpa"
 
 

@@ -1,0 +1,254 @@
+"""Segments that decode might run with, proposed from similarities of layers; `decode_search` measures them.
+
+The dynamic programme of `filter_layers` proposes most: for every profiled budget, and for a ladder of allowed losses. A
+lost share of attention mass counts once by what it does to the next token where a layer alone is sparse (measured),
+once by how much the layer moves the residual. Beside it stand the rules of others: filters at even distances, OmniKV's
+choice with and without its wait layer, and Kascade's anchor layers.
+
+Shapes: S selectors, J layers that attend, I layers that choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from sparsekv.planner.cost.predict import decode_share, visible_tokens
+from sparsekv.planner.filter_layers import (
+    WAIT,
+    FilterSegment,
+    Floats,
+    SegmentProblem,
+    budget_index,
+    following,
+    lost_mass,
+    shares_of,
+    similar_layers,
+    solve,
+)
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.profile_data import LengthProfile, Reuse
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget, fraction
+from sparsekv.plans.phases import DecodeBudget, Segment
+
+Segments = tuple[Segment, ...]
+
+_LOSSES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5)  # of attention mass, weighted by importance
+_DIVERGENCES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of what is allowed, by the additive model
+_MOST_FILTERS = 4  # of the rules that are given their number
+_PROBED = 0.05  # share of the context that the probes choose
+_NO_LOSS, _NO_DIVERGENCE = 0.02, 1e-6  # below these a quotient of the two is noise
+_TOKEN_COST = 1000
+_LEAST_GAIN = 0.01  # of all cached tokens; less is not worth a trial
+
+
+class CandidateSpace:
+    """What may be proposed at one profiled length.
+
+    Args:
+        model: that was profiled; it has layers with full attention.
+        entry: of the length, with decode statistics.
+        options: settled: budget, sink, recent, selectors.
+    """
+
+    def __init__(self, model: ModelInfo, entry: LengthProfile, options: PlanOptions) -> None:
+        assert entry.reuse is not None
+        self._model, self._length, self._options, self._reuse = model, entry.length, options, entry.reuse
+        self.full = model.full_layers
+        self.budgets: tuple[Budget, ...] = entry.reuse.budgets if options.any_budget else (options.decode_budget,)
+        self._lost = {budget: self._lost_with(budget) for budget in self.budgets}
+
+    def _lost_with(self, budget: Budget) -> Floats:
+        reuse: Reuse = self._reuse
+        return lost_mass(reuse, budget_index(reuse.budgets, budget, self._length), self.full, self._options)
+
+    def probe(self, layer: int) -> Segments:
+        """One layer alone, behind the nearest one that can choose for it; `layer` is not the first of `full`."""
+        nearest = max(other for other in self.full if other < layer)
+        budget = min(self.budgets, key=lambda one: abs(one.resolve(self._length) - _PROBED * self._length))
+        return self.segments([FilterSegment(nearest, self._first_selector, (layer,))], budget)
+
+    def weights(self, divergence: dict[int, float]) -> Floats:
+        """[J]: nats for each share of attention mass that a layer loses, from the divergence of its probe."""
+        weights_J = np.full(self._model.layers, 1e-20)
+        for layer, kl in divergence.items():
+            (segment,) = self.probe(layer)
+            weights_J[layer] = (kl + _NO_DIVERGENCE) / (self._loss(segment, layer) + _NO_LOSS)
+        return weights_J
+
+    def expected(self, segments: Segments, weights_J: Floats) -> float:
+        """The divergence by the additive model, in nats: too low where layers stand in for each other."""
+        return sum(
+            self._loss(segment, layer) * float(weights_J[layer]) for segment in segments for layer in segment.layers
+        )
+
+    def share(self, segments: Segments) -> float:
+        """Cached tokens that are read, of all."""
+        return decode_share(segments, self._length, self._model)
+
+    def proposed(self, weights_J: Floats, allowed: float) -> list[Segments]:
+        """Candidates by the tokens they read, ascending, each once.
+
+        Those are left out beside which another one reads no more and is expected to diverge half as much at most.
+
+        Args:
+            weights_J: of `weights`.
+            allowed: divergence, in nats.
+        """
+        found = dict.fromkeys(segments for segments in self._all(weights_J, allowed) if segments)
+        rated = sorted(
+            ((self.share(one), self.expected(one, weights_J), one) for one in found), key=lambda rated: rated[:2]
+        )
+        kept: list[tuple[float, Segments]] = []
+        for _, expected, segments in rated:
+            if all(expected < 2.0 * other for other, _ in kept):
+                kept.append((expected, segments))
+        return [segments for _, segments in kept]
+
+    def smaller(self, segments: Segments) -> Iterator[Segments]:
+        """Those that differ by one step and read less: a dense layer in a segment, a filter less, half a budget."""
+        least = self.share(segments) - _LEAST_GAIN
+        return (one for one in self._steps(segments) if self.share(one) <= least)
+
+    def _steps(self, segments: Segments) -> Iterator[Segments]:
+        inside = {layer for segment in segments for layer in (segment.filter, *segment.layers)}
+        for number, segment in enumerate(segments):
+            after = segments[number + 1].layers[0] if number + 1 < len(segments) else self._model.layers
+            before = segments[number - 1].layers[-1] if number else -1
+            for layer in self.full:
+                if layer not in inside and max(segment.filter, before) < layer < after:
+                    grown = segment.model_copy(update={"layers": tuple(sorted((*segment.layers, layer)))})
+                    yield (*segments[:number], grown, *segments[number + 1 :])
+            yield from self._with_less(segments, number)
+        for number, (first, second) in enumerate(pairwise(segments)):
+            layers = tuple(sorted((*first.layers, second.filter, *second.layers)))
+            if len(set(layers)) == len(layers) and second.filter > first.filter:
+                merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
+                yield (*segments[:number], merged, *segments[number + 2 :])
+
+    def larger(self, segments: Segments) -> Iterator[Segments]:
+        """The same with a twofold and a fourfold budget in every segment, as far as that is less than all tokens."""
+        for factor in (2, 4):
+            grown = tuple(segment.model_copy(update={"budget": self._scaled(segment, factor)}) for segment in segments)
+            if self.share(grown) < 1.0:
+                yield grown
+
+    def segments(
+        self, found: Sequence[FilterSegment], budget: Budget, heads: Literal["max", "per_kv_head"] = "max"
+    ) -> Segments:
+        """As plans have them."""
+        at_most = None if budget.fraction is None else budget.resolve(self._length)
+        return tuple(
+            Segment(
+                filter=one.filter,
+                layers=one.layers,
+                budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
+                sink=self._options.decode_sink,
+                recent=self._options.decode_recent,
+                selector=self._reuse.selectors[one.selector].selector,
+                window=self._reuse.selectors[one.selector].window,
+                heads=heads,
+            )
+            for one in found
+        )
+
+    @property
+    def _first_selector(self) -> int:
+        asked = self._options.decode_selectors
+        return next(number for number, choice in enumerate(self._reuse.selectors) if choice.selector in asked)
+
+    def _loss(self, segment: Segment, layer: int) -> float:
+        fitting = [one for one in self.budgets if one.resolve(self._length) <= segment.budget.resolve(self._length)]
+        budget = max(fitting or self.budgets, key=lambda one: one.resolve(self._length) * (1 if fitting else -1))
+        names = [choice.selector for choice in self._reuse.selectors]
+        return float(self._lost[budget][names.index(segment.selector), layer, segment.filter])
+
+    def _all(self, weights_J: Floats, allowed: float) -> Iterator[Segments]:
+        importance_J = shares_of(self._reuse.importance)
+        measured = [factor * allowed for factor in _DIVERGENCES]
+        for budget in self.budgets:
+            for by_J, losses in ((weights_J, measured), (importance_J, _LOSSES)):
+                problem = self._problem(budget, by_J)
+                for loss in losses:
+                    yield self.segments(solve(replace(problem, most_loss=loss)).segments, budget)
+            for found in self._by_rule(budget):
+                yield self.segments(found, budget)
+
+    def _by_rule(self, budget: Budget) -> Iterator[tuple[FilterSegment, ...]]:
+        selector, full = self._first_selector, self.full
+        kept_JI = 1.0 - np.minimum(self._lost[budget][selector], 1.0)
+        rules = [(similar_layers(kept_JI, full), wait) for wait in (0, WAIT)]
+        for count in range(1, min(_MOST_FILTERS, len(full) - 1) + 1):
+            rules += [(tuple(full[len(full) * number // count] for number in range(count)), 0)]
+            rules += [(anchor_layers(kept_JI, self._reuse.importance, full, count), 0)]
+        for filters, wait in rules:
+            yield tuple(replace(one, selector=selector) for one in following(filters, full, wait))
+
+    def _problem(self, budget: Budget, weights_J: Floats) -> SegmentProblem:
+        options, groups = self._options, self._model.by_layer
+        attended = min(self._length, options.decode_sink + budget.resolve(self._length) + options.decode_recent)
+        visible = [visible_tokens(groups[layer], self._length) for layer in range(self._model.layers)]
+        return SegmentProblem(
+            dense_ns=np.array(visible, np.int64) * _TOKEN_COST,
+            sparse_ns=np.full(len(visible), attended * _TOKEN_COST),
+            choose_ns=np.zeros(len(visible), np.int64),
+            loss=self._lost[budget] * weights_J[None, :, None],
+            most_loss=0.0,
+        )
+
+    def _with_less(self, segments: Segments, number: int) -> Iterator[Segments]:
+        segment = segments[number]
+        for heads in ("max", "per_kv_head"):
+            if heads == "max" or self._heads_agree(segment):
+                less = segment.model_copy(update={"budget": self._scaled(segment, 0.5), "heads": heads})
+                yield (*segments[:number], less, *segments[number + 1 :])
+
+    def _heads_agree(self, segment: Segment) -> bool:
+        groups = self._model.by_layer
+        counts = {groups[layer].kv_heads for layer in (segment.filter, *segment.layers)}
+        return len(counts) == 1 and counts != {1}
+
+    def _larger(self, first: Segment, second: Segment) -> DecodeBudget:
+        return max(first.budget, second.budget, key=lambda one: one.resolve(self._length))
+
+    def _scaled(self, segment: Segment, factor: float) -> DecodeBudget:
+        budget = segment.budget
+        if budget.fraction is None:
+            return DecodeBudget(tokens=max(1, min(self._length, round(factor * budget.most))))
+        scaled = fraction(min(1.0, factor * budget.fraction))
+        return DecodeBudget(fraction=scaled.fraction, at_most=scaled.resolve(self._length))
+
+
+def anchor_layers(kept_JI: Floats, importance_J: Sequence[float], full: Sequence[int], count: int) -> tuple[int, ...]:
+    """Kascade's anchor layers (arXiv 2512.16391): those that maximise the similarity, weighted by importance, of every
+    layer to the anchor before it. The first layer is dense and no anchor.
+
+    Args:
+        kept_JI: share of layer j's attention mass that the choice of layer i holds.
+        full: the layers with full attention, ascending; the first anchor is the second of them.
+        count: of anchors; fewer where there are fewer layers.
+    """
+    rest = list(full[1:])
+    count = min(count, len(rest))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {len(rest): (0.0, ())}
+    for _ in range(count):  # from the last segment to the first: best score of everything from a position on
+        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for start in range(len(rest)):
+            options = [
+                (score + _similarity(kept_JI, importance_J, rest[start:end]), (rest[start], *anchors))
+                for end, (score, anchors) in best.items()
+                if end > start
+            ]
+            if options:
+                longer[start] = max(options, key=lambda option: (option[0], option[1]))
+        best = longer
+    return best[0][1] if 0 in best else ()
+
+
+def _similarity(kept_JI: Floats, importance_J: Sequence[float], layers: Sequence[int]) -> float:
+    return float(sum(importance_J[layer] * kept_JI[layer, layers[0]] for layer in layers[1:]))

@@ -1,0 +1,246 @@
+"""Filter layers by proof: what is proposed, how it is measured, and what a plan takes of it."""
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_folders import save_model
+from planner_models import made_up_cost, quick_options
+from planner_profiles import made_up_model, made_up_profile, made_up_reuse
+from pydantic import ValidationError
+
+from sparsekv.planner.cost.device_cost import Line
+from sparsekv.planner.cost.predict import decode_share
+from sparsekv.planner.data_files import read_measured
+from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
+from sparsekv.planner.decode_search import Effort, measure_decode, upper_bound
+from sparsekv.planner.decode_trials import divergences, prefilled
+from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.plan import compile_files, compile_plan
+from sparsekv.planner.profile.calibration import calibration_prompts
+from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
+from sparsekv.planner.profile.profiler import profile
+from sparsekv.plans.files import dump_plan
+from sparsekv.plans.model import check_fit
+from sparsekv.plans.patterns import fraction
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.runtime.hf.load import LoadedModel
+
+LAYERS, LENGTH = 10, 8192
+MODEL = made_up_model(layers=LAYERS)
+ALWAYS = PlanOptions(crossover=False)
+QUICK = quick_options(phases=("decode",), verify_samples=0, decode_kl=100.0)
+EFFORT = Effort(prompts=3, steps=4, runs=24)
+
+
+def segment(filter_: int, layers: tuple[int, ...], share: float = 0.1, length: int = LENGTH) -> Segment:
+    at_most = fraction(share).resolve(length)
+    return Segment(filter=filter_, layers=layers, budget=DecodeBudget(fraction=share, at_most=at_most), recent=128)
+
+
+def trial(*segments: Segment, bound: float, prompts: int = 4) -> DecodeTrial:
+    return DecodeTrial(segments=segments, kl=bound / 2, kl_bound=bound, prompts=prompts)
+
+
+def tried(*trials: DecodeTrial, length: int = LENGTH) -> LengthProfile:
+    reuse = made_up_reuse(np.ones((LAYERS, LAYERS)))
+    return LengthProfile(length=length, prompt_tokens=(length,), reuse=reuse, trials=trials)
+
+
+def chosen(*entries: LengthProfile, options: PlanOptions = ALWAYS, **cost: Line) -> DecodePlan:
+    return choose_filter_layers(made_up_profile(*entries, model=MODEL), made_up_cost(**cost), options)
+
+
+@pytest.fixture(scope="module")
+def space() -> CandidateSpace:
+    kept = np.random.default_rng(0).uniform(0.5, 1.0, (LAYERS, LAYERS))
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(kept))
+    return CandidateSpace(MODEL, entry, PlanOptions())
+
+
+@pytest.fixture(scope="module")
+def weights(space: CandidateSpace) -> np.ndarray:
+    return space.weights({layer: 0.001 * layer for layer in range(1, LAYERS)})
+
+
+@pytest.fixture(scope="module")
+def measured(loaded: LoadedModel) -> Profile:
+    settled = QUICK.settled(4096, "cpu")
+    return measure_decode(loaded, profile(loaded, settled), settled, effort=EFFORT)
+
+
+def check_legal(segments: tuple[Segment, ...]) -> None:
+    check_fit(MODEL, None, DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),)), ())
+
+
+def test_candidates_are_legal_and_distinct_and_come_from_the_sparsest_on(
+    space: CandidateSpace, weights: np.ndarray
+) -> None:
+    proposed = space.proposed(weights, 0.002)
+    shares = [space.share(one) for one in proposed]
+    assert len(proposed) > 5
+    assert len(set(proposed)) == len(proposed)
+    assert shares == sorted(shares)
+    for one in proposed:
+        check_legal(one)
+
+
+def test_a_candidate_that_reads_more_is_expected_to_diverge_less(space: CandidateSpace, weights: np.ndarray) -> None:
+    proposed = space.proposed(weights, 0.002)
+    expected = [space.expected(one, weights) for one in proposed]
+    for position, divergence in enumerate(expected):
+        assert all(divergence < 2.0 * other for other in expected[:position])
+
+
+def test_every_step_of_the_refinement_is_legal_and_reads_less(space: CandidateSpace, weights: np.ndarray) -> None:
+    start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
+    steps = list(space.smaller(start))
+    for one in steps:
+        check_legal(one)
+        assert space.share(one) < space.share(start)
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in steps}
+    assert ((0, (1, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a dense layer joins
+    assert ((0, (2, 3)), (4, (5, 7, 8, 9))) in shapes  # a filter layer is dropped
+    assert any([part.budget.fraction for part in one] == [0.05, 0.1, 0.1] for one in steps)
+    assert any(part.heads == "per_kv_head" for one in steps for part in one)
+
+
+def test_larger_budgets_keep_the_segments(space: CandidateSpace) -> None:
+    start = (segment(0, (1, 2)), segment(4, (5, 6)))
+    grown = list(space.larger(start))
+    assert [[part.budget.fraction for part in one] for one in grown] == [[0.2, 0.2], [0.4, 0.4]]
+    assert all([part.layers for part in one] == [(1, 2), (5, 6)] for one in grown)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_anchor_layers_maximise_the_weighted_similarity(count: int) -> None:
+    rng = np.random.default_rng(count)
+    kept, importance = rng.uniform(0.0, 1.0, (7, 7)), rng.uniform(0.1, 1.0, 7).tolist()
+
+    def similarity(anchors: tuple[int, ...]) -> float:
+        served = ((layer, max(a for a in anchors if a <= layer)) for layer in range(1, 7))
+        return sum(importance[layer] * kept[layer, anchor] for layer, anchor in served if layer != anchor)
+
+    options = [(1, *rest) for rest in combinations(range(2, 7), count - 1)]
+    found = anchor_layers(kept, importance, range(7), count)
+    assert found in options
+    assert similarity(found) == pytest.approx(max(map(similarity, options)))
+
+
+def test_the_bound_of_a_mean_is_above_it_and_within_the_values() -> None:
+    values = [0.0, 0.001, 0.002, 0.009]
+    assert np.mean(values) < upper_bound(values) < max(values)
+    assert upper_bound([0.1, 0.3]) == 0.3
+
+
+def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel) -> None:
+    settled = QUICK.settled(4096, "cpu")
+    (prompt,) = calibration_prompts(loaded.tokenizer, settled)[1024]
+    prefix = prefilled(loaded, prompt, 4, settled)
+    assert prefix.fed_1N.shape == (1, 4)
+    assert int(prefix.fed_1N[0, 0]) == prompt.ids[prompt.answer_start - 1]
+    assert divergences(loaded, (), [prefix]) == [0.0]
+    everything = segment(0, (1, 2), 1.0, 4096)
+    assert divergences(loaded, (everything,), [prefix])[0] < 1e-6
+    few = segment(0, (1, 2), 0.02, 1024)
+    (kl,) = divergences(loaded, (few,), [prefix])
+    assert kl > 1e-6
+    assert divergences(loaded, (few,), [prefix] * 3, most=kl / 2) == [kl]  # given up after the first
+
+
+def test_windows_of_queries_reach_back_into_the_prompt(loaded: LoadedModel) -> None:
+    settled = replace(QUICK, decode_selectors=("last", "uniform")).settled(4096, "cpu")
+    (prompt,) = calibration_prompts(loaded.tokenizer, settled)[1024]
+    prefix = prefilled(loaded, prompt, 2, settled)
+    assert prefix.end_1W[0].tolist() == prompt.ids[prompt.answer_start - 17 : prompt.answer_start - 1].tolist()
+    assert divergences(loaded, (), [prefix])[0] < 1e-6
+
+
+def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned(
+    measured: Profile, loaded: LoadedModel
+) -> None:
+    (entry,) = measured.lengths
+    assert all(one.prompts <= EFFORT.prompts for one in entry.trials)
+    plan = choose_filter_layers(measured, made_up_cost(tile=measured.tile), QUICK.settled(4096, "cpu"))
+    shares = [decode_share(one.segments, 1024, loaded.info) for one in entry.trials]
+    assert decode_share(plan.bucket(1024).segments, 1024, loaded.info) == min(shares) < 0.6
+
+
+def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:
+    bare = measured.lengths[0].model_copy(update={"trials": ()})
+    options = replace(QUICK, decode_kl=0.0).settled(4096, "cpu")
+    found = measure_decode(loaded, measured.model_copy(update={"lengths": (bare,)}), options, effort=EFFORT)
+    assert found.lengths[0].trials
+    assert choose_filter_layers(found, made_up_cost(tile=found.tile), options).bucket(1024).dense
+
+
+def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
+    bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
+    assert measure_decode(loaded, bare, QUICK.settled(4096, "cpu"), effort=EFFORT) == measured
+    assert measure_decode(loaded, measured, QUICK.settled(4096, "cpu"), effort=EFFORT) is measured
+
+
+def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
+    folder = save_model(loaded.model, tmp_path / "tiny")
+    cost = made_up_cost(tile=QUICK.tile_shape)
+    first = compile_plan(loaded, QUICK, cost_in=cost, profile_out=tmp_path / "p.json")
+    assert first.filter_layers
+    again = compile_files(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json"), cost)
+    assert dump_plan(again.plan) == dump_plan(first.plan)
+
+
+def test_the_sparsest_trial_inside_the_gate_is_planned() -> None:
+    outside = trial(segment(0, tuple(range(1, 10))), bound=0.01)
+    sparse, denser = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.0019), trial(segment(0, (1, 2)), bound=0.0001)
+    plan = chosen(tried(outside, sparse, denser))
+    assert plan.bucket(LENGTH).segments == sparse.segments
+    stricter = chosen(tried(outside, sparse, denser), options=replace(ALWAYS, decode_kl=0.001))
+    assert stricter.bucket(LENGTH).segments == denser.segments
+
+
+def test_a_trial_that_was_given_up_proves_nothing() -> None:
+    given_up = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.01, prompts=1)
+    whole = trial(segment(0, (1, 2)), bound=0.001)
+    plan = chosen(tried(given_up, whole), options=replace(ALWAYS, decode_kl=1.0))
+    assert plan.bucket(LENGTH).segments == whole.segments
+
+
+def test_a_shorter_length_takes_the_same_layers_with_the_budget_that_it_needs() -> None:
+    layers = (1, 2, 3)
+    short = tried(
+        trial(segment(0, layers, 0.1), bound=0.01),
+        trial(segment(0, layers, 0.2, 4096), bound=0.001),
+        trial(segment(0, (1, 2, 3, 4, 5), 0.1), bound=0.001),  # sparser, but no trial of it passed at the longer one
+        length=4096,
+    )
+    plan = chosen(short, tried(trial(segment(0, layers), bound=0.001)))
+    assert [(bucket.up_to, bucket.segments[0].budget.fraction) for bucket in plan.lengths] == [(4096, 0.2), (None, 0.1)]
+
+
+def test_a_length_at_which_no_trial_passed_is_dense() -> None:
+    short = tried(trial(segment(0, (1, 2, 3)), bound=0.01), length=4096)
+    plan = chosen(short, tried(trial(segment(0, (1, 2, 3)), bound=0.001)))
+    assert [bucket.dense for bucket in plan.lengths] == [True, False]
+
+
+def test_the_cheapest_trial_on_a_device_where_choosing_is_dear_chooses_less_often() -> None:
+    often = trial(segment(0, (1, 2, 3)), segment(4, (5, 6, 7)), segment(8, (9,)), bound=0.001)
+    once = trial(segment(0, (1, 2, 3, 4, 5, 6)), bound=0.001)
+    device = PlanOptions()
+    assert chosen(tried(often, once), options=device).bucket(LENGTH).segments == often.segments
+    dear = chosen(tried(often, once), options=device, decode_choose=Line(prices=(12.0, 0.0)))
+    assert dear.bucket(LENGTH).segments == once.segments
+
+
+def test_a_budget_that_was_asked_for_bounds_the_trials() -> None:
+    large, small = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.001), trial(segment(0, (1, 2), 0.05), bound=0.001)
+    plan = chosen(tried(large, small), options=replace(ALWAYS, decode_budget=fraction(0.05)))
+    assert plan.bucket(LENGTH).segments == small.segments
+
+
+def test_a_trial_of_a_layer_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(ValidationError, match=str(LAYERS)):
+        made_up_profile(tried(trial(segment(0, (LAYERS,)), bound=0.1)), model=MODEL)
