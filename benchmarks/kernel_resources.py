@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -33,10 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
+from sparsekv.kernels.decode import append, budgets, radix
+from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
+from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash, tokens
@@ -44,6 +48,7 @@ from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash, token
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 REGISTERS = 65_536  # of a multiprocessor, on all of them
+MULTIPROCESSORS = 132
 TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)
 
 
@@ -85,6 +90,10 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
 
     driver.set_active(_Target(capability))
     with (
+        mock.patch.object(decode_triton, "_multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(decode_triton, "overlaps_launches", return_value=capability >= 90),
+        mock.patch.object(radix, "overlaps_launches", return_value=capability >= 90),
+        mock.patch.object(append, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(triton_prefill, "_rows_of", rows_of),
         mock.patch.object(vertical_slash, "sizes_for", sizes_for),
@@ -148,12 +157,7 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over all tokens or chosen ones, scores, the choice, and the newest token's place."""
-    from sparsekv.kernels.decode import radix
-    from sparsekv.kernels.decode import triton as backend
-    from sparsekv.kernels.decode.append import append_newest
-    from sparsekv.kernels.keys import KeyView, full_view
-
-    for dim in (64, 128, 256):
+    for dim, merge in product((64, 128, 256), ("kernel", "last")):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
         chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
         page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
@@ -170,16 +174,17 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             ("scores, found by address", elsewhere, None, scoring),
         ):  # fmt: skip
 
-            def call(q=q, view=view, chosen_tokens=chosen_tokens, scores=scores) -> object:  # type: ignore[no-untyped-def]
-                with mock.patch.object(backend, "check_device"):
-                    return backend.decode(q, view, chosen_tokens, scale=0.1, scoring=scores)
+            def call(q=q, view=view, chosen=chosen_tokens, scores=scores, merge=merge) -> object:  # type: ignore[no-untyped-def]
+                launch = replace(decode_triton.launch_for(q.device, 8, q.dtype, q.shape[-1]), merge=merge)
+                with mock.patch.object(decode_triton, "check_device"):
+                    return decode_triton.decode(q, view, chosen, scale=0.1, scoring=scores, launch=launch)
 
-            yield f"head size {dim}, {name}", call
+            yield f"head size {dim}, {name}, {'merging' if merge == 'last' else 'merged'}", call
 
-        def append(q=q, elsewhere=elsewhere) -> object:  # type: ignore[no-untyped-def]
-            return append_newest(elsewhere, q[:, :2], q[:, :2])
+        def write(q=q, elsewhere=elsewhere) -> object:  # type: ignore[no-untyped-def]
+            return append.append_newest(elsewhere, q[:, :2], q[:, :2])
 
-        yield f"head size {dim}, append", append
+        yield f"head size {dim}, append", write
 
     lengths_B = torch.tensor([600], dtype=torch.int32)
 
@@ -190,7 +195,12 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             scores_gT, lengths_B * 0, lengths_B, counts_B, capacity=131_072, most=100, sink=4, recent=16
         )
 
+    def rows() -> object:
+        bounds_N, most_SN, edges_S = torch.zeros(2).int(), torch.zeros(3, 3).long(), torch.zeros(3).int()
+        return budgets.budgets(lengths_B, bounds_N, most_SN, most_SN.double(), edges_S, edges_S.long())
+
     yield "choose", choose
+    yield "budgets", rows
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:

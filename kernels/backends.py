@@ -81,6 +81,7 @@ class DecodeBackend(Protocol):
         window: int | None = None,
         want_lse: bool = False,
         scoring: Scoring | None = None,
+        arrivals_X: torch.Tensor | None = None,
     ) -> AttentionOutput: ...
 
 
@@ -220,6 +221,7 @@ def decode_attention(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
+    arrivals_X: torch.Tensor | None = None,
     backend: str,
 ) -> AttentionOutput:
     """Attention of the newest token of each batch row. Lengths, counts and lists stay on the device.
@@ -232,6 +234,8 @@ def decode_attention(
         window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
         want_lse: whether to return the natural log-sum-exp of each row.
         scoring: also return how much attention each token gets, in these rows; without selection and window.
+        arrivals_X: scratch of a kernel, where its programs count themselves: int32 zeros, one at least for each row and
+            KV head, on the device of q; zeros again afterwards, and of no other stream. None: allocated where needed.
         backend: the name that `choose_backend` gave.
 
     Raises:
@@ -249,7 +253,16 @@ def decode_attention(
         check_selection(keys, selection)
     if scoring is not None:
         check_scoring(keys, scoring, selection, window)
-    return run(q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring)
+    return run(
+        q_BHQD,
+        keys,
+        selection,
+        scale=scale,
+        window=window,
+        want_lse=want_lse,
+        scoring=scoring,
+        arrivals_X=arrivals_X,
+    )
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:

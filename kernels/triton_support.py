@@ -21,6 +21,22 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether the GPU can launch a kernel while the one before it ends (programmatic dependent launch)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def overlap(on: bool) -> dict[str, bool]:
+    """Options of a launch of a kernel with an OVERLAP parameter.
+
+    Such a kernel waits for the one before it, in every program and before it reads or writes anything
+    (`gdc_wait`): all kernels before are then complete, as each of them waited. What overlaps is the launch alone.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if on else {"OVERLAP": False}
+
+
 def check_device(q_BHSD: torch.Tensor) -> None:
     """Raises BackendError where Triton cannot run."""
     if not (q_BHSD.is_cuda or interpreting()):

@@ -1,18 +1,22 @@
-"""Which pattern each head follows: MInference 1.0, section 3.2, algorithm 1, for every head of the model.
+"""Which pattern each head follows: one budget for the whole model.
 
-Among candidates brought to the target cost, each head takes the one of least output error. The error is the mean of
-two: over all rows, and over the question and the answer (TAIL_WEIGHT), since a head that retrieves does so in a
-hundredth of the rows, which an error over all rows does not see.
+Least damage within a density: every head of every layer takes one of its candidates, or stays dense, such that the sum
+of their damages (profile/head_errors.py) is least and the mean density is at most the target. So heads get what they
+need, from the mandatory tiles to everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as
+the preset does it).
 
-A target density bounds the mean over the heads that are sparse. Heads that the crossover makes dense stand outside:
-they are dense because that is faster, so that sparser neighbours would lose accuracy and win nothing that was asked
-for. The plan is then denser than its target, which `crossover_remarks` tells; without a crossover no head is dense and
-the target bounds the whole.
+Solved by the relaxation in which a head may take a mixture of candidates: on the lower convex hull of each head's
+(density, damage), segments are bought in order of the damage that a tile saves. The relaxed optimum bounds the real
+one from below, which gives the proven gap.
+
+Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
+neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
+`crossover_remarks` tells; without a crossover the target bounds the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -20,15 +24,15 @@ import numpy as np
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
-from sparsekv.planner.options import ROUNDING, Family, PlanOptions, mandatory_density, too_low
+from sparsekv.planner.options import ROUNDING, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 
-TAIL_WEIGHT = 0.5
-# Candidates are fitted on one prompt; on the mean of all they may cost this much more than the target.
+# Candidates of a preset are fitted on one prompt; on the mean of all they may cost this much more than the target.
 TOLERANCE = 1.1
+_SPEEDUP_STEPS = 24  # of the bisection for a density that comes to a speedup
 
 
 def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> PrefillPlan:
@@ -44,7 +48,7 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
 
     Raises:
         UsageError: a target lies below all that was profiled.
-        GateError: no profiled density reaches the target speedup at the longest length.
+        GateError: no density reaches the target speedup at the longest length.
     """
     entries = [entry for entry in profile.lengths if entry.layers]
     targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
@@ -76,23 +80,85 @@ def check_profiled(profile: Profile, options: PlanOptions) -> None:
     """
     entries = [entry for entry in profile.lengths if entry.layers]
     for entry, target in zip(entries, options.target_density, strict=False):
-        _rays_within(entry, options.families, target)
+        own = [one.density for one in entry.candidates if one.family in options.families]
+        if not own or min(own) > target * (1.0 + ROUNDING):
+            raise UsageError(
+                f"expected a target density of at least {entry.densities[0]:g} at {entry.length} tokens, "
+                f"the least that was profiled, found {target:g}; raise it, or profile again with it"
+            )
 
 
-def _rays_within(entry: LengthProfile, families: Collection[Family], target: float) -> dict[str, int]:
-    """Of each ray the candidate of highest density within the target."""
-    numbered = enumerate(entry.candidates)
-    within = [
-        (candidate.density, number, candidate.ray)
-        for number, candidate in numbered
-        if candidate.family in families and candidate.density <= target * (1.0 + ROUNDING)
-    ]
-    if not within:
-        raise UsageError(
-            f"expected a target density of at least {entry.densities[0]:g} at {entry.length} tokens, "
-            f"the least that was profiled, found {target:g}; raise it, or profile again with it"
-        )
-    return {ray: number for _, number, ray in sorted(within)}
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """A choice for every head.
+
+    Attributes:
+        damage: the sum over all heads.
+        bound: what no choice within the budget is below; never more than `damage`.
+    """
+
+    choice: Choice
+    damage: float
+    bound: float
+
+
+def solve(
+    cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
+) -> Allocation | None:
+    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more.
+
+    Args:
+        cost_LCH, damage_LCH: of each slot; a dense head costs 1 and does no damage.
+        allowed_LCH: slots that may be taken; a dense head always may.
+        present_LH: heads that exist.
+    """
+    choice = np.where(present_LH, DENSE, ABSENT)
+    spent = damage = 0.0
+    steps: list[tuple[float, int, int, int, float, float]] = []
+    for layer, head in np.argwhere(present_LH).tolist():
+        slots = np.flatnonzero(allowed_LCH[layer, :, head]).tolist()
+        hull = _hull([(float(cost_LCH[layer, c, head]), float(damage_LCH[layer, c, head]), c) for c in slots])
+        cheapest, least, choice[layer, head] = hull[0]
+        spent, damage = spent + cheapest, damage + least
+        for (low, worse, _), (high, better, slot) in pairwise(hull):
+            saved, price = worse - better, high - low
+            steps.append((-saved / price, layer, head, slot, price, saved))
+    left = budget - spent
+    if left < -ROUNDING * budget:
+        return None
+    bound, is_bounded, stopped = damage, False, set()
+    for slope, layer, head, slot, price, saved in sorted(steps):
+        if not is_bounded:  # the relaxation takes the part of this step that fits, and nothing after it
+            is_bounded = price > left
+            bound -= min(saved, -slope * max(left, 0.0))
+        if (layer, head) in stopped:
+            continue
+        if price <= left:
+            choice[layer, head], left, damage = slot, left - price, damage - saved
+        else:
+            stopped.add((layer, head))  # later steps of a head stand on the earlier ones
+    return Allocation(choice, max(damage, 0.0), max(min(bound, damage), 0.0))
+
+
+def _hull(points: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """The lower convex hull of (cost, damage, slot) and of dense, ascending in cost, descending in damage."""
+    hull: list[tuple[float, float, int]] = []
+    for point in sorted([*points, (1.0, 0.0, DENSE)]):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        if hull and point[0] <= hull[-1][0]:
+            hull.pop()
+        while len(hull) > 1 and _lies_above(hull[-1], hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _lies_above(
+    middle: tuple[float, float, int], left: tuple[float, float, int], right: tuple[float, float, int]
+) -> bool:
+    rise = (left[1] - middle[1]) * (right[0] - middle[0])
+    return rise <= (middle[1] - right[1]) * (middle[0] - left[0])
 
 
 class _Length:
@@ -104,41 +170,43 @@ class _Length:
         self._tile: TileShape = profile.tile
         self._tables = ScoreTables.of(entry)
         self._savings = Savings(cost, self._tables, profile.tile) if options.crossover else None
-        self._error_LCH = (1.0 - TAIL_WEIGHT) * self._tables.error_LCH + TAIL_WEIGHT * self._tables.tail_error_LCH
+        self._own_LCH = self._tables.of_families(options.families)
         self._families = options.families
-        self._own_C = np.array([candidate.family in options.families for candidate in entry.candidates])
 
     def at_density(self, target: float) -> Choice:
-        """Algorithm 1 at a target density, and what of it the crossover leaves sparse."""
-        usable_LCH = self._usable(target)
-        allowed_LCH = np.broadcast_to(self._own_C[:, None], usable_LCH.shape)
+        """The least damage at a target density, and what of it the crossover leaves sparse."""
+        allowed_LCH, sparse_LH = self._own_LCH.copy(), self._tables.present_LH.copy()
         if self._savings is None:
-            return self._within(self._best(usable_LCH), allowed_LCH, target)
-        allowed_LCH = allowed_LCH & self._savings.paying_candidates()
-        choice = self._without_losing_families(usable_LCH, allowed_LCH, self._savings)
-        while True:  # each turn but the last makes a layer dense
-            sparse = self._savings.without_losing_layers(choice)
-            choice = self._within(sparse, allowed_LCH, target)
-            if np.array_equal(choice, sparse):
+            return self._within(allowed_LCH, sparse_LH, target)
+        allowed_LCH &= self._savings.paying_candidates()
+        while True:  # each turn but the last takes a family from a layer, or makes a layer dense
+            choice = self._within(allowed_LCH, sparse_LH, target)
+            if self._without_losing_families(choice, allowed_LCH, self._savings):
+                continue
+            lasting = self._savings.without_losing_layers(choice)
+            if np.array_equal(lasting, choice):
                 return choice
+            sparse_LH &= ~((lasting == DENSE) & (choice >= 0)).any(1)[:, None]
 
     def at_speedup(self, target: float) -> Choice:
         """The least sparse choice that is predicted to be `target` times as fast as dense."""
-        choice, speedup = np.where(self._tables.present_LH, DENSE, ABSENT), 1.0
-        for density in reversed(self._entry.densities):
-            try:
-                choice = self.at_density(density)
-            except UsageError:  # no room for mandatory tiles here, nor at lower densities
-                break
-            estimate = prefill_estimate(self._cost, self._tables, choice, self._profile)
-            speedup = estimate.dense_us / max(estimate.sparse_us, 1e-9)
+        densities = (min(self._entry.densities), 1.0)
+        choice, speedup = self._speedup_at(densities[0])
+        if speedup < target:
+            if self._longest:
+                raise GateError(
+                    f"expected prefill attention {target:g} times as fast as dense at {self._entry.length} tokens, "
+                    f"found {speedup:.2f} at the lowest density profiled; profile lower densities, or ask for less"
+                )
+            return choice
+        low, high = densities
+        for _ in range(_SPEEDUP_STEPS):
+            middle = (low + high) / 2
+            denser, speedup = self._speedup_at(middle)
             if speedup >= target:
-                return choice
-        if self._longest:
-            raise GateError(
-                f"expected prefill attention {target:g} times as fast as dense at {self._entry.length} tokens, found "
-                f"{speedup:.2f} at the lowest density profiled; profile lower densities, or ask for less"
-            )
+                low, choice = middle, denser
+            else:
+                high = middle
         return choice
 
     def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
@@ -166,78 +234,52 @@ class _Length:
         times = layer_times(self._cost, self._tables, choice, self._tile, length)
         return pays(float(times.sparse_us.sum()), float(times.dense_us.sum()))
 
-    def _usable(self, target: float) -> Mask:
-        """[L, C, H]: of each ray the highest density within the target."""
-        allowed = _rays_within(self._entry, self._families, target)
-        usable_LCH = np.zeros(self._error_LCH.shape, bool)
-        usable_LCH[:, list(allowed.values())] = True
-        # A ray whose smallest pattern costs more than the target is not at the target cost.
-        usable_LCH &= self._tables.density_LCH <= target * TOLERANCE
-        without_LH = self._tables.present_LH & ~usable_LCH.any(1)
-        if without_LH.any():
-            own_LCH = self._tables.density_LCH[:, self._own_C]
-            raise self._unreached(target, float(own_LCH.min(1)[without_LH].max()))
-        return usable_LCH
-
-    def _best(self, usable_LCH: Mask) -> Choice:
-        """The candidate of least error for each head; dense where none is usable."""
-        error_LCH = np.where(usable_LCH, self._error_LCH, np.inf)
-        best_LH = np.where(usable_LCH.any(1), error_LCH.argmin(1), DENSE)
-        return np.where(self._tables.present_LH, best_LH, ABSENT)
-
-    def _without_losing_families(self, usable_LCH: Mask, allowed_LCH: Mask, savings: Savings) -> Choice:
-        """Each layer without the families whose index costs it more than they save; narrows `allowed_LCH` to that."""
-        choice = self._best(usable_LCH & allowed_LCH)
-        for row in range(len(choice)):
-            while (losing := savings.losing_family(choice[row], row)) is not None:
-                allowed_LCH[row, [candidate.family == losing for candidate in self._entry.candidates]] = False
-                choice[row] = self._best(usable_LCH & allowed_LCH)[row]
-        return choice
-
-    def _within(self, choice: Choice, allowed_LCH: Mask, target: float) -> Choice:
-        """Moves heads to sparser candidates until the mean density of sparse heads is within the target.
-
-        Candidates were fitted on the first calibration prompt; on the others they cost a little more or less. The
-        moves that add least error for the tiles they save come first.
-        """
+    def _within(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
+        """The least damage over the heads of `sparse_LH`; the others are dense."""
+        if self._profile.preset is not None:
+            return self._least_damage(allowed_LCH, sparse_LH, target)
         tables = self._tables
-        limit = target * int((choice >= 0).sum())
-        density_LH = np.where(choice >= 0, tables.take(tables.density_LCH, choice, 0.0), 0.0)
-        over = float(density_LH.sum()) - limit
-        moved = choice.copy()
-        for _, saved, row, head, candidate in self._moves(choice, density_LH, allowed_LCH, target) if over > 0 else []:
-            moved[row, head] = candidate
-            over -= saved
-            if over <= 0.0:
-                break
-        if over > limit * ROUNDING:
-            raise self._unreached(target, target + over / int((choice >= 0).sum()))
-        return moved
+        found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, target * int(sparse_LH.sum()))
+        if found is None:
+            cheapest_LH = np.where(allowed_LCH, tables.density_LCH, np.inf).min(1)
+            raise self._unreached(target, float(np.minimum(cheapest_LH, 1.0)[sparse_LH].mean()))
+        return np.where(tables.present_LH & ~sparse_LH, DENSE, found.choice)
 
-    def _moves(
-        self, choice: Choice, density_LH: Floats, allowed_LCH: Mask, target: float
-    ) -> list[tuple[float, float, int, int, int]]:
-        """One move a head: to its least-error candidate within the target. (error a tile, tiles, layer, head, to)."""
-        moves = []
-        for row, head in np.argwhere((choice >= 0) & (density_LH > target)).tolist():
-            within_C = allowed_LCH[row, :, head] & (self._tables.density_LCH[row, :, head] <= target)
-            if within_C.any():
-                error_C = np.where(within_C, self._error_LCH[row, :, head], np.inf)
-                candidate = int(error_C.argmin())
-                saved = float(density_LH[row, head] - self._tables.density_LCH[row, candidate, head])
-                added = float(error_C[candidate] - self._error_LCH[row, choice[row, head], head])
-                moves.append((max(added, 0.0) / saved, saved, row, head, candidate))
-        return sorted(moves)
+    def _least_damage(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
+        """Algorithm 1 of MInference: for each head by itself, among candidates of one cost."""
+        tables = self._tables
+        # A range whose smallest pattern costs more than the target is not at the target cost.
+        usable_LCH = allowed_LCH & (tables.density_LCH <= target * TOLERANCE)
+        if (missing_LH := sparse_LH & ~usable_LCH.any(1)).any() and self._savings is None:
+            least_LH = np.where(self._own_LCH, tables.density_LCH, np.inf).min(1)
+            raise self._unreached(target, float(least_LH[missing_LH].max()))
+        damage_LCH = np.where(usable_LCH, tables.damage_LCH, np.inf)
+        best_LH = np.where(usable_LCH.any(1) & sparse_LH, damage_LCH.argmin(1), DENSE)
+        return np.where(tables.present_LH, best_LH, ABSENT)
+
+    def _without_losing_families(self, choice: Choice, allowed_LCH: Mask, savings: Savings) -> bool:
+        """Takes from each layer the family whose index costs it more than it saves, if there is one; whether it did."""
+        took = False
+        for row in range(len(choice)):
+            if (losing := savings.losing_family(choice[row], row)) is not None:
+                allowed_LCH[row] &= ~self._tables.of_families((losing,))[row]
+                took = True
+        return took
+
+    def _speedup_at(self, density: float) -> tuple[Choice, float]:
+        try:
+            choice = self.at_density(density)
+        except UsageError:  # no room for mandatory tiles here
+            return np.where(self._tables.present_LH, DENSE, ABSENT), 1.0
+        estimate = prefill_estimate(self._cost, self._tables, choice, self._profile)
+        return choice, estimate.dense_us / max(estimate.sparse_us, 1e-9)
 
     def _unreached(self, target: float, found: float) -> UsageError:
-        families = {
-            candidate.family for position, candidate in enumerate(self._entry.candidates) if self._own_C[position]
-        }
-        least = min(mandatory_density(self._entry.length, self._tile, family) for family in families)
+        least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)
         if least > target:
             return too_low(target, self._entry.length, found)
         return UsageError(
-            f"expected candidates of {', '.join(sorted(families))} that come to a density of {target:g} over all "
+            f"expected candidates of {', '.join(sorted(self._families))} that come to a density of {target:g} over all "
             f"calibration prompts at {self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts "
             f"they cost more than on the one they were fitted on. Ask for {min(1.0, found * 1.005):.3g} with the same "
             "profile, or profile a lower one"

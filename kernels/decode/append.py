@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.triton_support import overlap, overlaps_launches
 
 
 def append_newest(keys: KeyView, k_BG1D: torch.Tensor, v_BG1D: torch.Tensor) -> None:
@@ -29,6 +30,7 @@ def append_newest(keys: KeyView, k_BG1D: torch.Tensor, v_BG1D: torch.Tensor) -> 
             k_BG1D, v_BG1D, keys.k, keys.v, keys.where, keys.lengths_B,
             *k_BG1D.stride()[:2], *v_BG1D.stride()[:2], heads,
             D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=1,
+            **overlap(overlaps_launches(k_BG1D.device)),
         )  # fmt: skip
 
 
@@ -36,9 +38,12 @@ def append_newest(keys: KeyView, k_BG1D: torch.Tensor, v_BG1D: torch.Tensor) -> 
 @triton.jit(do_not_specialize=["heads"])
 def append_kernel(
     new_k_ptr, new_v_ptr, k_ptr, v_ptr, where_ptr, lengths_ptr, k_stride_B, k_stride_G, v_stride_B, v_stride_G, heads,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads, batch)."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     lanes_D = tl.arange(0, BLOCK_D)

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.triton_support import overlap, overlaps_launches
+
 _DIGITS = tl.constexpr(1024)
 _STATE = tl.constexpr(8)  # of a row: programs that came in each pass, the key found so far, tokens wanted at it
 _BLOCK = 2048
@@ -41,14 +43,14 @@ def choose(
     digits, state = zeros.split([batch * lists * 3 * _DIGITS.value, batch * lists * _STATE.value])
     found_BgK2 = torch.empty((batch, lists, 2, blocks), dtype=torch.int32, device=device)
     rows = (scores_gT, starts_B, lengths_B, counts_B, digits, state)
-    grid = (blocks, lists, batch)
+    grid, overlapping = (blocks, lists, batch), overlap(overlaps_launches(device))
     with torch.cuda.device_of(scores_gT):
         for number in range(3):
-            digit_kernel[grid](*rows, tokens, sink, recent, PASS=number, BLOCK_N=_BLOCK, num_warps=4)
-        count_kernel[grid](*rows, found_BgK2, tokens, sink, recent, BLOCK_N=_BLOCK, num_warps=4)
+            digit_kernel[grid](*rows, tokens, sink, recent, PASS=number, BLOCK_N=_BLOCK, num_warps=4, **overlapping)
+        count_kernel[grid](*rows, found_BgK2, tokens, sink, recent, BLOCK_N=_BLOCK, num_warps=4, **overlapping)
         list_kernel[grid](
             *rows, found_BgK2, chosen_BgN, tokens, sink, recent, most,
-            BLOCK_N=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=4,
+            BLOCK_N=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=4, **overlapping,
         )  # fmt: skip
     return chosen_BgN
 
@@ -69,10 +71,13 @@ def _keys(scores_ptr, tokens, began, length, sink, recent, BLOCK_N: tl.constexpr
 @triton.jit(do_not_specialize=["tokens", "sink", "recent"])
 def digit_kernel(
     scores_ptr, starts_ptr, lengths_ptr, counts_ptr, digits_ptr, state_ptr, tokens, sink, recent,
-    PASS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PASS: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks, lists, batch). Counts one digit of the keys that share the digits before it; the program that
     comes last finds the digit of the threshold."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(2)
     length = tl.load(lengths_ptr + batch)
     began = tl.load(starts_ptr + batch)
@@ -110,9 +115,12 @@ def digit_kernel(
 @triton.jit(do_not_specialize=["tokens", "sink", "recent"])
 def count_kernel(
     scores_ptr, starts_ptr, lengths_ptr, counts_ptr, digits_ptr, state_ptr, found_ptr, tokens, sink, recent,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks, lists, batch). How many tokens of a block lie above the threshold, and how many at it."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(2)
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -130,9 +138,12 @@ def count_kernel(
 @triton.jit(do_not_specialize=["tokens", "sink", "recent", "most"])
 def list_kernel(
     scores_ptr, starts_ptr, lengths_ptr, counts_ptr, digits_ptr, state_ptr, found_ptr, chosen_ptr, tokens, sink, recent,
-    most, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    most, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks, lists, batch). Writes the positions of a block behind those of the blocks before it."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     batch = tl.program_id(2)
     block = tl.program_id(0)
     blocks = tl.num_programs(0)

@@ -8,7 +8,7 @@ Within a length (`Savings`), from the inside out. A head: do its tiles and its p
 head of the same launch? A family in a layer: do its heads together save what its index launch costs? A layer: is
 sparse attention with all its indices faster than the dense kernel?
 
-Shapes: L profiled layers, C candidates, H heads.
+Shapes: L profiled layers, C slots of candidates, H heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparsekv.planner.cost.predict import (
     Floats,
     ScoreTables,
     causal_tiles,
-    heads_by_pattern,
+    families_of,
     layer_times,
 )
 from sparsekv.planner.options import Family
@@ -112,11 +112,10 @@ class Savings:
 
     def losing_family(self, choice_H: Choice, row: int) -> Family | None:
         """The family of the profiled layer `row` whose heads save least against its index launch, if that is a loss."""
-        candidates = self._tables.entry.candidates
-        gain = {name: -self._cost.index[name].prices[0] for name in heads_by_pattern(self._tables, choice_H)}
-        for head in np.flatnonzero(choice_H >= 0).tolist():
-            position = int(choice_H[head])
-            gain[candidates[position].family] += float(self._saved_LCH[row, position, head])
+        families = dict(families_of(self._tables, row, choice_H))
+        gain = {name: -self._cost.index[name].prices[0] for name in families.values()}
+        for head, name in families.items():
+            gain[name] += float(self._saved_LCH[row, choice_H[head], head])
         losing = [(us, name) for name, us in gain.items() if us <= 0.0]
         return min(losing)[1] if losing else None
 
@@ -134,6 +133,7 @@ class Savings:
         head_us = {
             name: self._cost.index_us(name, 1, entry.length) - line.prices[0] for name, line in self._cost.index.items()
         }
-        index_C = np.array([head_us.get(one.family, np.inf) for one in entry.candidates])
-        spent_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal + index_C[None, :, None]
+        index_C = np.array([head_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
+        index_LCH = index_C[tables.candidate_LCH]
+        spent_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal + index_LCH
         return np.asarray(causal * tile_us - spent_LCH)

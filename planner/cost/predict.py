@@ -1,12 +1,12 @@
 """What a plan is predicted to cost on a device, from a profile and a device cost. Nothing is timed here.
 
-Shapes: L profiled layers, C candidates, H heads (of the widest layer; absent heads hold nan).
+Shapes: L profiled layers, C slots of candidates, H heads (of the widest layer; absent heads hold nan).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,19 +23,21 @@ from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 DENSE = -1
 ABSENT = -2
+# Of the worst prompt in the damage of a candidate: a head that fails on one task of six looks cheap on average.
+WORST_WEIGHT = 0.5
 
 Floats = npt.NDArray[np.float64]
 Choice = npt.NDArray[np.int64]
-"""[L, H]: the candidate of each head, DENSE, or ABSENT where a layer has fewer heads."""
+"""[L, H]: the slot of each head's candidate, DENSE, or ABSENT where a layer has fewer heads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTables:
-    """One length: every layer, candidate and head. Costs are shares of the causal tiles of a head."""
+    """One length: every layer, slot and head. Costs are shares of the causal tiles of a head."""
 
     entry: LengthProfile
-    error_LCH: Floats
-    tail_error_LCH: Floats
+    damage_LCH: Floats  # weighted by layer; half the mean over the prompts, half the worst of them
+    candidate_LCH: npt.NDArray[np.int64]  # -1 of absent heads
     tiles_LCH: Floats
     columns_LCH: Floats
     density_LCH: Floats  # tiles and columns
@@ -44,10 +46,20 @@ class ScoreTables:
     @classmethod
     def of(cls, entry: LengthProfile) -> ScoreTables:
         """The tables of a profiled length."""
-        names = ("error", "tail_error", "tiles", "columns")
-        error, tail, tiles, columns = (_table([getattr(scores, name) for scores in entry.layers]) for name in names)
+        names = ("candidates", "damage", "worst", "tiles", "columns")
+        candidates, mean, worst, tiles, columns = (
+            _table([getattr(scores, name) for scores in entry.layers]) for name in names
+        )
+        weight_L11 = np.array([scores.weight for scores in entry.layers])[:, None, None]
+        damage = weight_L11 * ((1.0 - WORST_WEIGHT) * mean + WORST_WEIGHT * worst)
         density = np.minimum(tiles + columns, 1.0)  # each is rounded by itself
-        return cls(entry, error, tail, tiles, columns, density, ~np.isnan(error[:, 0]))
+        numbers = np.nan_to_num(candidates, nan=-1).astype(np.int64)
+        return cls(entry, damage, numbers, tiles, columns, density, ~np.isnan(mean[:, 0]))
+
+    def of_families(self, families: Collection[Family]) -> npt.NDArray[np.bool_]:
+        """[L, C, H]: slots whose candidate is of one of these families."""
+        own = np.array([candidate.family in families for candidate in self.entry.candidates] + [False])
+        return np.asarray(own[self.candidate_LCH])
 
     def take(self, table_LCH: Floats, choice: Choice, dense: float) -> Floats:
         """[L, H]: the entry of each head's candidate; `dense` for dense heads, 0 for absent ones."""
@@ -118,7 +130,7 @@ def layer_times(
     dense_L = np.array([cost.prefill_dense.us(float(heads) * causal) for heads in heads_L])
     sparse_L = dense_L.copy()
     for row, choice_H in enumerate(choice):
-        if kinds := heads_by_pattern(tables, choice_H):
+        if kinds := heads_by_pattern(tables, row, choice_H):
             tiles, columns = float(tiles_LH[row].sum()), float(columns_LH[row].sum())
             sparse_L[row] = cost.prefill_sparse_us(tiles, columns, kinds, tokens)
     return LayerTimes(dense_L, sparse_L)
@@ -179,10 +191,15 @@ def _window_tiles(length: int, group: AttentionGroup, tile: TileShape) -> int:
     return sum(last // tile.key + 1 - key // tile.key for (_, last), key in zip(rows, oldest, strict=True))
 
 
-def heads_by_pattern(tables: ScoreTables, choice_H: Choice) -> dict[Family, int]:
-    """How many heads of a layer follow each family."""
-    candidates = tables.entry.candidates
-    return dict(Counter(candidates[position].family for position in choice_H.tolist() if position >= 0))
+def heads_by_pattern(tables: ScoreTables, row: int, choice_H: Choice) -> dict[Family, int]:
+    """How many heads of the profiled layer `row` follow each family."""
+    return dict(Counter(family for _, family in families_of(tables, row, choice_H)))
+
+
+def families_of(tables: ScoreTables, row: int, choice_H: Choice) -> Iterator[tuple[int, Family]]:
+    """The sparse heads of a profiled layer, and the family of each."""
+    for head in np.flatnonzero(choice_H >= 0).tolist():
+        yield head, tables.entry.candidates[tables.candidate_LCH[row, choice_H[head], head]].family
 
 
 def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:

@@ -1,17 +1,18 @@
 """What each candidate pattern does to the output of one layer, from its queries, keys and values alone.
 
-The error of head h under a pattern is measured after the output projection, relative to the whole layer:
+The damage of a head under a pattern is the divergence of the answer that its error causes, to second order: with delta
+the change of its attention output in a row, g the gradient there (sensitivity.py), D the head size,
 
-    || (O_h sparse - O_h dense) W_h ||_F  /  || O dense W ||_F        over the rows considered
+    damage = 1/2 * sum over rows of  1/2 (g . delta)^2  +  1/2 |g|^2 |delta|^2 / D.
 
-where W_h are the columns of W_o that read head h. It is taken over all rows (or an even sample of query tiles), and
-over the tail: the question and the answer, where retrieval happens, a hundredth of the rows of a long prompt.
+The first term is the estimate from one gradient, the second what it would be on average over directions: gradients of
+a few prompts say little about the direction of every head and row, so that one is shrunk towards the other.
 
-In a sample, each query tile is a batch row: its queries, all keys, and its part of the index. All rows together are
-left as one batch row, since a thousand of them would be as many launches of some backends.
+Rows are all rows of the prompt, or an even sample of query tiles, whose rows then stand for those left out, and the
+question. In a sample, each query tile is a batch row: its queries, all keys, and its part of the index. All rows
+together are left as one batch row, since a thousand of them would be as many launches of some backends.
 
-Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, D head size, W model size
-(Z = H * D).
+Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, D head size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from sparsekv.kernels.backends import prefill_attention
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.patterns import Dense, TileShape
 
@@ -90,15 +91,20 @@ class Rows:
             dense_H=index.dense_H,
         )
 
-    def masks(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """[X, M] each: rows that stand for all rows of the prompt, and rows of the question and the answer."""
-        position_XM = torch.arange(self.length, device=device)[None]
-        if self.numbers is not None:
-            first_X = torch.tensor(self.numbers, device=device) * self.tile.query
-            position_XM = first_X[:, None] + torch.arange(self.tile.query, device=device)
-        in_spread_X = torch.arange(len(position_XM), device=device) < self.spread
-        in_prompt_XM = position_XM < self.length
-        return in_spread_X[:, None] & in_prompt_XM, (position_XM >= self.tail_start) & in_prompt_XM
+    def weights(self, device: torch.device) -> torch.Tensor:
+        """[X, M]: how many rows of the prompt each row stands for: itself in the tail, else its stride; 0 for none."""
+        if self.numbers is None:
+            return torch.ones(1, self.length, device=device)
+        first_X = torch.tensor(self.numbers, device=device) * self.tile.query
+        position_XM = first_X[:, None] + torch.arange(self.tile.query, device=device)
+        in_spread_X1 = torch.arange(len(position_XM), device=device)[:, None] < self.spread
+        in_tail_XM, in_prompt_XM = position_XM >= self.tail_start, position_XM < self.length
+        stands_for_XM = in_tail_XM.float() + self._stride * (in_spread_X1 & ~in_tail_XM)
+        return stands_for_XM * in_prompt_XM
+
+    @property
+    def _stride(self) -> float:
+        return -(-self.length // self.tile.query) / self.spread
 
 
 Values = npt.NDArray[np.float64]
@@ -106,11 +112,11 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer over one prompt: what attention reads, what its output goes through, which rows are looked at."""
+    """One layer over one prompt: what attention reads, which rows are looked at, and how much they count."""
 
     prefix: Prefix
     v_BGSD: torch.Tensor
-    projection_WZ: torch.Tensor
+    gradient_BHSD: torch.Tensor  # of the answer's score function by the attention output
     rows: Rows
     backend: str
 
@@ -119,9 +125,7 @@ class Layer:
 class CandidateScore:
     """One candidate, one entry a head."""
 
-    error_H: Values  # over all rows
-    tail_error_H: Values  # over the question and the answer
-    mass_H: Values  # mean share of the attention mass that the computed positions hold
+    damage_H: Values  # nats a token of the answer
     tiles_H: Values  # whole tiles computed, as a share of the causal ones
     columns_H: Values  # single columns computed, in tiles, as such a share
 
@@ -138,58 +142,40 @@ class _Scorer:
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self._q_XHMD = layer.rows.queries(layer.prefix.q_BHSD)
-        self._dense = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
-        device = self._q_XHMD.device
-        self._spread_XM, self._tail_XM = layer.rows.masks(device)
-        weight_WHD = layer.projection_WZ.float().reshape(-1, self._q_XHMD.shape[1], self._q_XHMD.shape[3])
-        # || E W_h ||^2 is the trace of E^T E against W_h^T W_h: no product of the model's size for each candidate.
-        self._metric_HDD = torch.einsum("whd,whe->hde", weight_WHD, weight_WHD)
-        self._spread_norm, self._tail_norm = (self._norm(mask) for mask in (self._spread_XM, self._tail_XM))
+        self._dense_XHMD = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
+        self._gradient_XHMD = layer.rows.queries(layer.gradient_BHSD).float()
+        self._square_XHM = self._gradient_XHMD.square().mean(-1)
+        self._weight_X1M = layer.rows.weights(self._q_XHMD.device)[:, None]
 
     def score(self, patterns: Patterns) -> CandidateScore:
         index = self._layer.prefix.index(patterns)
-        sparse = self._attend(index)
+        off_XHMD = (self._attend(index) - self._dense_XHMD).float()
         tiles_H, causal = _host(index.counts_BHT[0].sum(-1)), self._layer.prefix.causal_tiles
-        off_XHMD = (sparse.out_BHSD - self._dense.out_BHSD).float()
         return CandidateScore(
-            error_H=self._error(off_XHMD, self._spread_XM) / self._spread_norm,
-            tail_error_H=self._error(off_XHMD, self._tail_XM) / self._tail_norm,
-            mass_H=self._mass(sparse),
+            damage_H=self._damage(off_XHMD),
             tiles_H=tiles_H / causal,
             columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0) / causal,
         )
 
-    def _attend(self, index: TileIndex) -> AttentionOutput:
+    def _attend(self, index: TileIndex) -> torch.Tensor:
         prefix, rows = self._layer.prefix, self._layer.rows
-        k_XGSD, v_XGSD = rows.keys(prefix.k_BGSD), rows.keys(self._layer.v_BGSD)
         return prefill_attention(
             self._q_XHMD,
-            k_XGSD,
-            v_XGSD,
+            rows.keys(prefix.k_BGSD),
+            rows.keys(self._layer.v_BGSD),
             rows.index(index),
             rows.chunk,
             scale=prefix.scale,
             window=prefix.window,
-            want_lse=True,
             backend=self._layer.backend,
-        )
+        ).out_BHSD
 
-    def _error(self, off_XHMD: torch.Tensor, rows_XM: torch.Tensor) -> Values:
-        off_HRD = off_XHMD.transpose(0, 1)[:, rows_XM]
-        squared_H = ((off_HRD.transpose(1, 2) @ off_HRD) * self._metric_HDD).sum((1, 2))
-        return _host(squared_H.clamp(min=0.0).sqrt())
-
-    def _norm(self, rows_XM: torch.Tensor) -> float:
-        out_RHD = self._dense.out_BHSD.transpose(1, 2)[rows_XM].float()
-        gram_ZZ = out_RHD.flatten(1).T @ out_RHD.flatten(1)
-        weight_WZ = self._layer.projection_WZ.float()
-        return max(float(((weight_WZ @ gram_ZZ) * weight_WZ).sum().clamp(min=0.0).sqrt()), 1e-20)
-
-    def _mass(self, sparse: AttentionOutput) -> Values:
-        assert sparse.lse_BHS is not None
-        assert self._dense.lse_BHS is not None
-        kept_XHM = (sparse.lse_BHS - self._dense.lse_BHS).clamp(max=0.0).exp()
-        return _host(kept_XHM.transpose(0, 1)[:, self._spread_XM].mean(-1))
+    def _damage(self, off_XHMD: torch.Tensor) -> Values:
+        along_XHM = torch.einsum("xhmd,xhmd->xhm", off_XHMD, self._gradient_XHMD).square()
+        anywhere_XHM = off_XHMD.square().sum(-1) * self._square_XHM
+        rows_XHM = 0.25 * (along_XHM + anywhere_XHM)
+        # Rows beyond the prompt weigh nothing, whatever they hold.
+        return _host(torch.where(self._weight_X1M > 0, rows_XHM * self._weight_X1M, 0.0).sum((0, 2)))
 
 
 def _host(values_H: torch.Tensor) -> Values:

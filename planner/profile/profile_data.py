@@ -56,7 +56,7 @@ class SelectorChoice(Part):
 
 
 class Candidate(Part):
-    """One ray of the search space, brought to one density."""
+    """One range of the search space, brought to one density."""
 
     family: Family
     ray: Text
@@ -64,37 +64,58 @@ class Candidate(Part):
 
 
 class ScoreParts(Part):
-    """One layer: a row a candidate, an entry a head. `tiles` and `columns` are shares of the causal tiles."""
+    """One layer: a row a slot, an entry a head; in a slot every head has a candidate of its own.
+
+    Attributes:
+        candidates: positions in the candidates of the length.
+        damage: what the candidate does to the divergence of the answer from dense, in nats a token (sensitivity.py).
+        tiles, columns: whole tiles and single columns computed, as shares of the causal tiles.
+    """
 
     layer: Index
-    error: Table = ()
-    tail_error: Table = ()
-    mass: Table = ()
+    candidates: tuple[tuple[Natural, ...], ...] = ()
+    damage: Table = ()
     tiles: tuple[tuple[TileShare, ...], ...] = ()
     columns: tuple[tuple[PartOfAll, ...], ...] = ()
 
 
-SCORES = tuple(name for name in ScoreParts.model_fields if name != "layer")
+SCORES = ("damage", "tiles", "columns")
 
 
 class LayerScores(ScoreParts):
-    """Means over the calibration prompts. `patterns` are positions in the pattern list of the length."""
+    """Means over the calibration prompts.
 
+    Attributes:
+        worst: the largest damage on one of the prompts.
+        patterns: positions in the patterns of the length.
+        weight: what the damage of this layer is multiplied by, where whole plans were measured.
+    """
+
+    worst: Table
     patterns: tuple[tuple[Natural, ...], ...]
+    weight: Annotated[float, Field(strict=True, gt=0.0, le=MAX_MEASURED), AfterValidator(rounded)] = 1.0
 
 
 def check_scores(
     scores: ScoreParts, patterns: Sequence[Sequence[Pattern]], candidates: Sequence[Candidate], heads: int
 ) -> None:
-    """Raises FieldError unless each candidate has a pattern of its family, and scores, for each of the heads."""
-    check_table(patterns, len(candidates), heads, "patterns")
-    for name in SCORES:
-        check_table(getattr(scores, name), len(candidates), heads, name)
-    for number, (candidate, row) in enumerate(zip(candidates, patterns, strict=True)):
-        found = {pattern.pattern for pattern in row}
-        if found != {candidate.family}:
-            message = f"expected patterns of {candidate.family}, found {', '.join(sorted(found))}"
-            raise FieldError(message, "patterns", number)
+    """Raises FieldError unless every slot has, for each head, a candidate, a pattern of its family, and scores."""
+    slots = len(scores.candidates)
+    if bool(slots) != bool(candidates):
+        raise FieldError("expected scores of the candidates of the length", "candidates")
+    for name, table in (
+        ("candidates", scores.candidates),
+        ("patterns", patterns),
+        *((name, getattr(scores, name)) for name in SCORES),
+    ):
+        check_table(table, slots, heads, name)
+    for number, (row, own) in enumerate(zip(scores.candidates, patterns, strict=True)):
+        if max(row) >= len(candidates):
+            raise FieldError(f"expected positions below {len(candidates)}, found {max(row)}", "candidates", number)
+        for position, pattern in zip(row, own, strict=True):
+            if (family := candidates[position].family) != pattern.pattern:
+                message = f"expected a pattern of {family}, found {pattern.pattern}"
+                raise FieldError(message, "patterns", number)
 
 
 def check_table(table: Sequence[Sequence[Any]], rows: int, columns: int, name: str) -> None:
@@ -184,7 +205,9 @@ class LengthProfile(Part):
                 message = f"expected a layer of the model with full attention, found {scores.layer}"
                 raise FieldError(message, "layers", number, "layer")
             with inside("layers", number):
-                check_scores(scores, self._patterns_of(scores), self.candidates, shapes[scores.layer].heads)
+                heads = shapes[scores.layer].heads
+                check_scores(scores, self._patterns_of(scores), self.candidates, heads)
+                check_table(scores.worst, len(scores.candidates), heads, "worst")
         if self.reuse:
             with inside("reuse"):
                 self.reuse.check(model.layers)
@@ -222,7 +245,7 @@ class Profile(Part):
     """What one profiling run found, and what it was run with."""
 
     kind: Literal["sparsekv.profile"] = "sparsekv.profile"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     model: ModelInfo
     device: Text
     dtype: DtypeName

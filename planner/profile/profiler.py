@@ -1,27 +1,27 @@
-"""Profiling: one dense forward pass a calibration prompt, every candidate pattern of every head on the way.
+"""Profiling: one dense pass up and down the layers a calibration prompt, with every candidate of every head on the way.
 
-Layer by layer the observer has q, k and v in hand: it brings the candidates to their target costs (on the first prompt
-of a length; later prompts take the patterns found there) and scores them; the layer itself goes on with dense
-attention. How well a layer's choice of tokens serves later layers is taken from the same pass. Nothing of size S x S
-is stored, and what was measured is on disk after every layer.
+On the way up, how well a layer's choice of tokens serves later layers is measured. On the way down each layer has q, k,
+v and the gradient of the answer by its attention output in hand: candidates are brought to their target costs (on the
+first prompt of a length; later prompts take the patterns found there) and scored on the prompt's own rows. The answer
+takes no part in that: when a model runs, prefill ends with the prompt. Nothing of size S x S is stored, and what was
+measured is on disk after every layer.
 
-Shapes: B batch (1), H query heads, S rows, D head size, W model size, Z = H * D.
+Shapes: B batch (1), H query heads, S rows, D head size, E hidden size, W model size, Z = H * D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of
@@ -29,12 +29,14 @@ from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
-from sparsekv.planner.profile.search_space import Patterns, Prefix, aims, fit_to_target
+from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, scouts, slots
+from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
+from sparsekv.planner.profile.similarity import Layer as SimilarLayer
 from sparsekv.planner.profile.similarity import ReuseScores, token_choice
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
-from sparsekv.runtime.hf.describe import attention_modules, decoder_of
+from sparsekv.runtime.hf.capture import AttentionCall
+from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -158,73 +160,89 @@ class Pass:
         def done(layer: int) -> None:
             layer_done(f"{self._length} tokens, prompt {self._sample + 1}, layer {layer}")
 
+        def add(layer: int, scores: Mapping[str, Any]) -> None:
+            if (self._length, self._sample, layer) not in records:
+                found = {**scores, **decoded.pop(layer, {})}
+                records.add(LayerRecord(length=self._length, sample=self._sample, layer=layer, **found))
+            done(layer)
+
         if all((self._length, self._sample, layer) in records for layer in layers):
-            for _ in layers:
-                done(len(layers))
+            for layer in layers:
+                done(layer)
             return
+        decoded: dict[int, dict[str, Any]] = {}
         modules: Sequence[Any] = attention_modules(model)
-        projections: list[torch.Tensor] = [module.o_proj.weight for module in modules]
+
+        def up(call: AttentionCall, hidden_BSE: torch.Tensor) -> None:
+            where = f"queries, keys and values of layer {call.layer}"
+            check_numbers(model, where, call.q_BHSD, call.k_BGKD, call.v_BGKD)
+            decoded[call.layer] = self._decode(call, modules[call.layer].o_proj, hidden_BSE)
+            if not self._aims:
+                add(call.layer, {})
+
+        def down(found: Sensitivity) -> None:
+            is_new = (self._length, self._sample, found.call.layer) not in records
+            scored = is_new and found.call.window is None
+            add(found.call.layer, self._prefill(found, records) if scored else {})
+
         ids_1S = torch.from_numpy(self._prompt.ids.astype(np.int64)).to(model.device)[None]
-        with torch.no_grad(), _residuals(model, self._prompt.decode_rows) as residuals:
+        rows = chain.from_iterable(starmap(range, self._prompt.scored))
+        seed = self._options.seed + self._sample
+        with torch.no_grad():
+            walk_layers(model, ids_1S, tuple(rows), seed, up, down if self._aims else None)
 
-            def observe(call: AttentionCall) -> None:
-                where = f"queries, keys and values of layer {call.layer}"
-                check_numbers(model, where, call.q_BHSD, call.k_BGKD, call.v_BGKD)
-                layer = self._layer(call, projections[call.layer])
-                if self._reuse is not None:
-                    self._reuse.choose(call.layer, layer)
-                if (self._length, self._sample, call.layer) not in records:
-                    scores = {} if call.window is not None else self._prefill(call.layer, layer, records)
-                    scores |= self._decode(call.layer, layer, residuals[call.layer])
-                    records.add(LayerRecord(length=self._length, sample=self._sample, layer=call.layer, **scores))
-                done(call.layer + 1)
-
-            with capture_attention(model, observe):
-                decoder_of(model)(input_ids=ids_1S, use_cache=False)
-
-    def _layer(self, call: AttentionCall, projection_WZ: torch.Tensor) -> Layer:
-        tile = self._options.tile_shape
-        prefix = Prefix(call.q_BHSD, call.k_BGKD, call.chunk, tile, call.scale)
-        rows = Rows.of(call.chunk.longest, self._prompt.tail_start, tile, self._options.row_stride or 1)
-        return Layer(prefix, call.v_BGKD, projection_WZ, rows, self._backend)
-
-    def _decode(self, number: int, layer: Layer, residual: float) -> dict[str, Any]:
+    def _decode(self, call: AttentionCall, o_proj: torch.nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:
             return {}
+        layer = SimilarLayer(call, _weight_of(o_proj, call.q_BHSD))
+        self._reuse.choose(call.layer, layer)
         moved = self._reuse.moved(layer)
-        kept = tuple(map(as_table, self._reuse.kept(layer, range(number + 1))))
+        residual = float(hidden_BSE[0, list(self._prompt.decode_rows)].float().norm())
+        kept = tuple(map(as_table, self._reuse.kept(layer, range(call.layer + 1))))
         return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}
 
-    def _prefill(self, number: int, layer: Layer, records: Records) -> dict[str, Any]:
-        if not self._aims:
-            return {}
-        prefix = layer.prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
-        patterns: Sequence[Patterns]
+    def _prefill(self, found: Sensitivity, records: Records) -> dict[str, Any]:
+        number, layer = found.call.layer, self._layer(found)
+        prefix = layer.prefix
         if self._sample > 0:
-            patterns = records[self._length, 0, number].patterns
+            first = records[self._length, 0, number]
+            candidates, patterns = np.array(first.candidates), first.patterns
         else:
-            patterns = [fit_to_target(prefix, aim.patterns, aim.density * prefix.causal_tiles) for aim in self._aims]
-        scores = score_candidates(replace(layer, prefix=prefix), patterns)
+            candidates = self._finalists(layer)
+            patterns = tuple(_fitted(prefix, [self._aims[one] for one in row]) for row in candidates)
+        scores = score_candidates(layer, patterns)
         tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
-        return {"patterns": tuple(patterns), **tables}
+        return {"candidates": tuple(map(tuple, candidates.tolist())), "patterns": patterns, **tables}
+
+    def _layer(self, found: Sensitivity) -> Layer:
+        call, tile, end = found.call, self._options.tile_shape, self._prompt.answer_start
+        q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
+        prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale)
+        prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
+        rows = Rows.of(end, self._prompt.tail_start, tile, self._options.row_stride or 1)
+        return Layer(prefix, v_BGSD, found.gradient_BHSD[:, :, :end], rows, self._backend)
+
+    def _finalists(self, layer: Layer) -> Numbers:
+        """[slot, H]: what is worth measuring on every prompt."""
+        heads = layer.prefix.heads
+        scouted = scouts(self._aims)
+        patterns = [_fitted(layer.prefix, [self._aims[number]] * heads) for number in scouted]
+        damage_CH = np.stack([score.damage_H for score in score_candidates(layer, patterns)])
+        return slots(self._aims, scouted, damage_CH)
 
 
-@contextmanager
-def _residuals(model: Any, rows: Sequence[int]) -> Iterator[dict[int, float]]:
-    """|| residual || at the given rows, before each layer of a forward pass inside the `with`."""
-    norms: dict[int, float] = {}
+def _fitted(prefix: Prefix, aims: Sequence[Aim]) -> Patterns:
+    """Of each head the pattern of its aim."""
+    return fit_to_target(prefix, [aim.patterns for aim in aims], [aim.density * prefix.causal_tiles for aim in aims])
 
-    def note(layer: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden_BSW = args[0] if args else kwargs["hidden_states"]
-            norms[layer] = float(hidden_BSW[0, list(rows)].float().norm())
 
-        return hook
-
-    layers: Any = decoder_of(model).layers
-    hooks = [layer.register_forward_pre_hook(note(position), with_kwargs=True) for position, layer in enumerate(layers)]
-    try:
-        yield norms
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _weight_of(projection: Any, q_BHSD: torch.Tensor) -> torch.Tensor:
+    """The weight of an output projection, [W, Z], read through the module where it is stored otherwise (quantised)."""
+    size = q_BHSD.shape[1] * q_BHSD.shape[3]
+    weight: torch.Tensor = projection.weight
+    if weight.is_floating_point() and weight.dim() == 2 and weight.shape[1] == size:
+        return weight.detach()
+    unit_ZZ = torch.eye(size, dtype=q_BHSD.dtype, device=q_BHSD.device)
+    nothing_1Z = torch.zeros_like(unit_ZZ[:1])
+    through_ZW: torch.Tensor = projection(unit_ZZ) - projection(nothing_1Z)
+    return through_ZW.T

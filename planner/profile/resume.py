@@ -212,7 +212,17 @@ def length_means(
 def _layer_means(samples: Sequence[LayerRecord], numbers: dict[Pattern, int]) -> LayerScores:
     patterns = tuple(tuple(numbers.setdefault(one, len(numbers)) for one in row) for row in samples[0].patterns)
     means = {name: as_table(np.mean([getattr(sample, name) for sample in samples], 0)) for name in SCORES}
-    return LayerScores(layer=samples[0].layer, patterns=patterns, **means)
+    worst = as_table(np.max([sample.damage for sample in samples], 0))
+    first = samples[0]
+    return LayerScores(
+        layer=first.layer,
+        candidates=first.candidates,
+        patterns=patterns,
+        worst=worst,
+        damage=means["damage"],
+        tiles=means["tiles"],
+        columns=means["columns"],
+    )
 
 
 def _reuse_means(choice: TokenChoice, records: Sequence[Sequence[LayerRecord]]) -> Reuse:

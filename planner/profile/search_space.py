@@ -4,6 +4,9 @@ MInference 1.0, section 3.2, algorithm 1: every candidate is a family with a rat
 it computes the target number of tiles on the queries and keys at hand (`fit_to_target`). The paper's own numbers are
 in `_published`.
 
+A first prompt compares all ranges at a few densities (`scouts`); each head then goes on with the ranges that did least
+damage there, over the whole ladder of densities (`slots`).
+
 Shapes: B batch (always 1 here), H query heads, G KV heads, S queries, D head size, T query tiles.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +25,7 @@ from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Family, PlanOptions
+from sparsekv.planner.options import Family, PlanOptions, mandatory_density
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
@@ -54,6 +57,10 @@ class Grid:
         """The size of that number, from 0 on."""
         return _OCTAVES[size] if self.step is None else self.start % self.step + size * self.step
 
+
+# Densities of the ladder that all ranges are compared at, as shares of its height, and how many ranges a head keeps.
+_SCOUTED = (0.35, 0.75)
+_FINALISTS = 2
 
 _OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
 
@@ -151,10 +158,39 @@ def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
 
 
 def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
+    """The ladder: multiples of the target between what mandatory tiles take and all tiles."""
     if options.preset is not None:
         return (_published_density(length, options.tile_shape),)
     target = options.target_density[options.lengths.index(length)]
-    return tuple(sorted({min(1.0, round(target * level, 4)) for level in options.levels}))
+    least = min(mandatory_density(length, options.tile_shape, family) for family in options.families)
+    shares = {round(target * level, 4) for level in options.levels}
+    return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))
+
+
+def scouts(aims: Sequence[Aim]) -> tuple[int, ...]:
+    """Which candidates the first prompt compares: of each range a few densities, the extremes left out."""
+    densities = sorted({aim.density for aim in aims})
+    chosen = {densities[round(share * (len(densities) - 1))] for share in _SCOUTED}
+    return tuple(number for number, aim in enumerate(aims) if aim.density in chosen)
+
+
+Numbers = npt.NDArray[np.int64]
+
+
+def slots(aims: Sequence[Aim], scouted: Sequence[int], damage_CH: npt.NDArray[np.float64]) -> Numbers:
+    """[slot, H]: the candidates that each head goes on with: every density of its best ranges.
+
+    Args:
+        scouted: the candidates that were compared.
+        damage_CH: what each of them did; a range counts by its geometric mean over them.
+    """
+    names = list(dict.fromkeys(aim.patterns.name for aim in aims))
+    logs_CH = np.log(np.maximum(damage_CH, 1e-30))
+    scouted_of = [[n for n, number in enumerate(scouted) if aims[number].patterns.name == name] for name in names]
+    mean_RH = np.stack([logs_CH[rows].mean(0) for rows in scouted_of])
+    best_KH = np.argsort(mean_RH, axis=0, kind="stable")[:_FINALISTS]
+    of_range = [[number for number, aim in enumerate(aims) if aim.patterns.name == name] for name in names]
+    return np.asarray(np.array(of_range)[best_KH].swapaxes(1, 2).reshape(-1, damage_CH.shape[1]))
 
 
 def _published_density(length: int, tile: TileShape) -> float:
@@ -250,32 +286,37 @@ class Prefix:
         return np.asarray(computed_tiles(self.index(patterns))[0].double().cpu().numpy())
 
 
-def fit_to_target(prefix: Prefix, patterns: PatternRange, target: float) -> Patterns:
-    """The largest pattern of a range that costs at most `target` tiles, for each head.
+def fit_to_target(prefix: Prefix, ranges: Sequence[PatternRange], targets: Sequence[float]) -> Patterns:
+    """The largest pattern of each head's range that costs at most the head's target.
 
     Bisection over the range's own grid, all heads in one index build a step. A head whose smallest pattern already
     costs more (the mandatory tiles alone may) gets that one.
 
     Args:
-        target: tiles a head.
+        ranges: of each head.
+        targets: tiles of each head.
 
     Returns:
         One pattern a head. `max_tiles` is set from the rows it really computes here, so that other prompts can cost
         little more.
     """
-    length = prefix.chunk.longest
-    loose = _in_tiles(ROW_ROOM * target / prefix.causal_tiles * length, prefix.tile, length)
+    length, target_H = prefix.chunk.longest, np.asarray(targets)
+    loose = [_in_tiles(ROW_ROOM * target / prefix.causal_tiles * length, prefix.tile, length) for target in targets]
+
+    def sized(size_H: npt.NDArray[np.int64], caps: Iterable[int]) -> Patterns:
+        parts = zip(ranges, size_H.tolist(), caps, strict=True)
+        return tuple(one.pattern(size, cap) for one, size, cap in parts)
+
     fitting = np.zeros(prefix.heads, np.int64)
-    beyond = np.full(prefix.heads, patterns.sizes(length), np.int64)
+    beyond = np.array([one.sizes(length) for one in ranges], np.int64)
     while np.any(beyond - fitting > 1):
         middle = (fitting + beyond) // 2
-        fits = prefix.cost(tuple(patterns.pattern(int(size), loose) for size in middle)) <= target
+        fits = prefix.cost(sized(middle, loose)) <= target_H
         fitting = np.where(fits, middle, fitting)
         beyond = np.where(fits | (beyond - fitting <= 1), beyond, middle)
-    fitted = tuple(patterns.pattern(int(size), loose) for size in fitting)
-    most_H = prefix.index(fitted).counts_BHT[0].amax(-1).tolist()
-    caps = (min(loose, _in_tiles(PROMPT_ROOM * most * prefix.tile.key, prefix.tile, length)) for most in most_H)
-    return tuple(patterns.pattern(int(size), cap) for size, cap in zip(fitting, caps, strict=True))
+    most_H = prefix.index(sized(fitting, loose)).counts_BHT[0].amax(-1).tolist()
+    tight = (_in_tiles(PROMPT_ROOM * most * prefix.tile.key, prefix.tile, length) for most in most_H)
+    return sized(fitting, map(min, loose, tight))
 
 
 def _in_tiles(count: float, tile: TileShape, length: int) -> int:

@@ -20,10 +20,10 @@ import torch
 
 from sparsekv.kernels.scores import token_scores
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.head_errors import Layer
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
 from sparsekv.plans.patterns import fraction
 from sparsekv.runtime.core.select import selector_weights
+from sparsekv.runtime.hf.capture import AttentionCall
 
 # The observation window of OmniKV's released configuration.
 WINDOW = 16
@@ -40,6 +40,14 @@ def token_choice(options: PlanOptions) -> TokenChoice:
     shares = tuple(fraction(share) for share in _SHARES)
     budgets = shares if options.decode_budget in shares else (*shares, options.decode_budget)
     return TokenChoice(sink=options.decode_sink, recent=options.decode_recent, budgets=budgets, selectors=_SELECTORS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """What a layer attends with over the whole prompt, and what its output goes through."""
+
+    call: AttentionCall
+    projection_WZ: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -74,11 +82,11 @@ class ReuseScores:
     def _choice(self, layer: Layer, selector: SelectorChoice, row: int) -> torch.Tensor:
         positions = range(max(0, row + 1 - selector.window), row + 1)
         scores_B1S = token_scores(
-            layer.prefix.q_BHSD[:, :, positions.start : positions.stop],
-            layer.prefix.k_BGSD[:, :, : row + 1],
+            layer.call.q_BHSD[:, :, positions.start : positions.stop],
+            layer.call.k_BGKD[:, :, : row + 1],
             positions,
             torch.tensor(selector_weights(selector.selector, len(positions))),
-            scale=layer.prefix.scale,
+            scale=layer.call.scale,
         )
         among = self._candidates(row)
         return scores_B1S[0, 0, among.start : among.stop].topk(max(self._counts(row))).indices + among.start
@@ -106,8 +114,8 @@ class ReuseScores:
 
 
 def _probabilities(layer: Layer, row: int) -> torch.Tensor:
-    q_BH1D, k_BGSD = layer.prefix.q_BHSD[:, :, row : row + 1], layer.prefix.k_BGSD[:, :, : row + 1]
-    return token_scores(q_BH1D, k_BGSD, (row,), torch.ones(1), scale=layer.prefix.scale, heads=None)[0]
+    q_BH1D, k_BGSD = layer.call.q_BHSD[:, :, row : row + 1], layer.call.k_BGKD[:, :, : row + 1]
+    return token_scores(q_BH1D, k_BGSD, (row,), torch.ones(1), scale=layer.call.scale, heads=None)[0]
 
 
 def _head_shares(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
@@ -117,7 +125,7 @@ def _head_shares(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tens
 
 def _head_outputs(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
     """What each head adds to the residual: [H, W]."""
-    weights_GNS = weights_HS.reshape(layer.v_BGSD.shape[1], -1, row + 1)
-    out_HD = (weights_GNS @ layer.v_BGSD[0, :, : row + 1].float()).flatten(0, 1)
+    weights_GNS = weights_HS.reshape(layer.call.v_BGKD.shape[1], -1, row + 1)
+    out_HD = (weights_GNS @ layer.call.v_BGKD[0, :, : row + 1].float()).flatten(0, 1)
     weight_HDW = layer.projection_WZ.float().reshape(-1, *out_HD.shape).permute(1, 2, 0)
     return (out_HD[:, None] @ weight_HDW)[:, 0]

@@ -125,7 +125,7 @@ class _Scores:
         row = next(rows, None)
         if row is None:
             return None, None
-        return scores.tiles[row][head] + scores.columns[row][head], scores.error[row][head]
+        return scores.tiles[row][head] + scores.columns[row][head], scores.damage[row][head]
 
 
 def _density(pattern: Pattern, shape: AttentionGroup, length: int) -> float | None:

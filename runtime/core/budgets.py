@@ -50,23 +50,36 @@ class Budgets:
         if any(b.fraction is not None and b is not _EVERYTHING for row in budgets for b in row):
             share = [[1.0 if b.fraction is None else b.fraction for b in row] for row in budgets]
             self._share_SN = torch.tensor(share, dtype=torch.float64, device=device)
-        edges = [[segment.sink + segment.recent] for segment in segments]
-        self._edges_S1 = torch.tensor(edges, dtype=torch.int32, device=device)
-        self._room_S1 = torch.tensor([[scored_tokens(count)] for count in heads], dtype=torch.int64, device=device)
+        edges = [segment.sink + segment.recent for segment in segments]
+        self._edges_S = torch.tensor(edges, dtype=torch.int32, device=device)
+        self._room_S = torch.tensor([scored_tokens(count) for count in heads], dtype=torch.int64, device=device)
 
-    def of(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, lengths_B: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Chosen tokens of every row, or ALL, and where its scores begin, or -1: int32 [S, B] each.
 
         Scores of the rows that choose lie one behind the other; a row that would end beyond the scratch attends to
-        everything.
+        everything. `backend` is that of the attention.
         """
+        if lengths_B.is_cuda and backend != "reference":
+            return self.by_kernel(lengths_B)
+        return self.by_torch(lengths_B)
+
+    def by_kernel(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`of`, in one launch of Triton."""
+        from sparsekv.kernels.decode.budgets import budgets
+
+        found_2SB = budgets(lengths_B, self._bounds_N, self._most_SN, self._share_SN, self._edges_S, self._room_S)
+        return found_2SB[0], found_2SB[1]
+
+    def by_torch(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`of`, in operations of torch."""
         bucket_B = torch.bucketize(lengths_B, self._bounds_N)
         chosen_SB = self._most_SN[:, bucket_B]
         if self._share_SN is not None:  # rounded as budgets are
             share_SB = (self._share_SN[:, bucket_B] * lengths_B - 1e-9).ceil_().long()
             chosen_SB = torch.minimum(share_SB, chosen_SB)
-        chooses_SB = chosen_SB + self._edges_S1 < lengths_B
+        chooses_SB = chosen_SB + self._edges_S[:, None] < lengths_B
         ends_SB = (lengths_B * chooses_SB).cumsum(1)
-        chooses_SB &= ends_SB <= self._room_S1
+        chooses_SB &= ends_SB <= self._room_S[:, None]
         starts_SB = torch.where(chooses_SB, ends_SB - lengths_B, -1)
         return torch.where(chooses_SB, chosen_SB, ALL).int(), starts_SB.int()

@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -77,15 +78,18 @@ def decode(
     state.remember_step(layer, q_BH1D)
     selection = selected_for(layer, state) if layer.follows else None
     lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
+    attend = partial(
+        decode_attention, scale=scale, arrivals_X=state.arrivals(layer.kv_heads, q_BH1D.device), backend=backend
+    )
     if selection is not None:
         keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
-        return decode_attention(q_BH1D, keys, found, scale=scale, window=window, backend=backend).out_BHSD
+        return attend(q_BH1D, keys, found, window=window).out_BHSD
     keys = source.view(lengths_B)
     if layer.filters is None or _all_attend_to_everything(layer.filters, state):
-        return decode_attention(q_BH1D, keys, scale=scale, window=layer.window, backend=backend).out_BHSD
-    scoring = scoring_for(layer, keys, state)
+        return attend(q_BH1D, keys, window=layer.window).out_BHSD
+    scoring = scoring_for(layer, keys, state, backend)
     in_passing = scoring if layer.filters.queries == 1 else None
-    output = decode_attention(q_BH1D, keys, scale=scale, scoring=in_passing, backend=backend)
+    output = attend(q_BH1D, keys, scoring=in_passing)
     choose_tokens(layer, q_BH1D, keys, state, scoring, output.scores_gT, scale=scale, backend=backend)
     return output.out_BHSD
 

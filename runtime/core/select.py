@@ -34,11 +34,11 @@ def selector_weights(selector: str, queries: int) -> tuple[float, ...]:
     return tuple(2.0**-age for age in ages)
 
 
-def scoring_for(layer: LayerProgram, keys: KeyView, state: DecodeState) -> Scoring:
+def scoring_for(layer: LayerProgram, keys: KeyView, state: DecodeState, backend: str) -> Scoring:
     """Which rows a filter layer scores in this step, and where."""
     segment = layer.filters
     assert segment is not None
-    _, starts_B = state.budget(segment)
+    _, starts_B = state.budget(segment, backend)
     room = min(scored_tokens(layer.heads), keys.batch * keys.capacity)
     return Scoring(starts_B.to(keys.k.device), room, 1 if segment.heads == "max" else layer.kv_heads)
 
@@ -73,7 +73,7 @@ def choose_tokens(
     elif segment.across_ranks:
         assert state.reduce_max is not None
         scores_gT = state.reduce_max(scores_gT)
-    counts_B = state.budget(segment)[0].to(keys.k.device)
+    counts_B = state.budget(segment, backend)[0].to(keys.k.device)
     chosen_BgN = choose(
         scores_gT,
         scoring,

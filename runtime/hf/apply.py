@@ -47,6 +47,8 @@ class PlanEngine:
         chunking: how long inputs are cut.
     """
 
+    differentiable = False
+
     def __init__(
         self,
         program: Program,

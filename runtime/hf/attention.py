@@ -89,7 +89,13 @@ class Executor(Protocol):
 
 
 class Engine(CacheOwner, Protocol):
-    """Computes the attention of every layer of the model it is attached to."""
+    """Computes the attention of every layer of the model it is attached to.
+
+    Attributes:
+        differentiable: whether autograd may look into `attend`.
+    """
+
+    differentiable: bool
 
     def executors(self, decoder: nn.Module) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
@@ -103,6 +109,8 @@ class Engine(CacheOwner, Protocol):
 
 class DenseEngine:
     """Dense causal attention in every layer; the base of what only watches a model."""
+
+    differentiable = False
 
     def __init__(self) -> None:
         self.open = True
@@ -181,7 +189,7 @@ def attention_forward(
         )
     layer: Any = module.layer_idx
     call = LayerCall(layer, context.phase, query, key, value, context.cache, scaling, sliding_window)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not context.engine.differentiable:
         out_BHSD = _ForwardOnly.apply(context.engine, call, query)  # type: ignore[no-untyped-call]
     else:
         out_BHSD = context.engine.attend(call)

@@ -52,6 +52,8 @@ def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[No
 
 
 class _Watched(DenseEngine):
+    differentiable = True  # where an observer gives the output; the kernels of dense attention have no gradients
+
     def __init__(self, observer: Observer) -> None:
         super().__init__()
         self._observer = observer

@@ -110,6 +110,45 @@ def test_split_of_the_tokens_never_changes_the_answer(splits: int) -> None:
     assert_close(found, problem)
 
 
+MERGING = [
+    DecodeCase("ragged", (300, 41, 130), (70, ALL, 80), heads=6),
+    DecodeCase("a row without tokens, head size 40, bfloat16", (0, 90), None, dim=40, dtype=torch.bfloat16),
+    DecodeCase("a window that leaves splits without tokens", (300,), (70,), window=50),
+]
+
+
+def check_merging(case: DecodeCase, device: str = "cpu") -> None:
+    from sparsekv.kernels.decode.triton import Launch, decode
+
+    problem = draw(case, device)
+    arrivals_X = torch.zeros(len(case.lengths) * case.kv_heads + 3, dtype=torch.int32, device=device)
+    for splits in (7, 2, 64):
+        found = decode(
+            problem.q_BHQD,
+            problem.keys,
+            problem.selection,
+            scale=problem.scale,
+            window=case.window,
+            want_lse=True,
+            arrivals_X=arrivals_X,
+            launch=Launch(splits, 32, 4, 1, merge="last"),
+        )
+        assert_close(found, problem)
+        assert not arrivals_X.any()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", MERGING, ids=str)
+def test_the_last_program_of_a_head_merges_and_leaves_zeros_behind(case: DecodeCase) -> None:
+    check_merging(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*MERGING, GPU_CASES[-1]], ids=str)
+def test_the_last_program_of_a_head_merges_on_a_gpu(case: DecodeCase) -> None:
+    check_merging(case, "cuda")
+
+
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
 def test_a_row_that_attends_to_everything_is_dense_bit_for_bit(backend: str) -> None:
     problem = draw(DecodeCase("x", (300, 90, 17), (ALL, ALL, ALL)))

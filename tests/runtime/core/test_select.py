@@ -110,11 +110,43 @@ def test_counts_on_the_device_are_those_on_the_host(length: int):
         DecodeBucket(up_to=None, segments=(segment(0, (1,), all_of_it),)),
     )
     lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
-    found, _ = Budgets([lowered], [4], torch.device("cpu")).of(torch.tensor([length], dtype=torch.int32))
+    found, _ = Budgets([lowered], [4], torch.device("cpu")).of(torch.tensor([length], dtype=torch.int32), "cpu")
     bucket = next(b for b in buckets if b.up_to is None or length <= b.up_to)
     expected = None if bucket.dense else bucket.segments[0].chosen_tokens(length)
     assert found[0].tolist() == [lowered.count(length)] == [ALL if expected is None else expected]
     assert lowered.most == 64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernel runs there")
+@pytest.mark.parametrize("fractions", [True, False])
+def test_budgets_of_one_launch_are_those_of_torch(fractions: bool) -> None:
+    check_budgets(fractions, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fractions", [True, False])
+def test_budgets_of_one_launch_are_those_of_torch_on_a_gpu(fractions: bool) -> None:
+    check_budgets(fractions, "cuda")
+
+
+def check_budgets(fractions: bool, device: str) -> None:
+    tenth = DecodeBudget(fraction=0.1, at_most=900) if fractions else DecodeBudget(tokens=60)
+    buckets = (
+        DecodeBucket(up_to=100, dense=True),
+        DecodeBucket(up_to=5000, segments=(segment(0, (1,), tenth),)),
+        DecodeBucket(up_to=None, segments=(segment(0, (1,), DecodeBudget(tokens=50)),)),
+    )
+    lowered = Program.of(None, DecodePlan(lengths=buckets), MODEL).layers[0].filters
+    # the second filter layer has scratch for 134,217 tokens
+    tables = Budgets([lowered, lowered], [4, 1000], torch.device(device))
+    source = torch.Generator().manual_seed(int(fractions))
+    edges = (1, 99, 100, 101, 4999, 5000, 5001, 100_000)
+    draws = [torch.randint(1, 9000, (rows,), generator=source).tolist() for rows in (1, 2, 7, 64)]
+    for lengths in (edges, *((length,) for length in edges), *draws):
+        lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
+        found, expected = tables.by_kernel(lengths_B), tables.by_torch(lengths_B)
+        assert [x.dtype for x in found] == [torch.int32] * 2
+        assert all(map(torch.equal, found, expected)), lengths
 
 
 def test_weights_run_from_the_oldest_query_to_the_newest():

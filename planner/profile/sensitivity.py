@@ -1,0 +1,196 @@
+"""How much the model's answers move with the attention output of each head and row: one gradient a prompt.
+
+A candidate pattern changes the attention output of a head by delta. What that does to the next-token distributions of
+the answer, to second order and summed over the rows as if they were independent, is
+
+    damage = 1/2 * sum over rows of (g . delta)^2  /  answer tokens,
+
+with g the gradient of the answer's score function (the squared score function is the Fisher information, whose
+quadratic form is the divergence to second order). It weighs heads, layers and rows by what they do to the output: a
+head that nobody reads costs nothing, whatever its error.
+
+Distributions are softened by a temperature first: where the model is certain, the Fisher information vanishes, while an
+error that is large enough turns the answer.
+
+The pass keeps the input of every layer (S x E a layer) and differentiates one layer at a time, from the last to the
+first, so that its memory is that of one layer.
+
+Shapes: B batch (1), H query heads, G KV heads, S rows, D head size, E hidden size, T scored rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.describe import decoder_of
+
+TEMPERATURE = 3.0
+_ROWS_AT_ONCE = 4096  # of a layer with a window of its own
+_FLOAT16_SCALE = 1024.0  # gradients of a float16 model underflow otherwise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sensitivity:
+    """One layer over one prompt."""
+
+    call: AttentionCall
+    gradient_BHSD: torch.Tensor  # of the answer's score function, by the attention output
+
+
+Forward = Callable[[AttentionCall, torch.Tensor], None]
+"""Sees a layer on the way up: its attention, and its input, [B, S, E]."""
+Backward = Callable[[Sensitivity], None]
+"""Sees a layer on the way down."""
+
+
+def walk_layers(
+    model: PreTrainedModel,
+    ids_BS: torch.Tensor,
+    scored: Sequence[int],
+    seed: int,
+    up: Forward,
+    down: Backward | None,
+    temperature: float = TEMPERATURE,
+) -> None:
+    """Runs a prompt through the model, and back down through its layers.
+
+    Args:
+        ids_BS: one prompt and its answer.
+        scored: rows whose next-token distributions count.
+        seed: of the tokens that the score function is taken at.
+        up: called for the layers in order.
+        down: called for the layers from the last to the first; None: no gradients are wanted.
+    """
+    inputs: dict[int, _LayerInput] = {}
+    walk = _Walk(up, inputs)
+    with capture_attention(model, walk.observe), _frozen(model), _inputs_kept(model, inputs) as last:
+        rows = torch.tensor(list(scored), device=ids_BS.device)
+        logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=rows).logits
+        if down is None:
+            return
+        scale = _FLOAT16_SCALE if model.dtype == torch.float16 else 1.0
+        (gradient_BSE,) = torch.autograd.grad(scale * _score(logits_BTV.float(), seed, temperature), last[0])
+        del logits_BTV
+        layers: Any = decoder_of(model).layers
+        for number in reversed(range(len(layers))):
+            gradient_BSE, found = walk.back(layers[number], inputs.pop(number), gradient_BSE)
+            down(replace(found, gradient_BHSD=found.gradient_BHSD / (scale * len(scored) ** 0.5)))
+
+
+def _score(logits_BTV: torch.Tensor, seed: int, temperature: float) -> torch.Tensor:
+    """The log-likelihood of tokens drawn from the softened distributions: its gradient by a logit is 1 - p or -p."""
+    log_BTV = (logits_BTV / temperature).log_softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn_T = torch.multinomial(log_BTV[0].detach().exp().cpu(), 1, generator=generator).to(log_BTV.device)
+    return temperature * log_BTV[0].gather(-1, drawn_T).sum()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayerInput:
+    hidden_BSE: torch.Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Walk:
+    def __init__(self, up: Forward, inputs: dict[int, _LayerInput]) -> None:
+        self._up, self._inputs = up, inputs
+        self._down: tuple[AttentionCall, torch.Tensor] | None = None
+
+    def observe(self, call: AttentionCall) -> torch.Tensor | None:
+        if not call.q_BHSD.requires_grad:
+            self._up(call, self._inputs[call.layer].hidden_BSE)
+            return None
+        out_BHSD = _attention(call)
+        self._down = call, out_BHSD
+        return out_BHSD
+
+    def back(
+        self, layer: nn.Module, given: _LayerInput, gradient_BSE: torch.Tensor
+    ) -> tuple[torch.Tensor, Sensitivity]:
+        hidden_BSE = given.hidden_BSE.detach().requires_grad_()
+        with torch.enable_grad():
+            out = layer(hidden_BSE, *given.args, **given.kwargs)
+            out_BSE = out[0] if isinstance(out, tuple) else out
+            assert self._down is not None
+            call, attended_BHSD = self._down
+            self._down = None
+            into_BSE, own_BHSD = torch.autograd.grad(out_BSE, (hidden_BSE, attended_BHSD), gradient_BSE)
+        seen = replace(call, q_BHSD=call.q_BHSD.detach(), k_BGKD=call.k_BGKD.detach(), v_BGKD=call.v_BGKD.detach())
+        return into_BSE, Sensitivity(seen, own_BHSD)
+
+
+def _attention(call: AttentionCall) -> torch.Tensor:
+    """Dense causal attention that torch can differentiate: [B, H, S, D]."""
+    q_BHSD, groups = call.q_BHSD, call.q_BHSD.shape[1] // call.k_BGKD.shape[1]
+    k_BHKD, v_BHKD = (x.repeat_interleave(groups, 1) for x in (call.k_BGKD, call.v_BGKD))
+    rows = q_BHSD.shape[2]
+    if call.window is None or call.window >= rows:
+        return scaled_dot_product_attention(q_BHSD, k_BHKD, v_BHKD, is_causal=True, scale=call.scale)
+    parts = []
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        end, oldest = min(first + _ROWS_AT_ONCE, rows), max(0, first + 1 - call.window)
+        row_S1 = torch.arange(first, end, device=q_BHSD.device)[:, None]
+        key_K = torch.arange(oldest, end, device=q_BHSD.device)
+        mask_SK = (key_K <= row_S1) & (key_K > row_S1 - call.window)
+        parts.append(
+            scaled_dot_product_attention(
+                q_BHSD[:, :, first:end], k_BHKD[:, :, oldest:end], v_BHKD[:, :, oldest:end], mask_SK, scale=call.scale
+            )
+        )
+    return torch.cat(parts, 2)
+
+
+@contextmanager
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
+    """No parameter takes part in gradients."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _inputs_kept(model: PreTrainedModel, inputs: dict[int, _LayerInput]) -> Iterator[list[torch.Tensor]]:
+    """Notes what each layer is called with; the list gets the output of the last one, from where gradients begin."""
+    last: list[torch.Tensor] = []
+
+    def before(number: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if last:
+                return  # on the way down
+            named = dict(kwargs)
+            hidden, rest = (args[0], args[1:]) if args else (named.pop("hidden_states"), ())
+            inputs[number] = _LayerInput(hidden, rest, named)
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        if last:
+            return None
+        first = out[0] if isinstance(out, tuple) else out
+        last.append(first.detach().requires_grad_())
+        return (last[0], *out[1:]) if isinstance(out, tuple) else last[0]
+
+    layers: Any = decoder_of(model).layers
+    hooks = [layer.register_forward_pre_hook(before(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    hooks.append(layers[-1].register_forward_hook(after))
+    try:
+        yield last
+    finally:
+        for hook in hooks:
+            hook.remove()
