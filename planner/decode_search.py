@@ -190,5 +190,6 @@ def _prefixes(loaded: LoadedModel, length: int, options: PlanOptions, effort: Ef
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
     fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
-    prompts = calibration_prompts(loaded.tokenizer, replace(options, lengths=(length,), samples=count))[length]
+    alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count)
+    prompts = calibration_prompts(loaded.tokenizer, alone)[length]
     return [prefilled(loaded, prompt, effort.steps, options) for prompt in prompts]

@@ -170,7 +170,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 
 
 def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
-    options = replace(QUICK, lengths=(512, 1024)).settled(4096, "cpu")
+    options = replace(QUICK, lengths=(512, 1024), target_density=()).settled(4096, "cpu")
     short, long = measure_decode(loaded, profile(loaded, options), options, effort=EFFORT).lengths
     passed = {tuple((part.filter, part.layers) for part in one.segments) for one in long.trials}
     assert short.trials
