@@ -92,7 +92,7 @@ MinAgreement = Annotated[
 ]
 MinExact = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Least share of dense's greedy texts kept; 0.75 by default."),
+    typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Least share of dense's greedy texts kept; 0.6 by default."),
 ]
 Chunk = Annotated[
     int | None,

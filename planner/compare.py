@@ -7,9 +7,9 @@
 Every mode runs as it would for a user: the prompt is prefilled, then tokens are fed one by one. Two texts are fed after
 each prompt, each from a copy of the same cache:
 
-1. The sample's answer, or the true text where the task is plain text. Divergence, top-1 agreement and likelihood are
-   measured on it, and whether the model generates it: its greedy continuation is the answer exactly when, fed the
-   answer, it picks every next token of it.
+1. The sample's answer, or the true text (its first `MOST_TEXT` tokens) where the task is plain text. Divergence, top-1
+   agreement and likelihood are measured on it, and whether the model generates it: its greedy continuation is the
+   answer exactly when, fed the answer, it picks every next token of it.
 2. Dense's own greedy continuation of the prompt, of as many tokens as the answer (at most `MOST_GREEDY`). A sample
    agrees exactly when the mode picks every token of it. So agreement is known whether or not dense solves the task.
    Where dense gives the answer, both texts are one.
@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 from sparsekv.planner.eval_results import Outcome, Spent
 from sparsekv.planner.progress import Step
 from sparsekv.planner.tasks import Sample, matches
-from sparsekv.planner.tasks.perplexity import Perplexity
+from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PromptError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.stats import RunStats
@@ -47,12 +47,14 @@ from sparsekv.runtime.hf.generate import check_numbers, piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 
 PhaseName = Literal["prefill", "decode", "both"]
-MOST_GREEDY = 32  # tokens of dense's own continuation
+MOST_GREEDY = 16  # tokens of dense's own continuation
+# Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer.
+MOST_TEXT = 128
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64
 # Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
 _SHARE = 0.4
-_SCORED = Perplexity().most_scored + 1  # tokens of a prompt that are scored, at most
+_SCORED = MOST_TEXT + 1  # rows that are scored, and the one after
 # Tensors as large as the float32 scores that are alive at once: both models', their logarithms, what divides them.
 _SCORES = 8
 
@@ -162,7 +164,7 @@ def dense_reference(
         loaded: the model, with nothing applied to it.
         samples: prompts and answers, of tasks or of the caller: `Sample(prompt_ids, answer_ids, answer, task, length)`
             with at least one answer token. The answer is the text to measure on; its wording `answer` is "" where no
-            generated text is to be compared with it.
+            generated text is to be compared with it, and then `MOST_TEXT` tokens of it are measured on.
         batch: most samples run at once; None: as many as surely fit.
         chunk: most tokens of a prompt given to the model at once, here and in `compare`; None is all.
         greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.
@@ -228,7 +230,7 @@ class Batch:
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device) -> Batch:
         """The samples as tensors on the model's device."""
-        both = ([sample.prompt_ids for sample in samples], [sample.answer_ids for sample in samples])
+        both = ([sample.prompt_ids for sample in samples], [_fed(sample) for sample in samples])
         prompt_BS, answer_BA = (torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for rows in both)
         return cls(tuple(samples), prompt_BS, answer_BA)
 
@@ -241,7 +243,11 @@ def batches(samples: Iterable[Sample], size: int) -> Iterator[tuple[Sample, ...]
 
 
 def _shape(sample: Sample) -> tuple[int, int]:
-    return len(sample.prompt_ids), len(sample.answer_ids)
+    return len(sample.prompt_ids), len(_fed(sample))
+
+
+def _fed(sample: Sample) -> Ids:
+    return sample.answer_ids if sample.answer else sample.answer_ids[:MOST_TEXT]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,11 +37,17 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured at a length: prompts, steps of each, and how often a prompt is run in all."""
+    """How much is measured at a length.
+
+    Attributes:
+        prompts: at most; as many as memory has room for.
+        steps: of decode, of each prompt.
+        trials: for so many candidates, were all prompts run for each.
+    """
 
     prompts: int
     steps: int
-    runs: int
+    trials: int
 
     @classmethod
     def on(cls, device: torch.device, samples: int) -> Effort:
@@ -51,10 +57,8 @@ class Effort:
             samples: calibration samples a length.
         """
         if device.type == "cuda":
-            prompts = min(12, samples + 4)
-            return cls(prompts, 32, 50 * prompts)
-        prompts = min(4, samples + 1)
-        return cls(prompts, 16, 18 * prompts)
+            return cls(min(12, samples + 4), 32, 50)
+        return cls(min(4, samples + 1), 16, 18)
 
 
 def measure_decode(
@@ -82,7 +86,7 @@ def measure_decode(
     options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
-    total = effort.runs * len(profile.lengths)
+    total = effort.trials * effort.prompts * len(profile.lengths)
     with (progress or Progress()).stage("decode trials", total=total) as step:
         for entry in reversed(profile.lengths):
             search = _Search(loaded, entry, options, effort, step)
@@ -110,13 +114,13 @@ class _Search:
     def __init__(
         self, loaded: LoadedModel, entry: LengthProfile, options: PlanOptions, effort: Effort, step: Step
     ) -> None:
-        self._loaded, self._gate, self._step = loaded, options.decode_kl, step
+        self._loaded, self._gate, self._step = loaded, options.decode_bound, step
         self._space = CandidateSpace(loaded.info, entry, options)
         self._prefixes = _prefixes(loaded, entry.length, options, effort)
         self._hardness = [0.0] * len(self._prefixes)
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
-        self.runs = effort.runs  # left
+        self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
         self._length = entry.length
 
     @property
@@ -186,5 +190,6 @@ def _prefixes(loaded: LoadedModel, length: int, options: PlanOptions, effort: Ef
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
     fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
-    prompts = calibration_prompts(loaded.tokenizer, replace(options, lengths=(length,), samples=count))[length]
+    alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count)
+    prompts = calibration_prompts(loaded.tokenizer, alone)[length]
     return [prefilled(loaded, prompt, effort.steps, options) for prompt in prompts]

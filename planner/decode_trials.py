@@ -96,6 +96,7 @@ def divergences(
             sparse_NV = torch.stack([_step(loaded, token_11, cache) for token_11 in prefix.fed_1N.split(1, 1)])
             kl_N = (prefix.dense_NV.exp() * (prefix.dense_NV - sparse_NV)).sum(-1).double().clamp(min=0.0)
             found.append(float(kl_N.mean()))
+            del cache  # before the next one is allocated
     return found
 
 

@@ -99,7 +99,7 @@ def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
         trial
         for trial in entry.trials
         if trial.prompts == prompts
-        and trial.kl_bound <= options.decode_kl
+        and trial.kl_bound <= options.decode_bound
         and all(segment.budget.resolve(entry.length) <= most for segment in trial.segments)
         and all(segment.selector in options.decode_selectors for segment in trial.segments)
     ]

@@ -53,6 +53,7 @@ _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out: on a GPU, every quotation task twice.
 _SAMPLES = {"cpu": 3, "cuda": 8}
 DECODE_BUDGET = fraction(0.1)
+_DECODE_KL = 0.002
 _APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
@@ -108,12 +109,12 @@ SWITCHES = (
 _NO_FLAG = ("levels", "row_stride", "verify_lengths", "decode_sink", "decode_recent", "decode_selectors")
 
 
-# The gates by default. Exact agreement is asked of whole answers and of up to 32 tokens of text, in which one near-tie
+# The gates by default. Exact agreement is asked of whole answers and of up to 16 tokens of text, in which one near-tie
 # is enough to part from dense; so it is lower than agreement on single tokens.
 MAX_PREFILL_KL = 0.05
 MAX_DECODE_KL = 0.005
 MIN_AGREEMENT = 0.95
-MIN_EXACT = 0.75
+MIN_EXACT = 0.6
 # Fewer samples at a length, all tasks together, prove too little for a plan to be called verified.
 FEWEST_SAMPLES = 50
 _FEWEST_TASKS = len(QUOTE_TASKS) + 1  # with plain text: what any model is verified on, see `with_tasks`
@@ -182,7 +183,8 @@ class PlanOptions:
         decode_sink, decode_recent: the first and the last tokens that those layers attend to besides.
         decode_selectors: how the last queries may weigh in the choice; all but "last" keep a window of queries.
         decode_kl: most mean divergence of decode steps from dense on calibration prompts, in nats, by the 95% upper
-            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials.
+            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials. None: 0.002, or
+            what the gate asks of decode where that is less.
         decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance;
             of the "dp" rule, where nothing was tried.
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
@@ -216,7 +218,7 @@ class PlanOptions:
     decode_sink: int = 4
     decode_recent: int = 128
     decode_selectors: tuple[Selector, ...] = ("last",)
-    decode_kl: float = 0.002
+    decode_kl: float | None = None
     decode_loss: float = 0.02
     filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()
@@ -237,6 +239,11 @@ class PlanOptions:
     def tile_shape(self) -> TileShape:
         """The tile shape, 64 x 64 under the preset unless another one is asked for."""
         return self.tile or (TileShape(query=64, key=64) if self.preset == "minference" else TileShape())
+
+    @property
+    def decode_bound(self) -> float:
+        """`decode_kl`, or its default."""
+        return min(_DECODE_KL, self.gate.kl_bound("decode")) if self.decode_kl is None else self.decode_kl
 
     @property
     def any_budget(self) -> bool:
@@ -430,7 +437,7 @@ def _check(options: PlanOptions) -> None:
         given = getattr(options, name)
         expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
     expect(0.0 <= options.decode_loss <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
-    expect(0.0 <= options.decode_kl < math.inf, "a decode divergence of zero or more nats", options.decode_kl)
+    expect(0.0 <= options.decode_bound < math.inf, "a decode divergence of zero or more nats", options.decode_kl)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
 

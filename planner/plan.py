@@ -335,7 +335,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         "crossover": options.crossover,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
         "decode_loss": options.decode_loss,
-        "decode_kl": options.decode_kl,
+        "decode_kl": options.decode_bound,
         "filter_rule": options.filter_rule,
         "max_accuracy_drop": options.gate.max_accuracy_drop,
         "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},

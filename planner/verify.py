@@ -373,7 +373,7 @@ def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
     tokens); at the least loss, the next larger budget."""
     tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
     if options.filter_rule == "dp" and tried:
-        inside = [bound for bound in tried if bound <= options.decode_kl]
+        inside = [bound for bound in tried if bound <= options.decode_bound]
         return replace(options, decode_kl=max(inside) / 2) if inside else options
     if options.filter_rule == "dp" and options.decode_loss > _LEAST_LOSS:
         return replace(options, decode_loss=options.decode_loss * _LOSS_STEP)
@@ -403,10 +403,10 @@ def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -
         for entry, before, after in targets
         if before != after
     ]
-    if asked.decode_kl != used.decode_kl:
+    if asked.decode_bound != used.decode_bound:
         lines.append(
-            f"decode is planned for a divergence of {used.decode_kl:g} on calibration prompts: with "
-            f"{asked.decode_kl:g}, the plan missed its gate"
+            f"decode is planned for a divergence of {used.decode_bound:g} on calibration prompts: with "
+            f"{asked.decode_bound:g}, the plan missed its gate"
         )
     if (asked.decode_loss, asked.decode_budget) != (used.decode_loss, used.decode_budget):
         lines.append(

@@ -140,7 +140,7 @@ def dense_decode_remarks(
     why = f"the {options.filter_rule} rule found no layers that could share a choice"
     if options.filter_rule == "dp" and any(entry.trials for entry in profile.lengths):
         why = (
-            f"none of the filter layers tried is known to stay within {options.decode_kl:g} nats of dense there; "
+            f"none of the filter layers tried is known to stay within {options.decode_bound:g} nats of dense there; "
             "change --decode-kl or --decode-budget"
         )
     elif options.filter_rule == "dp":

@@ -33,7 +33,7 @@ LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
 ALWAYS = PlanOptions(crossover=False)
 QUICK = quick_options(phases=("decode",), verify_samples=0, decode_kl=100.0)
-EFFORT = Effort(prompts=3, steps=4, runs=24)
+EFFORT = Effort(prompts=3, steps=4, trials=8)
 
 
 def segment(filter_: int, layers: tuple[int, ...], share: float = 0.1, length: int = LENGTH) -> Segment:
@@ -167,6 +167,14 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
     plan = choose_filter_layers(measured, made_up_cost(tile=measured.tile), QUICK.settled(4096, "cpu"))
     shares = [decode_share(one.segments, 1024, loaded.info) for one in entry.trials]
     assert decode_share(plan.bucket(1024).segments, 1024, loaded.info) == min(shares) < 0.6
+
+
+def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
+    options = replace(QUICK, lengths=(512, 1024), target_density=()).settled(4096, "cpu")
+    short, long = measure_decode(loaded, profile(loaded, options), options, effort=EFFORT).lengths
+    passed = {tuple((part.filter, part.layers) for part in one.segments) for one in long.trials}
+    assert short.trials
+    assert {tuple((part.filter, part.layers) for part in one.segments) for one in short.trials} <= passed
 
 
 def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner import evaluation
 from sparsekv.planner.compare import (
+    MOST_TEXT,
     Batch,
     answered,
     batches,
@@ -364,3 +365,15 @@ def test_what_follows_an_end_token_does_not_count(loaded: LoadedModel) -> None:
 def test_a_sample_without_an_answer_to_measure_on_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(PromptError, match="at least one answer token"):
         dense_reference(loaded, own_samples(1, answer=0))
+
+
+def test_of_a_long_text_only_the_beginning_is_fed(loaded: LoadedModel) -> None:
+    (sample,) = own_samples(1, answer=MOST_TEXT + 30)
+    whole, cut = (
+        compare(loaded, {"d": PlanMode(sparse_plan(loaded), "decode")}, dense_reference(loaded, [one], greedy=False))[
+            "d"
+        ]
+        for one in (sample, replace(sample, answer_ids=sample.answer_ids[:MOST_TEXT]))
+    )
+    assert whole == cut
+    assert whole.outcomes[0].scored == MOST_TEXT

@@ -44,6 +44,7 @@ from sparsekv.plans.patterns import TileShape, tokens
         ({"levels": (0.0,)}, "levels"),
         ({"decode_loss": -0.1}, "loss"),
         ({"decode_loss": 1.1}, "loss"),
+        ({"decode_kl": float("nan")}, "decode divergence"),
         ({"gate": Gate(max_accuracy_drop=101.0)}, "accuracy drop"),
     ],
 )
@@ -174,3 +175,10 @@ def test_a_default_density_leaves_room_for_the_tiles_that_every_pattern_computes
     check_targets({length: (length,) for length in lengths}, options.target_density, shape, options.families)
     assert options.target_density[-1] == density_for(4096)
     assert max(options.target_density) <= 1.0
+
+
+def test_decode_trials_are_held_to_a_stricter_gate_and_not_to_a_looser_one() -> None:
+    usual = PlanOptions().decode_bound
+    assert PlanOptions(gate=Gate(max_decode_kl=usual / 4)).decode_bound == usual / 4
+    assert PlanOptions(gate=Gate(max_decode_kl=50.0)).decode_bound == usual
+    assert PlanOptions(decode_kl=0.1).decode_bound == 0.1
