@@ -183,6 +183,8 @@ class _Length:
 
     def at_density(self, target: float) -> Choice:
         """The least damage at a target density, and what of it the crossover leaves sparse."""
+        if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
+            raise self._unreached(target, self._least)
         allowed_LCH, sparse_LH = self._own_LCH.copy(), self._tables.present_LH.copy()
         if self._savings is None:
             return self._within(allowed_LCH, sparse_LH, target)
@@ -198,8 +200,8 @@ class _Length:
 
     def at_speedup(self, target: float) -> Choice:
         """The least sparse choice that is predicted to be `target` times as fast as dense."""
-        densities = (min(self._entry.densities), 1.0)
-        choice, speedup = self._speedup_at(densities[0])
+        low, high = self._least, 1.0
+        choice, speedup = self._speedup_at(low)
         if speedup < target:
             if self._longest:
                 raise GateError(
@@ -207,7 +209,6 @@ class _Length:
                     f"found {speedup:.2f} at the lowest density profiled; profile lower densities, or ask for less"
                 )
             return choice
-        low, high = densities
         for _ in range(_SPEEDUP_STEPS):
             middle = (low + high) / 2
             denser, speedup = self._speedup_at(middle)
@@ -246,12 +247,30 @@ class _Length:
         """The least damage over the heads of `sparse_LH`; the others are dense."""
         if self._profile.preset is not None:
             return self._least_damage(allowed_LCH, sparse_LH, target)
-        tables = self._tables
-        found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, target * int(sparse_LH.sum()))
-        if found is None:
-            cheapest_LH = np.where(allowed_LCH, tables.density_LCH, np.inf).min(1)
-            raise self._unreached(target, float(np.minimum(cheapest_LH, 1.0)[sparse_LH].mean()))
+        tables, sparse_LH = self._tables, self._affordable(allowed_LCH, sparse_LH, target)
+        least = float(self._cheapest(allowed_LCH)[sparse_LH].sum())  # above the target only by rounding
+        budget = max(target * int(sparse_LH.sum()), least)
+        found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
+        assert found is not None
         return np.where(tables.present_LH & ~sparse_LH, DENSE, found.choice)
+
+    @property
+    def _least(self) -> float:
+        """The density of the sparsest choice, whether it pays or not."""
+        return float(self._cheapest(self._own_LCH)[self._tables.present_LH].mean())
+
+    def _cheapest(self, allowed_LCH: Mask) -> Floats:
+        return np.asarray(np.minimum(np.where(allowed_LCH, self._tables.density_LCH, np.inf).min(1), 1.0))
+
+    def _affordable(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Mask:
+        """Heads that fit into the target together. Where the crossover took what is cheap, the dearest go dense."""
+        taken_LH = self._own_LCH.any(1) & ~allowed_LCH.any(1)
+        cheapest = np.where(sparse_LH & ~taken_LH, self._cheapest(allowed_LCH), np.inf).reshape(-1)
+        order = cheapest.argsort(kind="stable")
+        means = cheapest[order].cumsum() / np.arange(1, order.size + 1)
+        fits = np.zeros(order.size, np.bool_)
+        fits[order] = means <= target * (1.0 + ROUNDING)
+        return fits.reshape(sparse_LH.shape)
 
     def _least_damage(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Choice:
         """Algorithm 1 of MInference: for each head by itself, among candidates of one cost."""
@@ -275,10 +294,7 @@ class _Length:
         return took
 
     def _speedup_at(self, density: float) -> tuple[Choice, float]:
-        try:
-            choice = self.at_density(density)
-        except UsageError:  # no room for mandatory tiles here
-            return np.where(self._tables.present_LH, DENSE, ABSENT), 1.0
+        choice = self.at_density(density)
         estimate = prefill_estimate(self._cost, self._tables, choice, self._profile)
         return choice, estimate.dense_us / max(estimate.sparse_us, 1e-9)
 
@@ -286,6 +302,13 @@ class _Length:
         least = min(mandatory_density(self._entry.length, self._tile, family) for family in self._families)
         if least > target:
             return too_low(target, self._entry.length, found)
+        without = int((self._tables.present_LH & ~self._own_LCH.any(1)).sum())
+        if without:
+            return UsageError(
+                f"expected candidates of {', '.join(sorted(self._families))} for the heads at {self._entry.length} "
+                f"tokens, found none for {without} of {int(self._tables.present_LH.sum())}, which other families of "
+                "the profile served better; add those to --families, or profile again (leave --profile out)"
+            )
         return UsageError(
             f"expected candidates of {', '.join(sorted(self._families))} that come to a density of {target:g} over all "
             f"calibration prompts at {self._entry.length} tokens, found {found:.4g} with the sparsest: on some prompts "

@@ -93,7 +93,7 @@ def _profile(seed: int, **fields: Any) -> Profile:
     full = made.attention[0].model_copy(update={"layers": (0, 2)})
     model = made.model_copy(update={"attention": (full, sliding)}) if seed % 2 else made
     kept = made_up_reuse(draw.uniform(0.5, 1.0, (3, 3)))
-    lengths = [made_up_length(length, draw, drift=0.05) for length in (1024, 4096)]
+    lengths = [made_up_length(length, draw, drift=0.05, turned=seed % 2 == 1) for length in (1024, 4096)]
     if seed % 2:
         lengths = [one.model_copy(update={"layers": (one.layers[0], one.layers[2])}) for one in lengths]
     lengths = [one.model_copy(update={"reuse": kept}) for one in lengths]
@@ -145,7 +145,7 @@ def _records() -> list[Any]:
     kept = [[[table[scores.layer] for table in tables] for tables in entry.reuse.kept] for scores in entry.layers]
     return [
         LayerRecord(
-            **{name: getattr(scores, name) for name in ("layer", *SCORES)},
+            **{name: getattr(scores, name) for name in ("layer", "candidates", *SCORES)},
             length=entry.length,
             sample=0,
             patterns=tuple(tuple(entry.patterns[at] for at in row) for row in scores.patterns),

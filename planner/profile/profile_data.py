@@ -5,7 +5,7 @@ Every number is rounded to six significant digits when it enters, so that what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.planner.options import Family, PlanOptions, asked, flag_of
+from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions, asked, flag_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo, check_fit
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
@@ -293,8 +293,10 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
     fixed: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset}
     fixed |= {"decode_sink": reuse.sink, "decode_recent": reuse.recent} if reuse else {}
+    searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
     _check_agrees(options, profile, fixed)
-    _check_holds(options, profile)
+    _check_holds(options, profile, searched)
+    fixed["families"] = options.families or tuple(family for family in KNOWN_FAMILIES if family in searched)
     lengths = options.lengths or tuple(entry.length for entry in profile.lengths)
     own = tuple(entry for entry in profile.lengths if entry.length in lengths)
     settled = replace(options, lengths=lengths, levels=(), **fixed)
@@ -317,7 +319,7 @@ def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any])
         )
 
 
-def _check_holds(options: PlanOptions, profile: Profile) -> None:
+def _check_holds(options: PlanOptions, profile: Profile, searched: Collection[Family]) -> None:
     held = {
         "prefill": any(entry.layers for entry in profile.lengths),
         "decode": any(entry.reuse for entry in profile.lengths),
@@ -330,7 +332,6 @@ def _check_holds(options: PlanOptions, profile: Profile) -> None:
             f"expected a profile of {' and '.join(options.phases)}, found none of {missing[0]}; {advice} "
             "(leave --profile out)"
         )
-    searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
     unknown = [family for family in options.families if family not in searched]
     if "families" in asked(options) and "prefill" in options.phases and unknown:
         raise UsageError(

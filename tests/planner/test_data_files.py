@@ -74,8 +74,6 @@ def test_a_profile_of_other_weights_or_another_architecture_is_refused(profile: 
         pytest.param(lambda text: "[" * 100_000, id="deep"),
         pytest.param(lambda text: "[]", id="a list"),
         pytest.param(lambda text: text.replace('"seed":0', '"seed":1'), id="edited"),
-        pytest.param(lambda text: text.replace('"schema_version":2', '"schema_version":3'), id="newer"),
-        pytest.param(lambda text: text.replace('"schema_version":2', '"schema_version":1'), id="older"),
         pytest.param(lambda text: text.replace('"seed":0', '"seed":0,"more":1'), id="unknown field"),
         pytest.param(lambda text: text.replace('"seed":0', '"seed":NaN'), id="not a number"),
         pytest.param(lambda text: text.replace("sparsekv.profile", "sparsekv.cost"), id="another kind"),
@@ -88,6 +86,17 @@ def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, 
     changed = damage(path.read_text())
     path.write_text(changed)
     with pytest.raises(PlanError, match=r"p\.json"):
+        read_measured(Profile, path)
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_profile_of_another_schema_is_to_be_made_again(profile: Profile, tmp_path: Path, version: int) -> None:
+    path = tmp_path / "p.json"
+    write_measured(profile, path)
+    path.write_text(path.read_text().replace('"schema_version":3', f'"schema_version":{version}'))
+    with pytest.raises(
+        PlanError, match=r"profile of schema 3 in .*p\.json, found at schema_version: .*; make it again"
+    ):
         read_measured(Profile, path)
 
 
@@ -137,13 +146,20 @@ def _put(value, *path):
         (_put([], "lengths", 0, "candidates"), "lengths.0.candidates: expected candidates and layers, or none"),
         (_put(0, "lengths", 0, "layers", 1, "layer"), "lengths.0.layers: expected ascending order, found 0 after 0"),
         (_put(3, "lengths", 0, "layers", 2, "layer"), "lengths.0.layers.2.layer: expected a layer of the model"),
-        (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "mass"), "lengths.0.layers.0.mass: expected 12 rows"),
-        (_put([0.1], "lengths", 0, "layers", 0, "error", 3), "layers.0.error.3: expected 4 entries, found 1"),
+        (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "worst"), "lengths.0.layers.0.worst: expected 12 rows"),
+        (_put([0.1], "lengths", 0, "layers", 0, "damage", 3), "layers.0.damage.3: expected 4 entries, found 1"),
         (_put([99] * 4, "lengths", 0, "layers", 0, "patterns", 0), "layers.0.patterns: expected positions below 12"),
-        (_put([0] * 4, "lengths", 0, "layers", 0, "patterns", 11), "expected patterns of block_sparse, found a_shape"),
+        (_put([0] * 4, "lengths", 0, "layers", 0, "patterns", 11), "expected a pattern of block_sparse, found a_shape"),
         (_put(1.1, "lengths", 0, "layers", 0, "tiles", 0, 0), "lengths.0.layers.0.tiles.0.0: "),
         (_put(0.0, "lengths", 0, "layers", 0, "tiles", 0, 0), "lengths.0.layers.0.tiles.0.0: "),
-        (_put(1e300, "lengths", 0, "layers", 0, "error", 0, 0), "lengths.0.layers.0.error.0.0: "),
+        (_put(1e300, "lengths", 0, "layers", 0, "damage", 0, 0), "lengths.0.layers.0.damage.0.0: "),
+        (_put(-0.1, "lengths", 0, "layers", 0, "worst", 0, 0), "lengths.0.layers.0.worst.0.0: "),
+        (_put(0.0, "lengths", 0, "layers", 0, "weight"), "lengths.0.layers.0.weight: "),
+        (
+            _put(12, "lengths", 0, "layers", 0, "candidates", 2, 1),
+            "candidates.2: expected positions below 12, found 12",
+        ),
+        (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "candidates"), "patterns: expected 11 rows, found 12"),
         (_put([], "lengths", 0, "reuse", "budgets"), "lengths.0.reuse.budgets: "),
         (_put(lambda own: own[:2], "lengths", 0, "reuse", "importance"), "reuse.importance: expected 3 layers"),
         (_put([[0.5]], "lengths", 0, "reuse", "kept", 0, 1), "reuse.kept: expected a lower triangle of 3 layers"),
@@ -151,7 +167,7 @@ def _put(value, *path):
         (_put("x" * 100_000, "dtype"), "dtype: "),
         (_put({"x" * 100_000: 1}, "versions"), "versions.xxx"),
     ],
-    ids=range(20),
+    ids=range(24),
 )
 def test_a_profile_that_contradicts_itself_is_refused_where_it_does(
     profile: Profile, tmp_path: Path, forge, said: str

@@ -10,7 +10,6 @@ from tiny_models import tiny_model
 
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.data_files import read_measured
-from sparsekv.planner.options import FAMILIES
 from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
@@ -101,14 +100,30 @@ def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, co
 def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
     loaded: LoadedModel, cost: DeviceCost, folder: Path
 ) -> None:
-    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "adaptive"))
+    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "block_sparse"))
     searched = profile(loaded, options.settled(4096, "cpu"))
-    without = cost.model_copy(update={"index": {name: cost.index[name] for name in FAMILIES}})
-    with pytest.raises(UsageError, match=r"found none of adaptive; measure again.*--cost.*leave adaptive out"):
+    without = cost.model_copy(update={"index": {"a_shape": cost.index["a_shape"]}})
+    with pytest.raises(UsageError, match=r"found none of block_sparse; measure again.*--cost.*leave block_sparse out"):
         compile_files(str(folder), options, searched, without)
     narrow = replace(options, families=("a_shape",))
     found, same = (compile_files(str(folder), narrow, searched, one).plan for one in (without, cost))
     assert found.prefill == same.prefill
+
+
+def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel, folder: Path) -> None:
+    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "adaptive"))
+    searched = profile(loaded, options.settled(4096, "cpu"))
+    narrow = replace(options, families=("a_shape",))
+    with pytest.raises(UsageError, match=r"of a_shape for the heads at 1024 tokens, found none for \d+ of 12"):
+        compile_files(str(folder), narrow, searched, made_up_cost(tile=searched.tile))
+
+
+def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, cost: DeviceCost, folder: Path) -> None:
+    options = quick_options(verify_samples=0, phases=("prefill",))
+    searched = profile(loaded, replace(options, families=("a_shape",)).settled(4096, "cpu"))
+    bucket = compile_files(str(folder), options, searched, cost).plan.prefill.bucket(1024)
+    assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} <= {"a_shape", "dense"}
+    assert not bucket.dense
 
 
 def test_the_files_are_written_again_where_asked_for(

@@ -38,7 +38,7 @@ def test_heads_have_the_density_and_the_error_of_the_candidate_with_their_patter
     scores = entry.layers[1]
     assert fact.pattern == pattern.pattern
     assert fact.density == scores.tiles[number][head] + scores.columns[number][head]
-    assert fact.error == scores.error[number][head]
+    assert fact.error == scores.damage[number][head]
     assert {(f.pattern, f.density, f.error) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
 
 

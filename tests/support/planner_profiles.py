@@ -1,9 +1,12 @@
-"""Made-up profiles: any errors and costs, without a model."""
+"""Made-up profiles: any damages and costs, without a model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
 from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse, SelectorChoice
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, fraction, tokens
@@ -39,24 +42,33 @@ def made_up_length(
     heads: int = 4,
     levels: tuple[float, ...] = (0.2, 0.3, 0.4),
     drift: float = 0.0,
+    turned: bool = False,
 ) -> LengthProfile:
-    """Random errors that fall with density; `drift` is how far densities may lie from their level."""
+    """Random damages that fall with density.
+
+    Args:
+        drift: how far densities may lie from their level.
+        turned: whether slot n of head h holds candidate n + h; otherwise it holds candidate n for all heads.
+    """
     keys = [(ray, level) for ray in range(len(RAYS)) for level in range(len(levels))]
 
     def table(low: float, high: float) -> np.ndarray:
         return rng.uniform(low, high, (len(keys), heads))
 
+    slots = np.arange(len(keys))[:, None] + (np.arange(heads) if turned else np.zeros(heads, int))
+    numbers = slots % len(keys)
+
     def one(layer: int) -> LayerScores:
-        nominal = np.array([[levels[level]] * heads for _, level in keys])
-        density = nominal * (1.0 + table(-drift, drift))
-        fall = np.array([[1.0 / (1 + level)] for _, level in keys])
-        share = np.array([[0.1 if ray in (1, 2) else 0.0] for ray, _ in keys])
+        density = np.array([levels[level] for _, level in keys])[numbers] * (1.0 + table(-drift, drift))
+        fall = np.array([1.0 / (1 + level) for _, level in keys])[numbers]
+        share = np.array([0.1 if ray in (1, 2) else 0.0 for ray, _ in keys])[numbers]
+        damage = table(0.01, 1.0) * fall
         return LayerScores(
             layer=layer,
-            patterns=tuple((place,) * heads for place in range(len(keys))),
-            error=rows(table(0.01, 1.0) * fall),
-            tail_error=rows(table(0.01, 1.0) * fall),
-            mass=rows(table(0.5, 1.0)),
+            candidates=rows(numbers),
+            patterns=rows(numbers),
+            damage=rows(damage),
+            worst=rows(damage * table(1.0, 2.0)),
             tiles=rows(density * (1 - share)),
             columns=rows(density * share),
         )
@@ -70,6 +82,11 @@ def made_up_length(
         patterns=tuple(pattern_of(ray, level) for ray, level in keys),
         layers=tuple(one(layer) for layer in range(layers)),
     )
+
+
+def options_for(**changes: Any) -> PlanOptions:
+    """Options as they are settled for a made-up profile: with all the families that it has."""
+    return PlanOptions(**({"families": PRESET_FAMILIES} | changes))
 
 
 def made_up_reuse(kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Reuse:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner_models import TILE, made_up_cost
-from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, rows
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, options_for, rows
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
@@ -46,13 +46,13 @@ def two_lengths() -> Profile:
 def preferring(profile: Profile, layer: int, *families: str) -> Profile:
     """The profile with each head of a layer best served by the ray of a family, and next best by a_shape."""
     (entry,) = profile.lengths
-    error = np.full((len(entry.candidates), len(families)), 1.0)
+    damage = np.full((len(entry.candidates), len(families)), 1.0)
     for place, candidate in enumerate(entry.candidates):
-        error[place, :] = 0.5 if candidate.ray == "a" else 1.0
+        damage[place, :] = 0.5 if candidate.ray == "a" else 1.0
         for head, family in enumerate(families):
             if candidate.ray == RAY[family]:
-                error[place, head] = 0.1
-    changed = entry.layers[layer].model_copy(update={"error": rows(error), "tail_error": rows(error)})
+                damage[place, head] = 0.1
+    changed = entry.layers[layer].model_copy(update={"damage": rows(damage), "worst": rows(damage)})
     layers = (*entry.layers[:layer], changed, *entry.layers[layer + 1 :])
     return made_up_profile(entry.model_copy(update={"layers": layers}))
 
@@ -73,7 +73,7 @@ def index_cost(**launch_us: float) -> dict[str, Line]:
 
 
 def kinds(profile: Profile, cost: DeviceCost, layer: int, target: float = 0.3) -> list[str]:
-    bucket = allocate(profile, cost, PlanOptions(target_density=(target,))).bucket(8192)
+    bucket = allocate(profile, cost, options_for(target_density=(target,))).bucket(8192)
     return [pattern.pattern for pattern in bucket.patterns(layer, 4)]
 
 
@@ -162,7 +162,7 @@ def test_a_head_whose_family_pays_for_its_index_keeps_it() -> None:
 
 
 def test_a_lone_head_takes_another_family_when_its_own_costs_more_to_launch_than_it_saves() -> None:
-    profile = preferring(profile_with(), 1, "vertical_slash", "a_shape", "a_shape", "a_shape")
+    profile = preferring(profile_with(levels=(0.3,)), 1, "vertical_slash", "a_shape", "a_shape", "a_shape")
     cost = made_up_cost(index=index_cost(vertical_slash=1.1 * 0.7 * HEAD_US))
     assert kinds(profile, cost, 1) == ["a_shape"] * 4
     assert kinds(profile, made_up_cost(), 1)[0] == "vertical_slash"
@@ -172,10 +172,10 @@ def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() 
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
     dense_us = 4 * HEAD_US
     cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * dense_us, 0.0, 1.0, 1.0)))
-    assert kinds(profile, cost, 1) == ["dense"] * 4
-    assert "dense" not in kinds(profile, cost, 0)
-    assert "dense" not in kinds(profile, made_up_cost(), 1)
-    plan = allocate(profile, cost, PlanOptions(target_density=(0.3,)))
+    assert kinds(profile, cost, 1, 0.25) == ["dense"] * 4
+    assert "dense" not in kinds(profile, cost, 0, 0.25)
+    assert "dense" not in kinds(profile, made_up_cost(), 1, 0.25)
+    plan = allocate(profile, cost, options_for(target_density=(0.25,)))
     estimate = predict(profile, cost, plan, None).lengths[0].prefill
     assert estimate.sparse_us < estimate.dense_us
 
@@ -183,7 +183,7 @@ def test_a_layer_whose_launches_cost_more_than_it_saves_runs_dense_as_a_whole() 
 def test_a_dense_layer_is_priced_by_the_dense_kernel() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
     cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0)))
-    plan = allocate(profile, cost, PlanOptions(target_density=(0.3,)))
+    plan = allocate(profile, cost, options_for(target_density=(0.3,)))
     times = times_at(profile, cost, plan, 8192)
     assert times.sparse_us[1] == times.dense_us[1] == pytest.approx(4 * HEAD_US)
 
@@ -198,7 +198,7 @@ def times_at(profile: Profile, cost: DeviceCost, plan: PrefillPlan, length: int)
 def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
     profile = with_tiles(profile_with(levels=(0.2,)), 1, 0.32)
     cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * HEAD_US, 0.0, 1.0, 1.0)))
-    bucket = allocate(profile, cost, PlanOptions(target_density=(0.3,))).bucket(8192)
+    bucket = allocate(profile, cost, options_for(target_density=(0.3,))).bucket(8192)
     tables = ScoreTables.of(profile.lengths[0])
     choice = choice_of(bucket, tables)
     sparse = choice >= 0
@@ -209,7 +209,7 @@ def test_sparse_heads_keep_to_the_target_whatever_goes_dense() -> None:
 
 def test_between_two_profiled_lengths_dense_runs_where_the_longer_ones_patterns_would_not_pay() -> None:
     profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(2500.0, 0.0, 1.0, 1.0)))
-    plan = allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3)))
+    plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     bounds = [(bucket.up_to, bucket.dense) for bucket in plan.lengths]
     assert [dense for _, dense in bounds] == [True, False, True, False, False]
     assert bounds[1][0] == 4096
@@ -221,7 +221,7 @@ def test_between_two_profiled_lengths_dense_runs_where_the_longer_ones_patterns_
 
 
 def sparse_everywhere(profile: Profile, cost: DeviceCost) -> PrefillPlan:
-    return allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3), crossover=False))
+    return allocate(profile, cost, options_for(target_density=(0.4, 0.3), crossover=False))
 
 
 def totals(times: LayerTimes) -> tuple[float, float]:
@@ -230,7 +230,7 @@ def totals(times: LayerTimes) -> tuple[float, float]:
 
 def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
     profile, cost = two_lengths(), made_up_cost(prefill_sparse=Line(prices=(6000.0, 0.0, 1.0, 1.0)))
-    plan = allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3)))
+    plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     assert [bucket.dense for bucket in plan.lengths] == [True, False, False]
     assert plan.lengths[0].up_to > 4096
     assert plan.bucket(4096).dense
@@ -239,7 +239,7 @@ def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
 
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
     cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0)))
-    plan = allocate(two_lengths(), cost, PlanOptions(target_density=(0.4, 0.3)))
+    plan = allocate(two_lengths(), cost, options_for(target_density=(0.4, 0.3)))
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(16384, True), (None, False)]
     assert plan.bucket(1 << 20).dense
 
@@ -254,7 +254,7 @@ def test_beyond_the_longest_length_prefill_is_dense_where_index_building_outgrow
     index = {name: Line(prices=(0.0, 0.0, 1.2e-4)) for name in FAMILIES}
     sparse = Line(prices=(0.0, 0.0, 2.0, 2.0))
     cost = made_up_cost(prefill_dense=Line(prices=(60_000.0, 1.0)), prefill_sparse=sparse, index=index)
-    plan = allocate(profile, cost, PlanOptions(target_density=(0.3,)))
+    plan = allocate(profile, cost, options_for(target_density=(0.3,)))
     assert not plan.bucket(8192).dense
     assert plan.bucket(max(8193, context)).dense is dense
     if not dense:
@@ -284,7 +284,7 @@ def test_no_length_is_predicted_to_be_slower_than_dense(
     )
     lines = {name: Line(prices=(us, per_token, 0.0)) for name, us in zip(FAMILIES, index, strict=True)}
     cost = made_up_cost(prefill_sparse=Line(prices=(launch, 0.0, tile_us, 1.5 * tile_us)), index=lines)
-    plan = allocate(profile, cost, PlanOptions(target_density=(0.4, 0.3)))
+    plan = allocate(profile, cost, options_for(target_density=(0.4, 0.3)))
     asked: list[int] = []
     for length, above in ((4096, 0), (16384, 4096)):
         longest_losing(lambda n: bool(asked.append(n)) or True, length, above)
@@ -356,7 +356,7 @@ def test_a_prefill_with_windowed_layers_is_predicted_over_all_layers(window: int
     sliding = group.model_copy(update={"layers": (3, 4), "kind": "sliding", "window": window})
     model = profile.model.model_copy(update={"attention": (group, sliding)})
     mixed = profile.model_copy(update={"model": model})
-    plan = allocate(profile, made_up_cost(), PlanOptions(target_density=(0.3,)))
+    plan = allocate(profile, made_up_cost(), options_for(target_density=(0.3,)))
     (without,), (found,) = (predict(one, made_up_cost(), plan, None).lengths for one in (profile, mixed))
     i, j = np.arange(2048)[:, None], np.arange(2048)[None]
     seen = (j <= i) & (i - j < window)
@@ -411,7 +411,7 @@ def test_vertical_slash_has_a_price_beside_the_others() -> None:
 
 
 def test_query_tiles_cost_a_sparse_layer_whatever_they_compute_and_no_head_in_particular() -> None:
-    profile = profile_with()
+    profile = profile_with(levels=(0.3,))
     rows = 4 * 128
     free = kinds(profile, made_up_cost(), 0)
     dear = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.6 * 4 * HEAD_US / rows, 1.0, 1.0)))

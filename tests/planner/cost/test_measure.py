@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from planner_models import TILE, made_up_cost
-from planner_profiles import made_up_length, made_up_profile
+from planner_profiles import made_up_length, made_up_profile, options_for
 
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.measure import copies_to_read_cold, fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost.predict import causal_tiles, predict
-from sparsekv.planner.options import FAMILIES, PlanOptions
+from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 
@@ -19,7 +19,8 @@ SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=32)
 
 @pytest.fixture(scope="module")
 def measured() -> DeviceCost:
-    return measure_cost(SHAPE, (2048,), device=torch.device("cpu"), dtype=torch.float32, tile=TILE, offload=True)
+    device, every = torch.device("cpu"), PRESET_FAMILIES
+    return measure_cost(SHAPE, (2048,), device=device, dtype=torch.float32, tile=TILE, families=every, offload=True)
 
 
 def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost) -> None:
@@ -72,7 +73,7 @@ def test_adaptive_is_timed_when_asked_for_alone(measured: DeviceCost) -> None:
             timing.what.removeprefix("index ") for timing in cost.timings if "index" in timing.what
         }
 
-    assert families(measured) == set(FAMILIES)
+    assert families(measured) == set(PRESET_FAMILIES)
     asked = measure_cost(
         SHAPE, (512,), device=torch.device("cpu"), dtype=torch.float32, tile=TILE, families=("adaptive",)
     )
@@ -123,9 +124,9 @@ def test_the_first_head_of_a_family_pays_its_launch_and_every_head_its_work() ->
 
 
 def test_a_made_up_prediction_is_what_paper_and_pencil_give() -> None:
-    entry = made_up_length(8192, np.random.default_rng(0))
+    entry = made_up_length(8192, np.random.default_rng(0), levels=(0.3,))
     profile, cost = made_up_profile(entry), made_up_cost()
-    prefill = allocate(profile, cost, PlanOptions(target_density=(0.3,), crossover=False))
+    prefill = allocate(profile, cost, options_for(target_density=(0.3,), crossover=False))
     segment = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=1000), sink=4, recent=128)
     decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
     (found,) = predict(profile, cost, prefill, decode).lengths

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from planner_models import made_up_cost
-from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse, options_for
 
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
@@ -19,7 +19,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.verify import tightened_remarks
 from sparsekv.plans.patterns import tokens
 
-TARGET = PlanOptions(target_density=(0.3,))
+TARGET = options_for(target_density=(0.3,))
 WHERE = "on made up (cpu, float32)"
 
 
@@ -71,12 +71,12 @@ def test_a_length_that_runs_dense_is_told_with_the_device_and_the_way_out() -> N
 
 
 def test_layers_that_run_dense_are_counted_and_the_density_they_make_is_told() -> None:
-    profile = slower_layer(0.32)
+    profile, target = slower_layer(0.32), options_for(target_density=(0.25,))
     cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
-    (line,) = remarks(profile, cost)
-    density = predict(profile, cost, allocate(profile, cost, TARGET), None).lengths[0].prefill.density
+    (line,) = remarks(profile, cost, target)
+    density = predict(profile, cost, allocate(profile, cost, target), None).lengths[0].prefill.density
     assert density > 0.3
-    assert f"computes {density:.3f} of the tiles, more than the target of 0.3" in line
+    assert f"computes {density:.3f} of the tiles, more than the target of 0.25" in line
     assert f"faster for 1 of 3 layers {WHERE}" in line
 
 
@@ -95,7 +95,7 @@ def test_the_target_of_a_preset_is_exceeded_with_a_remark_too() -> None:
 def test_heads_that_run_dense_in_sparse_layers_are_counted() -> None:
     dear, free = Line(prices=(0.0, 10.0, 0.0)), Line(prices=(0.0, 0.0, 0.0))
     index = {"a_shape": free, "vertical_slash": dear, "block_sparse": dear}
-    profile = profile_with(levels=(0.2, 0.3))
+    profile = profile_with(levels=(0.3,))
     scores = profile.lengths[0].layers[0]
     tiles = [list(row) for row in scores.tiles]
     for place, candidate in enumerate(profile.lengths[0].candidates):
@@ -110,21 +110,21 @@ def test_heads_that_run_dense_in_sparse_layers_are_counted() -> None:
 
 def test_without_a_crossover_the_target_holds_and_nothing_is_said() -> None:
     slow = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 10.0, 10.0)))
-    options = PlanOptions(target_density=(0.3,), crossover=False)
+    options = options_for(target_density=(0.3,), crossover=False)
     plan = allocate(profile_with(), slow, options)
     assert crossover_remarks(profile_with(), slow, plan, options) == ()
     assert predict(profile_with(), slow, plan, None).lengths[0].prefill.density <= 0.3001
 
 
 def test_a_target_speedup_has_no_density_to_exceed() -> None:
-    assert remarks(profile_with(), made_up_cost(), PlanOptions(target_speedup=2.0)) == ()
+    assert remarks(profile_with(), made_up_cost(), options_for(target_speedup=2.0)) == ()
 
 
 @pytest.mark.parametrize("crossover", [True, False])
 def test_lengths_that_miss_the_target_speedup_are_told(crossover: bool) -> None:
     rng = np.random.default_rng(0)
     profile = made_up_profile(made_up_length(4096, rng, levels=(0.5,)), made_up_length(8192, rng, levels=(0.2,)))
-    (line,) = remarks(profile, made_up_cost(), PlanOptions(target_speedup=3.0, crossover=crossover))
+    (line,) = remarks(profile, made_up_cost(), options_for(target_speedup=3.0, crossover=crossover))
     assert line.startswith("prefill attention at 4k is predicted to be 2.00 times as fast as dense, less than the 3 ")
 
 

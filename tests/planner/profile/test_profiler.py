@@ -13,15 +13,16 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.planner.cost.predict import ScoreTables
 from sparsekv.planner.data_files import write_measured
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
-OPTIONS = quick_options(samples=2, tasks=("kv_retrieval", "perplexity")).settled(4096, "cpu")
+OPTIONS = quick_options(samples=2, tasks=("kv_retrieval", "perplexity"), families=PRESET_FAMILIES).settled(4096, "cpu")
 QUICK = replace(OPTIONS, families=("a_shape",))  # where every layer counts and no candidate
+RANGES = 6  # of the families of OPTIONS, each at two densities
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +48,34 @@ def test_every_layer_head_and_candidate_is_measured(whole: Profile) -> None:
     (entry,) = whole.lengths
     assert [scores.layer for scores in entry.layers] == [0, 1, 2]
     assert len(entry.prompt_tokens) == 2
+    assert len(entry.candidates) == 2 * RANGES
     tables = ScoreTables.of(entry)
-    assert tables.error_LCH.shape == (3, len(entry.candidates), 4)
-    assert np.all(tables.density_LCH > 0)
-    assert np.all(tables.density_LCH <= 1.0 + 1e-6)
-    mass = np.array([scores.mass for scores in entry.layers])
-    assert np.all((mass > 0) & (mass <= 1.0 + 1e-6))
+    assert tables.damage_LCH.shape == (3, 4, 4)  # the two densities of the two best ranges of each head
+    assert np.all((tables.density_LCH > 0) & (tables.density_LCH <= 1.0 + 1e-6))
+    mean, worst = (np.array([getattr(scores, name) for scores in entry.layers]) for name in ("damage", "worst"))
+    assert np.all((mean > 0) & (worst >= mean) & (worst <= 2 * mean * (1 + 1e-5)))  # of two prompts
 
 
-def test_more_of_a_ray_loses_less_on_the_whole(whole: Profile) -> None:
+def test_each_head_has_all_densities_of_its_ranges_and_the_patterns_of_their_families(whole: Profile) -> None:
     (entry,) = whole.lengths
-    error = ScoreTables.of(entry).error_LCH
-    densities = sorted({candidate.density for candidate in entry.candidates})
-    low, high = (
-        error[:, [n for n, candidate in enumerate(entry.candidates) if candidate.density == density]].mean()
-        for density in (densities[0], densities[-1])
-    )
+    chosen = set()
+    for scores in entry.layers:
+        for head in range(4):
+            found = [entry.candidates[row[head]] for row in scores.candidates]
+            for ray in (rays := {candidate.ray for candidate in found}):
+                assert {one.density for one in found if one.ray == ray} == set(entry.densities)
+            assert len(rays) == 2
+            chosen.add(frozenset(rays))
+            patterns = [entry.patterns[row[head]].pattern for row in scores.patterns]
+            assert patterns == [candidate.family for candidate in found]
+    assert len(chosen) > 1
+
+
+def test_more_of_a_range_does_less_damage_on_the_whole(whole: Profile) -> None:
+    (entry,) = whole.lengths
+    tables = ScoreTables.of(entry)
+    density_LCH = np.array([candidate.density for candidate in entry.candidates])[tables.candidate_LCH]
+    low, high = (tables.damage_LCH[density_LCH == density].mean() for density in entry.densities)
     assert high < low
 
 
@@ -112,8 +125,8 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     partial.write_text(finished.records.replace(first, told).replace(last, last[:-100]))
     found = profile(loaded, QUICK, resume=partial).lengths[0].reuse.importance
     expected = finished.profile.lengths[0].reuse.importance
-    assert found[0] != expected[0]
-    assert found[1:] == expected[1:]
+    assert found[2] != expected[2]  # the last layer is measured first
+    assert found[:2] == expected[:2]
     assert partial.read_text().splitlines(keepends=True)[1:] == [told, *others, last]
 
 
@@ -123,7 +136,7 @@ def test_damaged_records_are_dropped_and_measured_again(
     partial = tmp_path / "profile.partial"
     records = [json.loads(line) for line in finished.records.splitlines()[1:]]
     records[0]["kept"][0][0] = []
-    records[1]["error"][0] = records[1]["error"][0][:-1]
+    records[1]["damage"][0] = records[1]["damage"][0][:-1]
     records[2]["layer"] = 99
     records[3]["patterns"][0] = [{"pattern": "dense"}] * 4
     records[4]["sample"] = 7

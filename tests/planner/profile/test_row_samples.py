@@ -46,12 +46,21 @@ def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, tile
 
 def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
     rows = Rows.of(1000, 900, TILE, 4)
-    device = torch.device("cpu")
-    positions = torch.tensor(rows.numbers)[:, None] * 64 + torch.arange(64)
-    assert sorted(positions[rows.masks(device)[1]].tolist()) == list(range(900, 1000))
-    spread = positions[rows.masks(device)[0]]
-    assert int(spread.max()) < 1000
-    assert len(set(spread.tolist())) == len(spread)
+    weights_XM = rows.weights(torch.device("cpu"))
+    positions_XM = torch.tensor(rows.numbers)[:, None] * 64 + torch.arange(64)
+    counted = positions_XM[weights_XM > 0].tolist()
+    assert len(set(counted)) == len(counted)
+    assert {position for position in counted if position >= 900} == set(range(900, 1000))
+    assert (weights_XM[positions_XM >= 1000] == 0).all()
+    assert (weights_XM[(positions_XM >= 900) & (positions_XM < 1000)] == 1).all()
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 50])
+@pytest.mark.parametrize("length", [640, 1000, 65])
+def test_sampled_rows_stand_for_about_as_many_as_there_are(length: int, stride: int) -> None:
+    rows = Rows.of(length, length - 20, TILE, stride)
+    # A sample may take the last tile, which is cut short, for a whole one, and count rows of the question twice over.
+    assert float(rows.weights(torch.device("cpu")).sum()) == pytest.approx(length, abs=max(64 * stride, 64))
 
 
 def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
@@ -62,9 +71,7 @@ def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
     assert rows.queries(q) is q
     assert rows.keys(k) is k
     assert rows.index(index) is index
-    device = torch.device("cpu")
-    assert rows.masks(device)[0].tolist() == [[True] * 1000]
-    assert rows.masks(device)[1].tolist() == [[False] * 900 + [True] * 100]
+    assert rows.weights(torch.device("cpu")).tolist() == [[1.0] * 1000]
 
 
 def test_a_stride_above_one_is_a_sample_of_tiles() -> None:

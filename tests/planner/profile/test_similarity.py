@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.profile.head_errors import Layer, Rows
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
-from sparsekv.planner.profile.search_space import Prefix
-from sparsekv.planner.profile.similarity import ReuseScores
+from sparsekv.planner.profile.similarity import Layer, ReuseScores
 from sparsekv.plans.patterns import Budget, fraction, tokens
+from sparsekv.runtime.hf.capture import AttentionCall
 
 LENGTH, HEADS, GROUPS, SIZE, WIDTH = 40, 4, 2, 8, 16
 ROWS = (33, 35, 39)
@@ -30,14 +28,14 @@ def random_layer(seed: int) -> Layer:
         return torch.randn(*shape, generator=generator)
 
     q, k, v = draw(1, HEADS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE)
-    prefix = Prefix(q, k, Chunk.uniform(1, 0, LENGTH), TILE, 0.6)
-    return Layer(prefix, v, draw(WIDTH, HEADS * SIZE), Rows.of(LENGTH, LENGTH - 8, TILE, 1), "cpu")
+    call = AttentionCall(seed, q, k, v, Chunk.uniform(1, 0, LENGTH), scale=0.6, window=None)
+    return Layer(call, draw(WIDTH, HEADS * SIZE))
 
 
 def attention(layer: Layer) -> torch.Tensor:
     """[H, S, S]"""
-    k_HSD = layer.prefix.k_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
-    scores = layer.prefix.q_BHSD[0] @ k_HSD.transpose(1, 2) * layer.prefix.scale
+    k_HSD = layer.call.k_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
+    scores = layer.call.q_BHSD[0] @ k_HSD.transpose(1, 2) * layer.call.scale
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
@@ -53,7 +51,7 @@ def expected(
     chooser: Layer, user: Layer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
 ) -> float:
     worst = 1.0
-    v_HSD = user.v_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
+    v_HSD = user.call.v_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
     parts = user.projection_WZ.reshape(WIDTH, HEADS, SIZE)
     for row in ROWS:
         window = range(row + 1 - selector.window, row + 1)
@@ -106,7 +104,7 @@ def test_a_larger_budget_keeps_no_less(scores) -> None:
 def test_the_movement_of_the_residual_is_that_of_the_projected_output(scores) -> None:
     reuse, layers = scores
     layer = layers[0]
-    v_HSD = layer.v_BGSD[0].repeat_interleave(HEADS // GROUPS, 0)
+    v_HSD = layer.call.v_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
     out_SZ = (attention(layer) @ v_HSD).transpose(0, 1).flatten(1)
     moved = (out_SZ[list(ROWS)] @ layer.projection_WZ.T).norm()
     assert reuse.moved(layer) == pytest.approx(float(moved), rel=1e-5)
