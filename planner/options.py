@@ -47,7 +47,10 @@ TASKS = tuple(KNOWN_TASKS)
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 # Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
-_LEVELS = {"cpu": (0.35, 0.6, 1.0, 1.6, 2.4), "cuda": (0.125, 0.18, 0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83)}
+_LEVELS = {
+    "cpu": (0.35, 0.6, 1.0, 1.6, 2.4),
+    "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
+}
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out: on a GPU, every quotation task twice.
