@@ -99,10 +99,8 @@ def test_a_gradient_that_is_twice_as_large_makes_four_times_the_damage_of_its_he
 
 def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> None:
     """The patterns of a plan as it is read back, scored once more on the same prompts: the numbers of its profile."""
-    options = quick_options(
-        samples=2, phases=("prefill",), families=("vertical_slash", "a_shape"), target_density=(0.8,)
-    )
-    options = options.settled(4096, "cpu")
+    short = {"lengths": (LENGTH,), "target_density": (0.8,), "levels": (0.85, 1.0)}
+    options = quick_options(**short, samples=2, phases=("prefill",), families=FAMILIES).settled(4096, "cpu")
     measured = profile(loaded, options)
     plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_cost())))
     again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}
