@@ -27,7 +27,7 @@ MODELS = {
 }
 
 
-def autograd(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+def autograd(model: PreTrainedModel, ids: torch.Tensor, scored: tuple[int, ...] = SCORED) -> list[torch.Tensor]:
     """The same gradients, [H, S, D] a layer, by one backward pass through eager attention."""
     whole, attended = copy.deepcopy(model), []
     whole.set_attn_implementation("eager")
@@ -38,13 +38,13 @@ def autograd(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
 
     for layer in whole.model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(note)
-    logits = whole(input_ids=ids, use_cache=False).logits[0, list(SCORED)] / TEMPERATURE
+    logits = whole(input_ids=ids, use_cache=False).logits[0, list(scored)] / TEMPERATURE
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
     score = TEMPERATURE * logits.log_softmax(-1).gather(-1, drawn).sum()
     score.backward()
     heads = model.config.num_attention_heads
-    return [one.grad[0].unflatten(-1, (heads, -1)).transpose(0, 1) / len(SCORED) ** 0.5 for one in attended]
+    return [one.grad[0].unflatten(-1, (heads, -1)).transpose(0, 1) / len(scored) ** 0.5 for one in attended]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,6 +58,16 @@ def test_the_gradients_are_those_of_a_pass_back_through_the_whole_model(name: st
         wanted = expected[one.call.layer]
         torch.testing.assert_close(one.gradient_BHSD[0], wanted, atol=2e-4 * float(wanted.abs().max()), rtol=1e-3)
         assert not one.call.q_BHSD.requires_grad
+
+
+def test_a_sliding_layer_of_a_prompt_that_is_cut_into_pieces_of_rows_has_the_same_gradients() -> None:
+    small = {"layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16, "hidden": 16, "ffn": 16}
+    model = tiny_model("mistral", **small, context=8192, sliding_window=600)
+    ids, scored, found = random_tokens(1, 4200), (4000, 4100, 4199), list[Sensitivity]()
+    walk_layers(model, ids, scored, SEED, lambda call, hidden: None, found.append)
+    (wanted,) = autograd(model, ids, scored)
+    tolerance = 2e-4 * float(wanted.abs().max())
+    torch.testing.assert_close(found[0].gradient_BHSD[0], wanted, atol=tolerance, rtol=1e-3)
 
 
 def test_on_the_way_up_each_layer_shows_what_goes_into_it() -> None:
