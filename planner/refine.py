@@ -37,8 +37,6 @@ from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.load import LoadedModel
 
-# On a CPU the passes of one round take longer than profiling.
-_ROUNDS = {"cuda": 2}
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3
 
@@ -46,21 +44,14 @@ Floats = npt.NDArray[np.float64]
 LayerPatterns = Mapping[int, tuple[Pattern, ...]]
 
 
-def refine(
-    loaded: LoadedModel,
-    profile: Profile,
-    options: PlanOptions,
-    progress: Progress | None = None,
-    rounds: int | None = None,
-) -> Profile:
-    """The profile with corrected layer weights; unchanged where prefill has no target density.
+def refine(loaded: LoadedModel, profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Profile:
+    """The profile with corrected layer weights; unchanged without a target density or without rounds.
 
     Args:
         loaded: the model that was profiled, with nothing applied to it.
-        options: settled.
-        rounds: most corrections; by device when None.
+        options: settled; `refine_rounds` is the most corrections.
     """
-    most = _ROUNDS.get(loaded.model.device.type, 0) if rounds is None else rounds
+    most = options.refine_rounds or 0
     if "prefill" not in options.phases or not options.target_density or not most:
         return profile
     prompts = calibration_prompts(loaded.tokenizer, with_tasks(loaded, options, profile.tasks))
@@ -131,7 +122,7 @@ class _Run:
         self._tile, self._backend = tile, backend
         self._end = prompt.answer_start
         self._ids_1S = torch.from_numpy(prompt.ids.astype(np.int64)).to(loaded.model.device)[None]
-        self._rows = slice(prompt.answer_start - 1, len(prompt.ids) - 1)
+        self._rows = slice(prompt.answer_rows.start, prompt.answer_rows.stop)
         self._patterns: LayerPatterns = {}
         self._dense_TV: torch.Tensor | None = None
 
