@@ -27,14 +27,13 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, computed_tiles
-from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.eval_results import EvalResult, Spent
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
-from sparsekv.planner.options import FAMILIES, TASKS, Family, PlanOptions
+from sparsekv.planner.options import PRESET_FAMILIES, TASKS, PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.profile.profile_data import LayerScores, LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, Kit, Split, make_sample, prepare
 from sparsekv.planner.tasks import TASKS as GENERATORS
 from sparsekv.plans.files import load_plan, write_plan
@@ -77,13 +76,12 @@ def main() -> None:
         for length in args.at or args.lengths:
             _measure(bench, _modes(load_plan(args.plan), args.phases, args.backends), length)
         return
-    plan, profile, cost = _planned(loaded, options, args.out, "plan")
-    settled = options.settled(loaded.info.context_length, loaded.model.device.type)
+    plan = _planned(loaded, options, args.out, "plan")
     modes = _modes(plan, args.phases, args.backends)
     for length in args.at or args.lengths if args.measure in ("all", "phases") else ():
         _measure(bench, modes, length)
     if args.measure in ("all", "ablations"):
-        _ablate(bench, _ablations(bench, settled, plan, profile, cost), plan, args.at or args.lengths)
+        _ablate(bench, _ablations(bench, options), plan, args.at or args.lengths)
     if args.measure == "nothing":
         _preset(bench, args.lengths)
 
@@ -117,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) -> tuple[Plan, Profile, DeviceCost]:
+def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) -> Plan:
     profile_file, cost_file = out / f"{name}.profile.json", out / f"{name}.cost.json"
     known: dict[str, Any] = (
         {"profile_in": read_measured(Profile, profile_file)} if profile_file.exists() else {"profile_out": profile_file}
@@ -126,14 +124,13 @@ def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) ->
     result = compile_plan(loaded, options, **known)
     write_plan(result.plan, out / f"{name}.yaml")
     print(f"{name}: planned in {result.seconds:.1f} s", flush=True)
-    return result.plan, read_measured(Profile, profile_file), read_measured(DeviceCost, cost_file)
+    return result.plan
 
 
-def _ablations(
-    bench: Bench, options: PlanOptions, plan: Plan, profile: Profile, cost: DeviceCost
-) -> Iterator[tuple[str, Plan]]:
-    for family in FAMILIES:
-        yield f"only {family}", plan.model_copy(update={"prefill": allocate(only(profile, family), cost, options)})
+def _ablations(bench: Bench, options: PlanOptions) -> Iterator[tuple[str, Plan]]:
+    for family in PRESET_FAMILIES:
+        alone = replace(options, families=(family,), phases=("prefill",))
+        yield f"only {family}", _planned(bench.loaded, alone, bench.out, f"only_{family}")
     yield "minference preset", _preset(bench, options.lengths)
 
 
@@ -141,7 +138,7 @@ def _preset(bench: Bench, lengths: tuple[int, ...]) -> Plan:
     preset = replace(
         PlanOptions(lengths=lengths, crossover=False, verify_samples=0, phases=("prefill",)), preset="minference"
     )
-    return _planned(bench.loaded, preset, bench.out, "minference")[0]
+    return _planned(bench.loaded, preset, bench.out, "minference")
 
 
 def _ablate(bench: Bench, plans: Iterator[tuple[str, Plan]], plan: Plan, lengths: tuple[int, ...]) -> None:
@@ -192,25 +189,6 @@ def _write(bench: Bench, name: str, length: int, result: EvalResult, seconds: fl
         + f" | {text['dense']:.3f} {text['sparse']:.3f} | {seconds:.0f} s |",
         flush=True,
     )
-
-
-# --- what a plan is compared with at equal density: one family for every head, and indices frozen once ----------------
-
-
-def only(profile: Profile, family: Family) -> Profile:
-    """The profile with the candidates of one family alone, from which `allocate` then makes a plan."""
-    return profile.model_copy(update={"lengths": tuple(_only(entry, family) for entry in profile.lengths)})
-
-
-def _only(entry: LengthProfile, family: Family) -> LengthProfile:
-    kept = [place for place, candidate in enumerate(entry.candidates) if candidate.family == family]
-
-    def rows(scores: LayerScores) -> LayerScores:
-        names = ("patterns", "error", "tail_error", "mass", "tiles", "columns")
-        return scores.model_copy(update={name: tuple(getattr(scores, name)[place] for place in kept) for name in names})
-
-    candidates = tuple(entry.candidates[place] for place in kept)
-    return entry.model_copy(update={"candidates": candidates, "layers": tuple(map(rows, entry.layers))})
 
 
 class FrozenIndices:

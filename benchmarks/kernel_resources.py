@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -157,7 +156,7 @@ def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """Decode over all tokens or chosen ones, scores, the choice, and the newest token's place."""
-    for dim, merge in product((64, 128, 256), ("kernel", "last")):
+    for dim in (64, 128, 256):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
         chosen = torch.arange(4, 504, 2, dtype=torch.int32)[None, None]
         page = torch.zeros(10, 2, 16, dim, dtype=torch.bfloat16)
@@ -174,12 +173,11 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             ("scores, found by address", elsewhere, None, scoring),
         ):  # fmt: skip
 
-            def call(q=q, view=view, chosen=chosen_tokens, scores=scores, merge=merge) -> object:  # type: ignore[no-untyped-def]
-                launch = replace(decode_triton.launch_for(q.device, 8, q.dtype, q.shape[-1]), merge=merge)
+            def call(q=q, view=view, chosen=chosen_tokens, scores=scores) -> object:  # type: ignore[no-untyped-def]
                 with mock.patch.object(decode_triton, "check_device"):
-                    return decode_triton.decode(q, view, chosen, scale=0.1, scoring=scores, launch=launch)
+                    return decode_triton.decode(q, view, chosen, scale=0.1, scoring=scores)
 
-            yield f"head size {dim}, {name}, {'merging' if merge == 'last' else 'merged'}", call
+            yield f"head size {dim}, {name}", call
 
         def write(q=q, elsewhere=elsewhere) -> object:  # type: ignore[no-untyped-def]
             return append.append_newest(elsewhere, q[:, :2], q[:, :2])

@@ -81,7 +81,6 @@ class DecodeBackend(Protocol):
         window: int | None = None,
         want_lse: bool = False,
         scoring: Scoring | None = None,
-        arrivals_X: torch.Tensor | None = None,
     ) -> AttentionOutput: ...
 
 
@@ -221,7 +220,6 @@ def decode_attention(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
-    arrivals_X: torch.Tensor | None = None,
     backend: str,
 ) -> AttentionOutput:
     """Attention of the newest token of each batch row. Lengths, counts and lists stay on the device.
@@ -234,8 +232,6 @@ def decode_attention(
         window: the layer's own sliding window in tokens, or None; selected tokens outside it are left out.
         want_lse: whether to return the natural log-sum-exp of each row.
         scoring: also return how much attention each token gets, in these rows; without selection and window.
-        arrivals_X: scratch of a kernel, where its programs count themselves: int32 zeros, one at least for each row and
-            KV head, on the device of q; zeros again afterwards, and of no other stream. None: allocated where needed.
         backend: the name that `choose_backend` gave.
 
     Raises:
@@ -261,7 +257,6 @@ def decode_attention(
         window=window,
         want_lse=want_lse,
         scoring=scoring,
-        arrivals_X=arrivals_X,
     )
 
 

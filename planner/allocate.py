@@ -146,8 +146,6 @@ def _hull(points: list[tuple[float, float, int]]) -> list[tuple[float, float, in
     for point in sorted([*points, (1.0, 0.0, DENSE)]):
         if hull and point[1] >= hull[-1][1]:
             continue
-        if hull and point[0] <= hull[-1][0]:
-            hull.pop()
         while len(hull) > 1 and _lies_above(hull[-1], hull[-2], point):
             hull.pop()
         hull.append(point)

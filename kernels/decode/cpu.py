@@ -35,7 +35,6 @@ def decode(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
-    arrivals_X: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`."""
     lengths = keys.lengths_B.tolist()

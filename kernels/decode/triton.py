@@ -1,11 +1,10 @@
 """Decode attention in Triton: split over the attended tokens, then merged (flash decoding).
 
 A program of the first kernel reads one split of the tokens of one row and KV head and serves all of its query heads,
-so every key is read once. Splits are merged by their log-sum-exp: by a second kernel, or by the program that ends last
-among those of a row and KV head. Where scores are asked for, the first kernel also writes its logits and another one
-turns them into one score a token. Lengths, counts and lists are read on the device; grids follow from the batch, the
-heads and the capacity of the keys alone, so that launches can be captured in a CUDA graph and replayed while contexts
-grow.
+so every key is read once. A second kernel merges the splits by their log-sum-exp. Where scores are asked for, the first
+kernel also writes its logits and another one turns them into one score a token. Lengths, counts and lists are read on
+the device; grids follow from the batch, the heads and the capacity of the keys alone, so that launches can be captured
+in a CUDA graph and replayed while contexts grow.
 
 Shapes: B batch, H query heads, G KV heads, D head size, P splits, g score lists (1 or G), T scored tokens of all rows.
 In the kernels: R query heads of a KV head (padded to 16 or more for the product), N tokens of a step.
@@ -14,7 +13,7 @@ In the kernels: R query heads of a KV head (padded to 16 or more for the product
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -34,8 +33,6 @@ from sparsekv.kernels.triton_support import (
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 128  # what one program of the merge holds at once
-_MERGE: Literal["kernel", "last"] = "kernel"  # of a launch that says nothing else
-_MERGED_AT_ONCE = 8192  # numbers of parts that one program loads at once where the last one merges
 _SCORED_AT_ONCE = 128  # tokens of one program of the score kernel
 
 
@@ -47,7 +44,6 @@ class Launch:
     block_n: int
     warps: int
     stages: int
-    merge: Literal["kernel", "last"] = _MERGE  # of splits: in a kernel of its own, or in the program that ends last
     overlap: bool = False  # a kernel is launched while the one before it ends
 
 
@@ -60,7 +56,6 @@ def decode(
     window: int | None = None,
     want_lse: bool = False,
     scoring: Scoring | None = None,
-    arrivals_X: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> AttentionOutput:
     """One query token a batch row; arguments as in `decode_attention`.
@@ -83,31 +78,23 @@ def decode(
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
     logits_HT = None if scoring is None else torch.empty((H, scoring.tokens), dtype=torch.float32, device=device)
-    block_d, last = triton.next_power_of_2(D), launch.merge == "last"
-    heads, overlapping = triton.next_power_of_2(H // G), overlap(launch.overlap)
-    want_lse_inside = want_lse or scoring is not None
-    if last and arrivals_X is None:
-        arrivals_X = torch.zeros(B * G, dtype=torch.int32, device=device)
+    block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
         decode_kernel[(launch.splits, G, B)](
             q_BHQD, keys.k, keys.v, part_BHPD, part_lse_BHP, keys.lengths_B,
             *_table_of(keys), *_lists_of(selection, keys.lengths_B), *_logits_of(scoring, logits_HT, keys.lengths_B),
             *q_BHQD.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
             scale * _LOG2_E, window or 0, G,
-            arrivals_X if last else keys.lengths_B, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2],
-            GROUP=H // G, ROWS=max(16, heads), D=D, BLOCK_D=block_d, BLOCK_N=launch.block_n,
-            PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
+            GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d,
+            BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, STAGES=launch.stages, PRECISION="ieee",
-            UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16,
-            MERGED=max(1, _MERGED_AT_ONCE // (heads * block_d)) if last else 0, HEADS=heads,
-            WANT_LSE=want_lse_inside, num_warps=launch.warps, **overlapping,
+            UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16, num_warps=launch.warps, **overlapping,
         )  # fmt: skip
-        if not last:
-            merge_kernel[(H, B)](
-                part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, launch.splits,
-                D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits), WANT_LSE=want_lse_inside,
-                num_warps=4 if D <= 128 else 8, **overlapping,
-            )  # fmt: skip
+        merge_kernel[(H, B)](
+            part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, launch.splits,
+            D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
+            WANT_LSE=want_lse or scoring is not None, num_warps=4 if D <= 128 else 8, **overlapping,
+        )  # fmt: skip
     scores_gT = None
     if scoring is not None and logits_HT is not None:
         scores_gT = _scores(logits_HT, lse_BHQ, keys, scoring, overlapping)
@@ -196,7 +183,9 @@ def _add_tokens(
         v_ND = v_ND.to(tl.float32)
     s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
     if SCORED:
-        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
+        kept_RN = scored & real_R[:, None] & keep_N[None, :]
+        # keys, read once, would push the logits out of the cache before the score kernel reads them
+        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=kept_RN, eviction_policy="evict_last")
     s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
     new_m_R = tl.maximum(m_R, tl.max(s_RN, 1))
     base_R = tl.where(new_m_R == float("-inf"), 0.0, new_m_R)
@@ -207,44 +196,6 @@ def _add_tokens(
     return new_m_R, l_R, acc_RD
 
 
-@no_type_check
-@triton.jit
-def _merge_splits(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_stride_H, splits, live,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MERGED: tl.constexpr,
-    WANT_LSE: tl.constexpr,
-):  # fmt: skip
-    """The first `live` splits of the query heads of a KV head, in their order, MERGED of them at once. Other programs
-    wrote them: they are read from the cache that all share."""
-    lanes_H = tl.arange(0, HEADS)
-    lanes_D = tl.arange(0, BLOCK_D)
-    m_H = tl.full([HEADS], float("-inf"), tl.float32)
-    total_H = tl.zeros([HEADS], tl.float32)
-    acc_HD = tl.zeros([HEADS, BLOCK_D], tl.float32)
-    for start in tl.range(0, live, MERGED, num_stages=1):
-        split_M = start + tl.arange(0, MERGED)
-        part_MH = split_M[:, None] + (lanes_H * splits)[None, :]
-        keep_MH = (split_M < live)[:, None] & (lanes_H < GROUP)[None, :]
-        lse_MH = tl.load(part_lse_ptr + part_MH, mask=keep_MH, other=float("-inf"), cache_modifier=".cg")
-        keep_MHD = keep_MH[:, :, None] & (lanes_D < D)[None, None, :]
-        part_at_MHD = part_ptr + part_MH[:, :, None] * D + lanes_D[None, None, :]
-        part_MHD = tl.load(part_at_MHD, mask=keep_MHD, other=0.0, cache_modifier=".cg")
-        new_m_H = tl.maximum(m_H, tl.max(lse_MH, 0))
-        base_H = tl.where(new_m_H == float("-inf"), 0.0, new_m_H)
-        weight_MH = tl.exp2(lse_MH - base_H[None, :])
-        decay_H = tl.exp2(m_H - base_H)
-        total_H = total_H * decay_H + tl.sum(weight_MH, 0)
-        acc_HD = acc_HD * decay_H[:, None] + tl.sum(part_MHD * weight_MH[:, :, None], 0)
-        m_H = new_m_H
-    out_at_HD = out_ptr + lanes_H.to(tl.int64)[:, None] * out_stride_H + lanes_D[None, :]
-    real_HD = (lanes_H < GROUP)[:, None] & (lanes_D < D)[None, :]
-    total_H = tl.where(total_H > 0.0, total_H, 1.0)
-    tl.store(out_at_HD, (acc_HD / total_H[:, None]).to(out_ptr.dtype.element_ty), mask=real_HD)
-    if WANT_LSE:
-        lse_H = m_H + tl.log2(total_H)
-        tl.store(lse_ptr + lanes_H, lse_H * 0.6931471805599453, mask=lanes_H < GROUP)
-
-
 # Numbers that may change from step to step are not specialised on: no step may compile the kernel again.
 @no_type_check
 @triton.jit(do_not_specialize=["table_stride", "sink", "recent", "window", "kv_heads", "logits_stride_H"])
@@ -253,15 +204,14 @@ def decode_kernel(
     chosen_ptr, counts_ptr, chosen_stride_B, chosen_stride_G, sink, recent,
     logits_ptr, starts_ptr, logits_stride_H,
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
-    scale_log2, window, kv_heads, arrivals_ptr, out_ptr, lse_ptr, out_stride_B, out_stride_H,
+    scale_log2, window, kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MERGED: tl.constexpr, HEADS: tl.constexpr, WANT_LSE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them.
 
-    Splits with tokens come first. Where MERGED is not 0, the last program of a row and KV head that ends merges them.
+    A split without tokens stores only its log-sum-exp.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -343,27 +293,11 @@ def decode_kernel(
 
     seen_R = l_R > 0.0
     l_R = tl.where(seen_R, l_R, 1.0)
-    first_head = (batch * kv_heads + kv_head) * GROUP
     lse_R = tl.where(seen_R, m_R + tl.log2(l_R), float("-inf"))
-    part_R = (first_head + row_R) * splits + tl.program_id(0)
+    part_R = ((batch * kv_heads + kv_head) * GROUP + row_R) * splits + tl.program_id(0)
     part_at_RD = part_ptr + part_R[:, None] * D + lanes_D[None, :]
     tl.store(part_lse_ptr + part_R, lse_R, mask=real_R)
-    if MERGED == 0:
-        tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
-    else:
-        live = tl.maximum(tl.cdiv(total, tl.maximum(span, 1)), 1)
-        if tl.program_id(0) < live:
-            tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD)
-            tl.debug_barrier()
-            arrivals_at = arrivals_ptr + batch * kv_heads + kv_head
-            if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == live - 1:
-                tl.store(arrivals_at, 0)  # for the next launch
-                out_at = out_ptr + batch * out_stride_B + kv_head.to(tl.int64) * GROUP * out_stride_H
-                _merge_splits(
-                    part_ptr + first_head * splits * D, part_lse_ptr + first_head * splits, out_at,
-                    lse_ptr + first_head, out_stride_H, splits, live,
-                    GROUP, HEADS, D, BLOCK_D, MERGED, WANT_LSE,
-                )  # fmt: skip
+    tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
 
 
 @no_type_check
@@ -419,6 +353,6 @@ def score_kernel(
         lse_H = tl.load(lse_ptr + batch * heads + head_H, mask=lanes_H < HEADS, other=0.0) * 1.4426950408889634
         keep_HN = (lanes_H < HEADS)[:, None] & (token_N < length)[None, :]
         logit_at = logits_ptr + head_H.to(tl.int64)[:, None] * tokens + at_N[None, :]
-        logit_HN = tl.load(logit_at, mask=keep_HN, other=float("-inf"))
+        logit_HN = tl.load(logit_at, mask=keep_HN, other=float("-inf"), eviction_policy="evict_first")  # done with
         best_N = tl.max(tl.exp2(logit_HN - lse_H[:, None]), 0)
         tl.store(scores_ptr + tl.program_id(1).to(tl.int64) * tokens + at_N, best_N, mask=token_N < length)

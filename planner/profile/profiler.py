@@ -131,6 +131,7 @@ def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backe
         "row_stride": options.row_stride,
         "choice": token_choice(options).model_dump(mode="json"),
         "prompts": digest_of(prompts),
+        "seed": options.seed,  # of the tokens that gradients are taken at
         "versions": versions(),
     }
 

@@ -45,11 +45,11 @@ def density_map(data: str, layers: int, heads: int, measured: bool) -> dict[str,
     return _head_map(data, layers, heads, colour, "Density of each head")
 
 
-def error_map(data: str, layers: int, heads: int) -> dict[str, Any]:
-    """Layers x heads, coloured by the output error of the profile."""
+def damage_map(data: str, layers: int, heads: int) -> dict[str, Any]:
+    """Layers x heads, coloured by the damage that the profile has of them."""
     scale = alt.Scale(scheme="magma", type="sqrt", domainMin=0)
-    colour = _gradient("error:Q", "output error (share of the layer's output)", scale, tickCount=3)
-    return _head_map(data, layers, heads, colour, "Output error of each head, as profiled")
+    colour = _gradient("damage:Q", "damage (nats a token of the answer)", scale, tickCount=3)
+    return _head_map(data, layers, heads, colour, "Damage of each head to the answers, as profiled")
 
 
 def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str)
                 alt.Tooltip("pattern:N"),
                 alt.Tooltip("parameters:N"),
                 alt.Tooltip("density:Q", format=".4"),
-                alt.Tooltip("error:Q", title="output error", format=".4"),
+                alt.Tooltip("damage:Q", title="damage (nats)", format=".4"),
             ],
         )
     )

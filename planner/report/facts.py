@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadFact:
-    """One head in one range of lengths; `density` and `error` as in the profile, or None where it does not tell."""
+    """One head in one range of lengths.
+
+    `density` and `damage` (nats a token of the answer) as in the profile, or None where it does not tell.
+    """
 
     layer: int
     head: int
     pattern: str
     parameters: str
     density: float | None
-    error: float | None
+    damage: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class PatternMap:
     """All heads in one range of lengths, looked at for a prompt of `length` tokens.
 
     Attributes:
-        measured: densities and errors are of the profile; else densities are the most that the budgets allow.
+        measured: densities and damages are of the profile; else densities are the most that the budgets allow.
     """
 
     title: str
@@ -102,7 +105,7 @@ def _example(plan: Plan, after: int, up_to: int | None) -> int:
 
 
 class _Scores:
-    """Density and error of heads: the one reader of a profiled length's tables; without one, the budgets' bound."""
+    """Density and damage of heads: the one reader of a profiled length's tables; without one, the budgets' bound."""
 
     def __init__(self, entry: LengthProfile | None, length: int) -> None:
         self._length = length
@@ -113,7 +116,7 @@ class _Scores:
     def of(
         self, layer: int, head: int, pattern: Pattern | None, shape: AttentionGroup
     ) -> tuple[float | None, float | None]:
-        """Density and error; None where they are not known. A head without a pattern takes another layer's tiles."""
+        """Density and damage; None where they are not known. A head without a pattern takes another layer's tiles."""
         if pattern is None:
             return None, None
         if isinstance(pattern, Dense) or not self._measured:

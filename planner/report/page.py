@@ -80,7 +80,7 @@ class _Drawings:
 
 
 def report(plan: Plan, profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
-    """The page of a plan, with the errors and the similarity of its profile and with measured curves where given."""
+    """The page of a plan, with the damages and the similarity of its profile and with measured curves where given."""
     drawings = _Drawings()
     sections = [_prefill(plan, profile, drawings), _decode(plan, profile, drawings)]
     sections += [section for section in (_times(plan, drawings), _quality(plan), _curves(curve, drawings)) if section]
@@ -131,12 +131,12 @@ def _prefill(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Sectio
             drawings.add(f"density-{number}", charts.density_map(data, layers, heads, one.measured)),
         ]
         if one.measured:
-            shown.append(drawings.add(f"error-{number}", charts.error_map(data, layers, heads)))
+            shown.append(drawings.add(f"damage-{number}", charts.damage_map(data, layers, heads)))
         blocks.append(Block(f"{one.title} tokens", (f"{one.summary} ({one.length:,} tokens)",), tuple(shown)))
     notes: tuple[str, ...] = ("Lengths are past + chunk. Point at a cell for its parameters.",) if maps else ()
     if maps and profile is None:
-        notes += ("Errors and measured densities need the profile (--profile).",)
-    elif any(head.error is None for one in maps for head in one.heads):
+        notes += ("Damages and measured densities need the profile (--profile).",)
+    elif any(head.damage is None for one in maps for head in one.heads):
         notes += ("A cell left out: the profile has no candidate of this pattern.",)
     return Section("Prefill", (Block(lines=notes), *blocks, Block(lines=lines)))
 

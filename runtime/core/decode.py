@@ -78,9 +78,7 @@ def decode(
     state.remember_step(layer, q_BH1D)
     selection = selected_for(layer, state) if layer.follows else None
     lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
-    attend = partial(
-        decode_attention, scale=scale, arrivals_X=state.arrivals(layer.kv_heads, q_BH1D.device), backend=backend
-    )
+    attend = partial(decode_attention, scale=scale, backend=backend)
     if selection is not None:
         keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
         return attend(q_BH1D, keys, found, window=window).out_BHSD

@@ -45,7 +45,6 @@ class DecodeState:
         self._numbers = {layer.layer: number for number, layer in enumerate(program.filters)}
         self._tables: dict[torch.device, Budgets] = {}
         self._constants: dict[object, torch.Tensor] = {}
-        self._arrivals: dict[tuple[int, torch.device], torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -103,19 +102,6 @@ class DecodeState:
             with torch.inference_mode(False):
                 self._constants[key] = torch.tensor(values, dtype=dtype, device=device)
         return self._constants[key]
-
-    def arrivals(self, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-        """`arrivals_X` of `decode_attention` for the layers of a step, which run one after the other; none on a CPU.
-
-        It lives as long as the state, so that a captured step reads it and need not zero it.
-        """
-        if device.type == "cpu":
-            return None
-        key = self.lengths_B.shape[0] * kv_heads, device
-        if key not in self._arrivals:
-            with torch.inference_mode(False):
-                self._arrivals[key] = torch.zeros(key[0], dtype=torch.int32, device=device)
-        return self._arrivals[key]
 
     @property
     def lengths_B(self) -> torch.Tensor:  # noqa: N802

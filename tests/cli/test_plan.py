@@ -114,7 +114,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_nothing_and_says_so(sparsekv
 def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ctrl_c_in, stage):
     profile = out.with_name("a.profile")
     known = () if stage == "cost" else priced
-    call = ("plan", model, "-o", out, *FAST, *known, "--verify-samples", 1, "--profile-out", profile)
+    call = ("plan", model, "-o", out, *FAST, *known, *LOOSE, "--verify-samples", 1, "--profile-out", profile)
     with ctrl_c_in(stage):
         done = sparsekv(*call)
     assert (done.code, done.out) == (130, "")
@@ -144,7 +144,7 @@ def test_ctrl_c_while_choosing_leaves_the_older_plan(sparsekv, model, measured, 
 def test_ctrl_c_without_profile_out_leaves_a_profile_that_the_same_command_goes_on_from(
     sparsekv, model, priced, out, ctrl_c_in, stage
 ):
-    call = ("plan", model, "-o", out, *FAST, *priced, "--verify-samples", 1)
+    call = ("plan", model, "-o", out, *FAST, *priced, *LOOSE, "--verify-samples", 1)
     saved = out.with_name("plan.yaml.profile.partial")
     with ctrl_c_in(stage):
         done = sparsekv(*call)

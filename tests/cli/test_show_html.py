@@ -120,7 +120,7 @@ def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files,
     charts, datasets = page.data["charts"], page.data["datasets"]
     assert places == set(charts)
     assert set(charts) == {
-        *("patterns-0", "density-0", "error-0", "reads-map", "similarity-matrix", "prefill-time", "decode-time"),
+        *("patterns-0", "density-0", "damage-0", "reads-map", "similarity-matrix", "prefill-time", "decode-time"),
         *("curve-prefill-4096-kl", "curve-prefill-4096-accuracy"),  # of agreement nothing was measured
     }
     assert len(charts["similarity-matrix"]["layer"]) == 2

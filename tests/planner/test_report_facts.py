@@ -27,7 +27,7 @@ def plan_of(*groups: HeadGroup, **fields: object) -> Plan:
     return Plan(status="unverified", model=made_up_model(), prefill=prefill, **fields)
 
 
-def test_heads_have_the_density_and_the_error_of_the_candidate_with_their_pattern() -> None:
+def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_pattern() -> None:
     measured = profile()
     entry = measured.lengths[0]
     number, head = 4, 2
@@ -38,13 +38,13 @@ def test_heads_have_the_density_and_the_error_of_the_candidate_with_their_patter
     scores = entry.layers[1]
     assert fact.pattern == pattern.pattern
     assert fact.density == scores.tiles[number][head] + scores.columns[number][head]
-    assert fact.error == scores.damage[number][head]
-    assert {(f.pattern, f.density, f.error) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
+    assert fact.damage == scores.damage[number][head]
+    assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
 
 
-def test_a_pattern_that_was_not_profiled_has_no_error() -> None:
+def test_a_pattern_that_was_not_profiled_has_no_damage() -> None:
     ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=0, heads=(0,), pattern=OTHER)), profile())
-    assert (shown.heads[0].density, shown.heads[0].error) == (None, None)
+    assert (shown.heads[0].density, shown.heads[0].damage) == (None, None)
 
 
 def test_without_a_profile_the_density_is_that_of_a_mask_of_the_whole_budget() -> None:

@@ -159,6 +159,17 @@ def test_what_another_run_left_is_not_taken_up(
     assert set(found).isdisjoint(finished.records.splitlines())
 
 
+def test_own_prompts_with_another_seed_are_measured_anew(loaded: LoadedModel, tmp_path: Path) -> None:
+    partial, text = tmp_path / "profile.partial", "The quick brown fox jumps over the lazy dog. " * 12
+    options = quick_options(lengths=(512,), prompts=(text,), families=("a_shape",), levels=(1.0,), phases=("prefill",))
+    found = []
+    for seed in (0, 1):
+        profile(loaded, replace(options, seed=seed).settled(4096, "cpu"), resume=partial)
+        found.append(partial.read_text().splitlines())
+    assert len(found[0]) == len(found[1]) == 4
+    assert set(found[0]).isdisjoint(found[1])
+
+
 def test_the_model_is_left_as_it_was_after_an_interruption() -> None:
     model = loaded_tiny(seed=3)
     with pytest.raises(KeyboardInterrupt):

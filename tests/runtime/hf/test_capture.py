@@ -54,6 +54,20 @@ def test_what_the_observer_returns_replaces_the_output():
     torch.testing.assert_close(changed, expected, atol=2e-4, rtol=2e-4)
 
 
+def test_gradients_pass_through_an_output_that_the_observer_gives():
+    model, prompt, given = tiny_model(), random_tokens(1, 20), []
+
+    def twice(call):
+        given.append(2.0 * call.q_BHSD)
+        return given[-1]
+
+    with capture_attention(model, twice):
+        logits = model(prompt, use_cache=False).logits
+    gradients = torch.autograd.grad(logits.square().sum(), [*given, model.model.embed_tokens.weight])
+    assert len(given) == 3
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
+
+
 def test_the_model_is_restored_when_the_observer_fails():
     model, prompt = tiny_model(), random_tokens(1, 20)
 

@@ -1,0 +1,174 @@
+"""The damage of a candidate: by brute force, on a sample of rows, and of a whole plan as it is written and run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, starmap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from masks import brute_computed_tiles, brute_heads, brute_mask
+from planner_models import TILE, loaded_tiny, made_up_cost, quick_options
+from poison import poisoned_memory
+from torch import nn
+
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.plan import compile_once
+from sparsekv.planner.profile.calibration import calibration_prompts
+from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
+from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.profile.search_space import Prefix
+from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
+from sparsekv.plans.files import dump_plan, parse_plan
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, tokens
+from sparsekv.runtime.hf.load import LoadedModel
+
+LENGTH = 512
+FAMILIES = ("vertical_slash", "a_shape")
+HEADS, GROUPS, SIZE, SCALE = 4, 2, 16, 0.5
+PATTERNS = (
+    AShape(sink=tokens(64), window=tokens(64)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(3), max_tiles=tokens(192)),
+    BlockSparse(keep=tokens(192)),
+    Dense(),
+)
+
+
+def layer_of(length: int, stride: int, tail_start: int | None = None) -> Layer:
+    generator = torch.Generator().manual_seed(length)
+    q, g = (torch.randn(1, HEADS, length, SIZE, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, GROUPS, length, SIZE, generator=generator) for _ in range(2))
+    rows = Rows.of(length, length - 20 if tail_start is None else tail_start, TILE, stride)
+    return Layer(Prefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE), v, g, rows, "cpu")
+
+
+def by_hand(layer: Layer) -> np.ndarray:
+    """[H, S]: what each row of each head contributes to the damage of PATTERNS, from their definitions, in float64."""
+    prefix, group = layer.prefix, HEADS // GROUPS
+    q, g = (one[0].double() for one in (prefix.q_BHSD, layer.gradient_BHSD))
+    k, v = (one[0].double().repeat_interleave(group, 0) for one in (prefix.k_BGSD, layer.v_BGSD))
+    found = brute_heads(PATTERNS, prefix.q_BHSD, prefix.k_BGSD, prefix.chunk, TILE, scale=SCALE)
+    kept = brute_mask(found, prefix.chunk, TILE, prefix.chunk.longest)[0]
+    products = q @ k.transpose(1, 2) * SCALE
+    dense = products.masked_fill(~torch.ones_like(products, dtype=torch.bool).tril(), -torch.inf).softmax(-1) @ v
+    off = products.masked_fill(~kept, -torch.inf).softmax(-1) @ v - dense
+    along, anywhere = (off * g).sum(-1) ** 2, (off**2).sum(-1) * (g**2).sum(-1) / SIZE
+    return (0.5 * (0.5 * along + 0.5 * anywhere)).numpy()
+
+
+@pytest.mark.parametrize("length", [320, 250])
+def test_damage_is_half_the_mean_of_the_known_and_of_any_direction(length: int) -> None:
+    layer = layer_of(length, 1)
+    (score,) = score_candidates(layer, [PATTERNS])
+    np.testing.assert_allclose(score.damage_H, by_hand(layer).sum(1), rtol=1e-4, atol=1e-9)
+    assert (score.damage_H[:3] > 0.01).all()
+    assert score.damage_H[3] == 0.0
+    found = brute_heads(PATTERNS, layer.prefix.q_BHSD, layer.prefix.k_BGSD, layer.prefix.chunk, TILE, scale=SCALE)
+    computed = np.array(brute_computed_tiles(found, TILE)[0])
+    np.testing.assert_allclose((score.tiles_H + score.columns_H) * layer.prefix.causal_tiles, computed)
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+def test_a_sampled_row_counts_by_the_rows_that_it_stands_for_and_padding_not_at_all(stride: int) -> None:
+    layer = layer_of(410, stride)
+    with poisoned_memory():  # NaN wherever a backend leaves rows beyond the prompt as they were
+        (score,) = score_candidates(layer, [PATTERNS])
+    rows_HS = by_hand(layer)
+    spread = range(stride - 1, 7, stride)
+    expected = rows_HS[:, 390:].sum(1)
+    for tile in spread:
+        expected = expected + 7 / len(spread) * rows_HS[:, tile * 64 : min(tile * 64 + 64, 390)].sum(1)
+    np.testing.assert_allclose(score.damage_H, expected, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+def test_a_sample_of_rows_tells_about_the_damage_of_all(stride: int) -> None:
+    whole, sampled = (score_candidates(layer_of(1536, one), [PATTERNS])[0] for one in (1, stride))
+    np.testing.assert_allclose(sampled.damage_H, whole.damage_H, rtol=0.35)
+    np.testing.assert_array_equal(sampled.tiles_H, whole.tiles_H)
+
+
+def test_a_gradient_that_is_twice_as_large_makes_four_times_the_damage_of_its_head_alone() -> None:
+    layer = layer_of(320, 1)
+    gradient = layer.gradient_BHSD * torch.tensor([1.0, 2.0, 1.0, 1.0])[None, :, None, None]
+    (before,), (after,) = (score_candidates(one, [PATTERNS]) for one in (layer, replace(layer, gradient_BHSD=gradient)))
+    np.testing.assert_allclose(after.damage_H, before.damage_H * (1.0, 4.0, 1.0, 1.0), rtol=1e-5)
+
+
+def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> None:
+    """The patterns of a plan as it is read back, scored once more on the same prompts: the numbers of its profile."""
+    short = {"lengths": (LENGTH,), "target_density": (0.8,), "levels": (0.85, 1.0)}
+    options = quick_options(**short, samples=2, phases=("prefill",), families=FAMILIES).settled(4096, "cpu")
+    measured = profile(loaded, options)
+    plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_cost())))
+    again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}
+    for sample, prompt in enumerate(calibration_prompts(loaded.tokenizer, options)[LENGTH]):
+
+        def score(found: Sensitivity, end: int = prompt.answer_start, tail: int = prompt.tail_start) -> None:
+            call = found.call
+            q, k, v, g = (one[:, :, :end] for one in (call.q_BHSD, call.k_BGKD, call.v_BGKD, found.gradient_BHSD))
+            prefix = Prefix(q, k, Chunk.uniform(1, 0, end), TILE, call.scale)
+            layer = Layer(prefix, v, g, Rows.of(end, tail, TILE, options.row_stride), "cpu")
+            again[call.layer] += score_candidates(layer, [plan.prefill.bucket(LENGTH).patterns(call.layer, 4)])
+
+        rows = tuple(chain.from_iterable(starmap(range, prompt.scored)))
+        ids = torch.tensor(prompt.ids.astype(np.int64))[None]
+        walk_layers(loaded.model, ids, rows, options.seed + sample, lambda call, hidden: None, score)
+    sparse = 0
+    for scores in measured.lengths[0].layers:
+        damage_SH = np.array([one.damage_H for one in again[scores.layer]])
+        density_SH = np.array([one.tiles_H + one.columns_H for one in again[scores.layer]])
+        for head, pattern in enumerate(plan.prefill.bucket(LENGTH).patterns(scores.layer, 4)):
+            if isinstance(pattern, Dense):
+                continue
+            number = measured.lengths[0].patterns.index(pattern)
+            slot = [row[head] for row in scores.patterns].index(number)
+            assert scores.damage[slot][head] == pytest.approx(damage_SH[:, head].mean(), rel=1e-4)
+            assert scores.worst[slot][head] == pytest.approx(damage_SH[:, head].max(), rel=1e-4)
+            measured_density = scores.tiles[slot][head] + scores.columns[slot][head]
+            assert measured_density == pytest.approx(density_SH[:, head].mean(), rel=1e-4)
+            sparse += 1
+    assert sparse > 4
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that stores its weight as bytes and a scale, as quantised ones do."""
+
+    @classmethod
+    def of(cls, plain: nn.Linear) -> PackedLinear:
+        packed = cls(plain.in_features, plain.out_features, bias=False)
+        scale = plain.weight.detach().abs().amax() / 127
+        whole = (plain.weight.detach() / scale).round().to(torch.int8)
+        packed.weight = nn.Parameter(whole.T.contiguous(), requires_grad=False)  # not even in the usual order
+        packed.scale = scale
+        return packed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.floats().to(hidden.dtype))
+
+    def floats(self) -> torch.Tensor:
+        """The weight that it stands for."""
+        return self.weight.T.float() * self.scale
+
+
+def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats() -> None:
+    options = quick_options(phases=("decode",), target_density=(), levels=(), tile=None, row_stride=None)
+    options = options.settled(4096, "cpu")
+    found = {}
+    for name in ("floats", "packed"):
+        loaded = loaded_tiny()
+        model: Any = loaded.model
+        for layer in model.model.layers:
+            packed = PackedLinear.of(layer.self_attn.o_proj)
+            if name == "floats":
+                layer.self_attn.o_proj.weight.data = packed.floats()
+            else:
+                layer.self_attn.o_proj = packed
+        found[name] = profile(loaded, options).lengths[0].reuse
+    floats, packed = found["floats"], found["packed"]
+    np.testing.assert_allclose(packed.importance, floats.importance, rtol=1e-5)
+    for one, other in zip(chain.from_iterable(packed.kept), chain.from_iterable(floats.kept), strict=True):
+        for row, wanted in zip(one, other, strict=True):
+            np.testing.assert_allclose(row, wanted, rtol=1e-5)
