@@ -17,6 +17,7 @@ block, X rows of a tile, M key tiles, D head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def _with_means(
         first, last = part.start * tile.query, min(part.stop * tile.query, rows)
         q_BGYD = call.q_BHSD[:, :, first:last].float().unflatten(1, (groups, -1)).flatten(2, 3)
         scores_BGYM = scaled_scores(q_BGYD, k_BGMD, call.scale)
-        scores_BHSM = scores_BGYM.view(batch, heads, last - first, tiles).add_(torch.tensor(float(tile.key)).log())
+        scores_BHSM = scores_BGYM.view(batch, heads, last - first, tiles).add_(math.log(tile.key))
         hidden_BHSM = ~left_out_BHTM[:, :, part].repeat_interleave(tile.query, 2)[:, :, : last - first]
         scores_BHSM.masked_fill_(hidden_BHSM, -torch.inf)
         own_BHS = lse_BHS[:, :, first:last]
