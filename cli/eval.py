@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from sparsekv.cli import arguments
+from sparsekv.cli.curves import CURVE_OPTIONS, Curve, measure_curve
 from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.schema import Quality, to_data
@@ -34,11 +36,32 @@ def evaluate(
     dtype: arguments.Dtype = None,
     backend: arguments.Backend = None,
     allow_mismatch: arguments.AllowMismatch = False,
+    curve: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure many densities of the plan and of other methods into this file."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="For --curve, to compile from; one of --preset minference may come beside."),
+    ] = None,
+    phases: Annotated[str | None, typer.Option(metavar="NAMES", help="For --curve: prefill,decode.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="For --curve, such as sparsekv,streamingllm,quest; all by default."),
+    ] = None,
+    densities: Annotated[
+        str | None, typer.Option(metavar="SHARES", help="For --curve: of the prefill methods that take one.")
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(metavar="SHARES", help="For --curve: of the context, of the decode methods.")
+    ] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Measure the tasks on held-out samples: retrieval by exact match, text by perplexity.
 
-    Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone.
+    Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
+    --curve FILE the divergence from dense is measured at many densities, of plans compiled from --profile and of other
+    methods, on the same samples; `show --html --curve FILE` draws it.
     """
     subject = arguments.Subject.named(target, plan, model)
     has_plan = subject.plan is not None
@@ -48,11 +71,16 @@ def evaluate(
     if idle:
         raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
     lengths = arguments.lengths_from(length, "--length")
-    if len(lengths) != 1:
+    _check_curve(arguments.given(context))
+    if len(lengths) != 1 and curve is None:
         raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
     from sparsekv.planner.options import TASKS
 
     names = TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks")
+    if curve is not None:
+        asked_curve = Curve.of(curve, profile or [], phases, methods, densities, budgets)
+        measure_curve(subject, asked_curve, names, lengths, samples, seed, batch, chunk, device, dtype, as_json)
+        return
     asked_backend = arguments.settings(device, dtype, backend).backend
     from sparsekv.planner.eval_results import measurement_of
     from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
@@ -79,6 +107,15 @@ def evaluate(
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
         emit(_text(result, samples, phase, measurement_of([result], phase, chunk) if has_plan else None))
+
+
+def _check_curve(given: dict[str, Any]) -> None:
+    has_curve = "curve" in given
+    for name in ("phase", "backend", "allow_mismatch") if has_curve else CURVE_OPTIONS:
+        if name in given:
+            flag = f"--{name.replace('_', '-')}"
+            missing = f"no {flag} beside --curve, found it" if has_curve else f"--curve FILE beside {flag}, found none"
+            raise UsageError(f"expected {missing}; leave {flag} out{'' if has_curve else ', or name the file'}")
 
 
 def _check_length(length: int, context: int) -> None:

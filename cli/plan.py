@@ -311,6 +311,7 @@ _WHAT = {
     "partial": "an unfinished profile",
     "cost": "a device cost",
     "page": "a page of `sparsekv show`",
+    "curve": "a curve",
 }
 
 
@@ -341,6 +342,8 @@ def check_replaceable(path: Path, flag: str, kind: str) -> None:
 def _tells(head: bytes, kind: str) -> bool:
     if kind == "partial":
         return head.startswith(b"sparsekv.partial"[: len(head)])
+    if kind == "curve":
+        return head.startswith(b"[") and b'"method"' in head[:_MARKED]
     if kind == "page":
         return b'<meta name="generator" content="sparsekv show">' in head[:_MARKED]
     # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.

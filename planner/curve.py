@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.types import Length, NonNegative, Part, Share, Text
+from sparsekv.plans.files import write_bytes
+from sparsekv.plans.types import Length, NonNegative, Part, Positive, Share, Text
 from sparsekv.plans.yaml_io import printable
 
 MAX_BYTES = 64 << 20
@@ -32,6 +34,35 @@ class CurvePoint(Part):
     kl: NonNegative | None = None
     agreement: NonNegative | None = None
     accuracy: NonNegative | None = None
+
+
+class CurveRow(CurvePoint):
+    """A point as `eval --curve` writes it.
+
+    Attributes:
+        setting: what the method was given, such as "tau 0.9".
+        samples: of all tasks together.
+        kl_interval, agreement_interval: 95% intervals.
+        exact: share of samples of which every token of dense's greedy text is picked.
+        accuracy, dense_accuracy: over the tasks that dense solves; None where it solves none.
+    """
+
+    setting: Text
+    samples: Positive
+    kl_interval: tuple[NonNegative, NonNegative] | None = None
+    agreement_interval: tuple[NonNegative, NonNegative] | None = None
+    exact: NonNegative | None = None
+    dense_accuracy: NonNegative | None = None
+
+
+def write_curve(rows: Sequence[CurveRow], path: Path) -> None:
+    """Writes a curve file, atomically.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    lines = (json.dumps(row.model_dump(mode="json")) for row in rows)
+    write_bytes(path, ("[\n" + ",\n".join(lines) + "\n]\n").encode())
 
 
 _POINTS = TypeAdapter(tuple[CurvePoint, ...])

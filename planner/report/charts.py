@@ -158,7 +158,9 @@ def curve_chart(data: str, value: str, title: str, methods: Sequence[str]) -> di
             x=alt.X("density:Q", title="density (log)", scale=alt.Scale(type="log", nice=False), axis=few),
             y=alt.Y(f"{value}:Q", title=title, scale=scale, axis=few),
             order="density:Q",
-            color=alt.Color("method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom")),
+            color=alt.Color(
+                "method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom", columns=2)
+            ),
             tooltip=[
                 alt.Tooltip("method:N"),
                 alt.Tooltip("density:Q", format=".4"),

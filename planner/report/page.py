@@ -197,13 +197,13 @@ def _curves(curve: Sequence[CurvePoint], drawings: _Drawings) -> Section | None:
 
 
 def _curve_blocks(curve: Sequence[CurvePoint], drawings: _Drawings) -> Iterator[Block]:
-    methods = sorted({point.method for point in curve})
     groups: dict[tuple[str, int], list[CurvePoint]] = defaultdict(list)
     for point in curve:
         groups[point.phase, point.length].append(point)
     for (phase, length), points in sorted(groups.items(), key=lambda item: (item[0][0] != "prefill", item[0][1])):
         rows = [facts.CurveRow(p.method, p.density, _visible(p.kl), p.agreement, p.accuracy) for p in points]
         data = drawings.data(f"curve-{phase}-{length}", facts.CurveRow, rows)
+        methods = sorted({point.method for point in curve if point.phase == phase})
         shown = tuple(
             drawings.add(f"{data}-{value}", charts.curve_chart(data, value, title, methods))
             for value, title in _VALUES.items()
