@@ -16,6 +16,7 @@ neighbours would lose accuracy and win nothing that was asked for. The plan is t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +25,7 @@ import numpy as np
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
-from sparsekv.planner.options import ROUNDING, PlanOptions, mandatory_density, too_low
+from sparsekv.planner.options import ROUNDING, Family, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
@@ -157,6 +158,13 @@ def _lies_above(
 ) -> bool:
     rise = (left[1] - middle[1]) * (right[0] - middle[0])
     return rise <= (middle[1] - right[1]) * (middle[0] - left[0])
+
+
+def at_target(tables: ScoreTables, families: Collection[Family], target: float) -> Choice | None:
+    """The least damage at a mean density over all heads, whatever that costs; None where nothing is so sparse."""
+    budget = target * int(tables.present_LH.sum())
+    found = solve(tables.density_LCH, tables.damage_LCH, tables.of_families(families), tables.present_LH, budget)
+    return None if found is None else found.choice
 
 
 class _Length:

@@ -47,7 +47,11 @@ TASKS = tuple(KNOWN_TASKS)
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 # Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
-_LEVELS = {"cpu": (0.35, 0.6, 1.0, 1.6, 2.4), "cuda": (0.125, 0.18, 0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83)}
+_LEVELS = {
+    "cpu": (0.35, 0.6, 1.0, 1.6, 2.4),
+    "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
+}
+_ROUNDS = {"cuda": 2}  # of refinement
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out: on a GPU, every quotation task twice.
@@ -62,7 +66,7 @@ _MACHINE = ("backend", "device", "dtype")
 READERS: Mapping[str, tuple[str, ...]] = {
     "density target": ("target_density", "levels"),
     "speedup target": ("target_speedup",),
-    "search": ("preset", "tile", "row_stride"),
+    "search": ("preset", "tile", "row_stride", "refine_rounds"),
     "prefill": ("families",),
     "calibration": ("prompts", "samples", *_MACHINE),
     "task calibration": ("tasks", "seed"),
@@ -106,7 +110,15 @@ SWITCHES = (
     Switch("no_verify", ("verification",), "nothing is verified"),
 )
 
-_NO_FLAG = ("levels", "row_stride", "verify_lengths", "decode_sink", "decode_recent", "decode_selectors")
+_NO_FLAG = (
+    "levels",
+    "row_stride",
+    "refine_rounds",
+    "verify_lengths",
+    "decode_sink",
+    "decode_recent",
+    "decode_selectors",
+)
 
 
 # The gates by default. Exact agreement is asked of whole answers and of up to 16 tokens of text, in which one near-tie
@@ -167,6 +179,8 @@ class PlanOptions:
         backend: prefill backend, or "auto".
         levels: the ladder of densities that is profiled, as multiples of the target, so that one profile serves
             several targets and a plan that misses its gate can be tightened; empty by device.
+        refine_rounds: how often the weights of layers are corrected by the divergence of whole plans (refine.py); None:
+            twice on CUDA, never on the CPU, where the passes of one round take longer than profiling.
         row_stride: candidates are scored on every that many-th query tile, and on those of the question and answer;
             None: every tile on CUDA, every fourth on the CPU.
         prompts: the caller's own calibration texts, instead of task samples.
@@ -208,6 +222,7 @@ class PlanOptions:
     backend: str = "auto"
     levels: tuple[float, ...] = ()
     row_stride: int | None = None
+    refine_rounds: int | None = None
     prompts: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     samples: int | None = None
@@ -276,6 +291,7 @@ class PlanOptions:
             tile=self.tile_shape,
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
             row_stride=self.row_stride or (1 if on_gpu else 4),
+            refine_rounds=_ROUNDS.get(device_type, 0) if self.refine_rounds is None else self.refine_rounds,
             tasks=tasks,
             samples=self.samples or len(self.prompts) or (1 if preset else self._default_samples(on_gpu)),
             verify_samples=verified if self.verify_samples is None else self.verify_samples,
@@ -408,6 +424,7 @@ def _check(options: PlanOptions) -> None:
     known = PRESET_FAMILIES if options.preset else KNOWN_FAMILIES  # the published search has no other
     expect(set(options.families) <= set(known), f"families of {_told(known)}", options.families)
     expect(all(level > 0 for level in options.levels), "positive levels", options.levels)
+    expect((options.refine_rounds or 0) >= 0, "zero or more rounds of refinement", options.refine_rounds)
     expect(options.row_stride is None or options.row_stride >= 1, "a row stride of 1 or more", options.row_stride)
     expect(options.samples is None or options.samples >= 1, "at least one calibration sample", options.samples)
     expect((options.verify_samples or 0) >= 0, "zero or more verification samples", options.verify_samples)

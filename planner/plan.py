@@ -1,4 +1,4 @@
-"""From a model to a plan: profile, decode trials, cost, allocate, filter layers, verify, result.
+"""From a model to a plan: profile, refine, decode trials, cost, allocate, filter layers, verify, result.
 
 A plan that misses its gate is tightened and tried again: the next density of the profiled ladder for prefill; for
 decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
@@ -30,6 +30,7 @@ from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
+from sparsekv.planner.refine import refine
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import (
     Verification,
@@ -47,7 +48,7 @@ from sparsekv.runtime.hf.describe import describe_config, describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
 
 MOST_ATTEMPTS = 6
-STAGES = ("profile", "decode trials", "cost", "allocate", "filter layers", "evaluate")
+STAGES = ("profile", "refine", "decode trials", "cost", "allocate", "filter layers", "evaluate")
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
 
@@ -109,7 +110,7 @@ def compile_plan(
     if asked.verify_samples:
         kit = prepare(loaded.tokenizer, Split.EVALUATION)
         held_out_samples(asked).check_fit(kit)
-    measured = own or measure_decode(loaded, profile(loaded, asked, stages, resume), asked, stages)
+    measured = own or _profiled(loaded, asked, stages, resume)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
         if resume is not None:
@@ -142,6 +143,12 @@ def compile_plan(
         *plan_remarks(plan, used, measured, cost),
     )
     return PlanResult(plan, time.monotonic() - started, attempts, remarks)
+
+
+def _profiled(loaded: LoadedModel, options: PlanOptions, stages: Progress, resume: Path | None) -> Profile:
+    """Everything that needs the model: what candidates do, what whole plans do, what decode segments do."""
+    measured = refine(loaded, profile(loaded, options, stages, resume), options, stages)
+    return measure_decode(loaded, measured, options, stages)
 
 
 def check_plannable(

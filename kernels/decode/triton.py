@@ -183,9 +183,7 @@ def _add_tokens(
         v_ND = v_ND.to(tl.float32)
     s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
     if SCORED:
-        kept_RN = scored & real_R[:, None] & keep_N[None, :]
-        # keys, read once, would push the logits out of the cache before the score kernel reads them
-        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=kept_RN, eviction_policy="evict_last")
+        tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
     s_RN = tl.where(keep_N[None, :], s_RN, float("-inf"))
     new_m_R = tl.maximum(m_R, tl.max(s_RN, 1))
     base_R = tl.where(new_m_R == float("-inf"), 0.0, new_m_R)
@@ -353,6 +351,6 @@ def score_kernel(
         lse_H = tl.load(lse_ptr + batch * heads + head_H, mask=lanes_H < HEADS, other=0.0) * 1.4426950408889634
         keep_HN = (lanes_H < HEADS)[:, None] & (token_N < length)[None, :]
         logit_at = logits_ptr + head_H.to(tl.int64)[:, None] * tokens + at_N[None, :]
-        logit_HN = tl.load(logit_at, mask=keep_HN, other=float("-inf"), eviction_policy="evict_first")  # done with
+        logit_HN = tl.load(logit_at, mask=keep_HN, other=float("-inf"))
         best_N = tl.max(tl.exp2(logit_HN - lse_H[:, None]), 0)
         tl.store(scores_ptr + tl.program_id(1).to(tl.int64) * tokens + at_N, best_N, mask=token_N < length)

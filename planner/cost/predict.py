@@ -23,8 +23,9 @@ from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 DENSE = -1
 ABSENT = -2
-# Of the worst prompt in the damage of a candidate: a head that fails on one task of six looks cheap on average.
-WORST_WEIGHT = 0.5
+# Of the worst prompt in the damage of a candidate, beside the mean over prompts. More of it made plans worse on prompts
+# that were not calibrated on: the damage is quadratic already, so that one failure outweighs many small errors.
+WORST_WEIGHT = 0.1
 
 Floats = npt.NDArray[np.float64]
 Choice = npt.NDArray[np.int64]
@@ -36,7 +37,7 @@ class ScoreTables:
     """One length: every layer, slot and head. Costs are shares of the causal tiles of a head."""
 
     entry: LengthProfile
-    damage_LCH: Floats  # weighted by layer; half the mean over the prompts, half the worst of them
+    damage_LCH: Floats  # weighted by layer; the mean over the prompts, and a part of the worst
     candidate_LCH: npt.NDArray[np.int64]  # -1 of absent heads
     tiles_LCH: Floats
     columns_LCH: Floats

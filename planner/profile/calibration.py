@@ -34,8 +34,6 @@ DECODE_ROWS = 16
 # An own prompt has no answer; its last rows stand in for it.
 OWN_ANSWER = 32
 SHORTEST = 256
-# Tasks of other kinds between two turns of the quotations: retrieval and plain text.
-_KINDS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +43,10 @@ class CalibrationPrompt:
     Attributes:
         ids: prompt and answer.
         answer_start: the first token of the answer; the row before it is the first that decodes.
-        references: half-open ranges of tokens before the answer, ascending, that follow from an earlier part.
     """
 
     ids: Ids
     answer_start: int
-    references: tuple[tuple[int, int], ...] = ()
 
     @property
     def tail_start(self) -> int:
@@ -58,9 +54,9 @@ class CalibrationPrompt:
         return max(0, self.answer_start - QUESTION_ROWS)
 
     @property
-    def scored(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the rows that predict what follows from an earlier part; the last one, the answer."""
-        return tuple((first - 1, end - 1) for first, end in (*self.references, (self.answer_start, len(self.ids))))
+    def answer_rows(self) -> range:
+        """Rows that predict the tokens of the answer: what sparse prefill must not change."""
+        return range(self.answer_start - 1, len(self.ids) - 1)
 
     @property
     def decode_rows(self) -> tuple[int, ...]:
@@ -93,15 +89,16 @@ def calibration_prompts(tokenizer: Any, options: PlanOptions) -> dict[int, tuple
 def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
     """The task of every calibration sample of a length.
 
-    Tasks take turns, so that a few samples see as many kinds of question as possible: first quotations, which say
-    something about any model, then one task of each other kind; quotations come a second time before the rest.
+    Quotations come first, once: they say something about any model. The other tasks then take turns, retrieval and
+    plain text alternating at first, so that a few samples see as many kinds of question as possible. More quotations
+    instead made plans worse on every model and format that was measured (benchmarks/RESULTS.md).
     """
     quotes, others = _split(tasks, QUOTE_TASKS)
-    if quotes:
-        retrieval, text = _split(others, RETRIEVAL_TASKS)
-        others = (*retrieval[:1], *text, *retrieval[1:])
-    turn = (*quotes, *others[:_KINDS], *quotes, *others[_KINDS:])
-    return tuple(islice(cycle(turn), samples))
+    if not quotes or not others:
+        return tuple(islice(cycle(tasks), samples))
+    retrieval, text = _split(others, RETRIEVAL_TASKS)
+    turn = (*retrieval[:1], *text, *retrieval[1:])
+    return tuple(islice(chain(quotes, cycle(turn)), samples))
 
 
 def _split(names: Sequence[str], first: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -115,11 +112,11 @@ def mix_of(tasks: Sequence[str], samples: int) -> dict[str, int]:
 
 
 def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
-    """`sha256:...` over the tokens and scored rows of all prompts, length by length."""
+    """`sha256:...` over the tokens of all prompts, length by length."""
     digest = hashlib.sha256()
     for prompt in chain.from_iterable(prompts.values()):
         digest.update(len(prompt.ids).to_bytes(8, "little") + prompt.answer_start.to_bytes(8, "little"))
-        digest.update(prompt.ids.astype("<i4").tobytes() + np.asarray(prompt.scored, "<i8").tobytes())
+        digest.update(prompt.ids.astype("<i4").tobytes())
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -136,7 +133,7 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
 def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> CalibrationPrompt:
     sample = _sample(task, kit, length, seed, turn)
     ids = np.concatenate([sample.prompt_ids, sample.answer_ids])
-    return CalibrationPrompt(ids, len(sample.prompt_ids), sample.references)
+    return CalibrationPrompt(ids, len(sample.prompt_ids))
 
 
 def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:

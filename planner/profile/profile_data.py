@@ -179,10 +179,16 @@ class DecodeTrial(Part):
 
 
 class LengthProfile(Part):
-    """Everything measured at one context length. `trials` are there where the model was at hand to measure them."""
+    """Everything measured at one context length.
+
+    Attributes:
+        prompt_weights: what the damage on each calibration prompt was multiplied by before the mean and the worst.
+        trials: there where the model was at hand to measure them.
+    """
 
     length: Tokens
     prompt_tokens: tuple[Positive, ...]
+    prompt_weights: tuple[Measured, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     patterns: tuple[Pattern, ...] = ()
     layers: tuple[LayerScores, ...] = ()

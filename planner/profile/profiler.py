@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -187,10 +186,9 @@ class Pass:
             add(found.call.layer, self._prefill(found, records) if scored else {})
 
         ids_1S = torch.from_numpy(self._prompt.ids.astype(np.int64)).to(model.device)[None]
-        rows = chain.from_iterable(starmap(range, self._prompt.scored))
         seed = self._options.seed + self._sample
         with torch.no_grad():
-            walk_layers(model, ids_1S, tuple(rows), seed, up, down if self._aims else None)
+            walk_layers(model, ids_1S, self._prompt.answer_rows, seed, up, down if self._aims else None)
 
     def _decode(self, call: AttentionCall, o_proj: torch.nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from sparsekv.planner.profile.profile_data import (
-    SCORES,
     Candidate,
     LayerScores,
     LengthProfile,
@@ -37,10 +36,11 @@ from sparsekv.planner.profile.profile_data import (
 from sparsekv.plans.errors import PlanWarning, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern
-from sparsekv.plans.types import FieldError, Length, Natural, canonical_json
+from sparsekv.plans.types import FieldError, Length, Natural, canonical_json, rounded
 
 Key = tuple[int, int, int]
 _PARTIAL = "sparsekv.partial"
+_LEAST_DAMAGE = 1e-12  # of a prompt on which nothing does any
 _HEADER = re.compile(rf"{re.escape(_PARTIAL)} [0-9a-f]{{64}}\n")
 
 
@@ -198,10 +198,13 @@ def length_means(
         records: [layer][prompt].
     """
     numbers: dict[Pattern, int] = {}
-    layers = tuple(_layer_means(samples, numbers) for samples in records if samples[0].patterns)
+    searched = [samples for samples in records if samples[0].patterns]
+    weights = _prompt_weights(searched) if searched else ()
+    layers = tuple(_layer_means(samples, weights, numbers) for samples in searched)
     return LengthProfile(
         length=length,
         prompt_tokens=tuple(prompt_tokens),
+        prompt_weights=weights,
         candidates=tuple(candidates) if layers else (),
         patterns=tuple(numbers),
         layers=layers,
@@ -209,19 +212,29 @@ def length_means(
     )
 
 
-def _layer_means(samples: Sequence[LayerRecord], numbers: dict[Pattern, int]) -> LayerScores:
+def _prompt_weights(records: Sequence[Sequence[LayerRecord]]) -> tuple[float, ...]:
+    """What the damage on each prompt counts, geometric mean 1: less where all of it is larger, by the square root.
+
+    Damage differs by orders of magnitude between prompts, with how sure the model is of its answer: without weights the
+    least sure prompt alone would decide.
+    """
+    medians = [[np.median(sample.damage, 0).sum() for sample in samples] for samples in records]
+    logs = 0.5 * np.log(np.maximum(np.sum(medians, 0), _LEAST_DAMAGE))
+    return tuple(rounded(float(weight)) for weight in np.exp(logs.mean() - logs))
+
+
+def _layer_means(samples: Sequence[LayerRecord], weights: Sequence[float], numbers: dict[Pattern, int]) -> LayerScores:
     patterns = tuple(tuple(numbers.setdefault(one, len(numbers)) for one in row) for row in samples[0].patterns)
-    means = {name: as_table(np.mean([getattr(sample, name) for sample in samples], 0)) for name in SCORES}
-    worst = as_table(np.max([sample.damage for sample in samples], 0))
+    damage_PSH = np.array([sample.damage for sample in samples]) * np.array(weights)[:, None, None]
     first = samples[0]
     return LayerScores(
         layer=first.layer,
         candidates=first.candidates,
         patterns=patterns,
-        worst=worst,
-        damage=means["damage"],
-        tiles=means["tiles"],
-        columns=means["columns"],
+        damage=as_table(damage_PSH.mean(0)),
+        worst=as_table(damage_PSH.max(0)),
+        tiles=as_table(np.mean([sample.tiles for sample in samples], 0)),
+        columns=as_table(np.mean([sample.columns for sample in samples], 0)),
     )
 
 

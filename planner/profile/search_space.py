@@ -208,7 +208,7 @@ def last_q_for(length: int) -> int:
 
 def _own(tile: TileShape, length: int) -> tuple[PatternRange, ...]:
     """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
-    ratios = ((30, 2048), (1000, 1000), (3000, 200), (4096, 0))
+    ratios = ((30, 2048), (1000, 1000), (2000, 500), (3000, 200), (4096, 0))
     return (
         a_shape_range(tile.key, 4096),
         *(vertical_slash_range(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),

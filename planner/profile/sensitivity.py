@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from sparsekv.planner.profile.layer_inputs import LayerInput, kept_inputs
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 
@@ -70,9 +71,13 @@ def walk_layers(
         up: called for the layers in order.
         down: called for the layers from the last to the first; None: no gradients are wanted.
     """
-    inputs: dict[int, _LayerInput] = {}
-    walk = _Walk(up, inputs)
-    with capture_attention(model, walk.observe), _frozen(model), _inputs_kept(model, inputs) as last:
+    walk = _Walk(up)
+    with (
+        capture_attention(model, walk.observe),
+        _frozen(model),
+        kept_inputs(model) as walk.inputs,
+        _last_output(model) as last,
+    ):
         rows = torch.tensor(list(scored), device=ids_BS.device)
         logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=rows).logits
         if down is None:
@@ -82,7 +87,7 @@ def walk_layers(
         del logits_BTV
         layers: Any = decoder_of(model).layers
         for number in reversed(range(len(layers))):
-            gradient_BSE, found = walk.back(layers[number], inputs.pop(number), gradient_BSE)
+            gradient_BSE, found = walk.back(layers[number], walk.inputs.pop(number), gradient_BSE)
             down(replace(found, gradient_BHSD=found.gradient_BHSD / (scale * len(scored) ** 0.5)))
 
 
@@ -94,33 +99,24 @@ def _score(logits_BTV: torch.Tensor, seed: int, temperature: float) -> torch.Ten
     return temperature * log_BTV[0].gather(-1, drawn_T).sum()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayerInput:
-    hidden_BSE: torch.Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class _Walk:
-    def __init__(self, up: Forward, inputs: dict[int, _LayerInput]) -> None:
-        self._up, self._inputs = up, inputs
+    def __init__(self, up: Forward) -> None:
+        self._up = up
+        self.inputs: dict[int, LayerInput] = {}
         self._down: tuple[AttentionCall, torch.Tensor] | None = None
 
     def observe(self, call: AttentionCall) -> torch.Tensor | None:
         if not call.q_BHSD.requires_grad:
-            self._up(call, self._inputs[call.layer].hidden_BSE)
+            self._up(call, self.inputs[call.layer].hidden_BSE)
             return None
         out_BHSD = _attention(call)
         self._down = call, out_BHSD
         return out_BHSD
 
-    def back(
-        self, layer: nn.Module, given: _LayerInput, gradient_BSE: torch.Tensor
-    ) -> tuple[torch.Tensor, Sensitivity]:
+    def back(self, layer: nn.Module, given: LayerInput, gradient_BSE: torch.Tensor) -> tuple[torch.Tensor, Sensitivity]:
         hidden_BSE = given.hidden_BSE.detach().requires_grad_()
         with torch.enable_grad():
-            out = layer(hidden_BSE, *given.args, **given.kwargs)
-            out_BSE = out[0] if isinstance(out, tuple) else out
+            out_BSE = given.run(layer, hidden_BSE)
             assert self._down is not None
             call, attended_BHSD = self._down
             self._down = None
@@ -165,32 +161,20 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _inputs_kept(model: PreTrainedModel, inputs: dict[int, _LayerInput]) -> Iterator[list[torch.Tensor]]:
-    """Notes what each layer is called with; the list gets the output of the last one, from where gradients begin."""
+def _last_output(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Gradients begin at the output of the last layer; the list gets it."""
     last: list[torch.Tensor] = []
-
-    def before(number: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if last:
-                return  # on the way down
-            named = dict(kwargs)
-            hidden, rest = (args[0], args[1:]) if args else (named.pop("hidden_states"), ())
-            inputs[number] = _LayerInput(hidden, rest, named)
-
-        return hook
 
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         if last:
-            return None
+            return None  # on the way down
         first = out[0] if isinstance(out, tuple) else out
         last.append(first.detach().requires_grad_())
         return (last[0], *out[1:]) if isinstance(out, tuple) else last[0]
 
     layers: Any = decoder_of(model).layers
-    hooks = [layer.register_forward_pre_hook(before(i), with_kwargs=True) for i, layer in enumerate(layers)]
-    hooks.append(layers[-1].register_forward_hook(after))
+    hook = layers[-1].register_forward_hook(after)
     try:
         yield last
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()

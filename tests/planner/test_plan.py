@@ -25,6 +25,8 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0)
 OPTIONS = quick_options(gate=LOOSE, decode_loss=1.0, decode_kl=100.0)
+OPTIONS_REFINED = replace(OPTIONS, refine_rounds=1)
+MEASURING = ("profile", "refine", "decode trials")  # the model; what they find is in the profile
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +185,13 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:
     known, cost = measured
-    given = {} if stage in ("profile", "decode trials") else {"profile_in": known}
+    given = {} if stage in MEASURING else {"profile_in": known}
     given |= {} if stage == "cost" else {"cost_in": cost}
     with pytest.raises(KeyboardInterrupt):
         compile_plan(
-            loaded, OPTIONS, **given, profile_out=tmp_path / "p", cost_out=tmp_path / "c", progress=CtrlC(stage)
+            loaded, OPTIONS_REFINED, **given, profile_out=tmp_path / "p", cost_out=tmp_path / "c", progress=CtrlC(stage)
         )
-    is_profiled = stage not in ("profile", "decode trials")
+    is_profiled = stage not in MEASURING
     assert (tmp_path / "p").exists() == is_profiled
     if is_profiled:
         assert read_measured(Profile, tmp_path / "p") == known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -113,12 +113,12 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
             layer = Layer(prefix, v, g, Rows.of(end, tail, TILE, options.row_stride), "cpu")
             again[call.layer] += score_candidates(layer, [plan.prefill.bucket(LENGTH).patterns(call.layer, 4)])
 
-        rows = tuple(chain.from_iterable(starmap(range, prompt.scored)))
+        rows = prompt.answer_rows
         ids = torch.tensor(prompt.ids.astype(np.int64))[None]
         walk_layers(loaded.model, ids, rows, options.seed + sample, lambda call, hidden: None, score)
-    sparse = 0
+    sparse, weight_S1 = 0, np.array(measured.lengths[0].prompt_weights)[:, None]
     for scores in measured.lengths[0].layers:
-        damage_SH = np.array([one.damage_H for one in again[scores.layer]])
+        damage_SH = np.array([one.damage_H for one in again[scores.layer]]) * weight_S1
         density_SH = np.array([one.tiles_H + one.columns_H for one in again[scores.layer]])
         for head, pattern in enumerate(plan.prefill.bucket(LENGTH).patterns(scores.layer, 4)):
             if isinstance(pattern, Dense):

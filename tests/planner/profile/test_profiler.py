@@ -22,7 +22,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 OPTIONS = quick_options(samples=2, tasks=("kv_retrieval", "perplexity"), families=PRESET_FAMILIES).settled(4096, "cpu")
 QUICK = replace(OPTIONS, families=("a_shape",))  # where every layer counts and no candidate
-RANGES = 6  # of the families of OPTIONS, each at two densities
+RANGES = 7  # of the families of OPTIONS, each at two densities
 
 
 @pytest.fixture(scope="module")

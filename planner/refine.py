@@ -1,0 +1,176 @@
+"""Layer weights corrected by what whole plans do: the additive model of damage is a guess, this is the measurement.
+
+The plan that the allocation gives runs on calibration prompts, and again with each of its layers dense: what the
+divergence falls by is what that layer contributes. Where the prediction gives a layer too large or too small a share,
+the weight of its damage is corrected, and the allocation is solved again. It stops when the divergence of the whole
+plan falls no more, and keeps the weights of the best plan; they become a part of the profile, so that a later compile
+without the model gives the same plan.
+
+A pass with a layer dense begins at that layer, from its kept input: on average half of the layers run.
+
+Shapes: B batch (1), H query heads, S rows, T scored rows, V vocabulary, L profiled layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.prefill.dense import dense_attention
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.allocate import at_target
+from sparsekv.planner.cost.predict import Choice, ScoreTables
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
+from sparsekv.planner.profile.layer_inputs import LayerInput, kept_inputs
+from sparsekv.planner.profile.mix import with_tasks
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.progress import Progress
+from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.load import LoadedModel
+
+_MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
+_LEAST_SHARE = 1e-3
+
+Floats = npt.NDArray[np.float64]
+LayerPatterns = Mapping[int, tuple[Pattern, ...]]
+
+
+def refine(loaded: LoadedModel, profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Profile:
+    """The profile with corrected layer weights; unchanged without a target density or without rounds.
+
+    Args:
+        loaded: the model that was profiled, with nothing applied to it.
+        options: settled; `refine_rounds` is the most corrections.
+    """
+    most = options.refine_rounds or 0
+    if "prefill" not in options.phases or not options.target_density or not most:
+        return profile
+    prompts = calibration_prompts(loaded.tokenizer, with_tasks(loaded, options, profile.tasks))
+    targets = dict(zip(options.lengths, options.target_density, strict=True))
+    entries = [entry for entry in profile.lengths if entry.layers]
+    found = {}
+    with (progress or Progress()).stage("refine", total=len(entries)) as step, torch.no_grad():
+        for entry in entries:
+            runs = [_Run(loaded, prompt, profile.tile, profile.backend) for prompt in prompts[entry.length]]
+            found[entry.length] = _refined(entry, targets[entry.length], options, runs, most)
+            step.advance()
+    return profile.model_copy(update={"lengths": tuple(found.get(one.length, one) for one in profile.lengths)})
+
+
+def _refined(
+    entry: LengthProfile, target: float, options: PlanOptions, runs: Sequence[_Run], rounds: int
+) -> LengthProfile:
+    best, least = entry, np.inf
+    now = entry
+    for _ in range(rounds + 1):
+        tables = ScoreTables.of(now)
+        choice = at_target(tables, options.families, target)
+        if choice is None:
+            return entry  # too little for mandatory tiles: the allocation says so
+        whole, alone_L = _measured(now, tables, choice, runs)
+        if whole >= least:
+            break
+        best, least = now, whole
+        now = _corrected(now, _predicted(now, tables, choice), np.maximum(whole - alone_L, 0.0))
+    return best
+
+
+def _measured(entry: LengthProfile, tables: ScoreTables, choice: Choice, runs: Sequence[_Run]) -> tuple[float, Floats]:
+    """Mean divergence of the whole plan, and with each profiled layer dense: [L]."""
+    patterns = {
+        scores.layer: tuple(tables.pattern(choice, row, head) for head in range(len(scores.patterns[0])))
+        for row, scores in enumerate(entry.layers)
+    }
+    found = [run.divergences(patterns, [scores.layer for scores in entry.layers]) for run in runs]
+    means = np.mean(found, 0)
+    return float(means[0]), means[1:]
+
+
+def _predicted(entry: LengthProfile, tables: ScoreTables, choice: Choice) -> Floats:
+    """[L]: the damage of each layer's heads, without weights."""
+    weight_L = np.array([scores.weight for scores in entry.layers])
+    return np.asarray(tables.take(tables.damage_LCH, choice, 0.0).sum(1) / weight_L)
+
+
+def _corrected(entry: LengthProfile, predicted_L: Floats, measured_L: Floats) -> LengthProfile:
+    """Weights towards the measured shares, by the square root of the ratio and at most a factor."""
+    shares = [np.maximum(part_L / max(part_L.sum(), 1e-30), _LEAST_SHARE) for part_L in (measured_L, predicted_L)]
+    weight_L = np.array([scores.weight for scores in entry.layers])
+    wanted_L = shares[0] / shares[1]
+    factor_L = np.clip(np.sqrt(wanted_L / weight_L * np.exp(np.log(weight_L).mean())), 1 / _MOST_FACTOR, _MOST_FACTOR)
+    layers = tuple(
+        scores.model_copy(update={"weight": float(f"{scores.weight * factor:.6g}")})
+        for scores, factor in zip(entry.layers, factor_L.tolist(), strict=True)
+    )
+    return entry.model_copy(update={"layers": layers})
+
+
+class _Run:
+    """One calibration prompt: its prefill by some patterns, its answer dense over what that left."""
+
+    def __init__(self, loaded: LoadedModel, prompt: CalibrationPrompt, tile: TileShape, backend: str) -> None:
+        self._model: Any = loaded.model
+        self._tile, self._backend = tile, backend
+        self._end = prompt.answer_start
+        self._ids_1S = torch.from_numpy(prompt.ids.astype(np.int64)).to(loaded.model.device)[None]
+        self._rows = slice(prompt.answer_rows.start, prompt.answer_rows.stop)
+        self._patterns: LayerPatterns = {}
+        self._dense_TV: torch.Tensor | None = None
+
+    def divergences(self, patterns: LayerPatterns, layers: Sequence[int]) -> Floats:
+        """KL(dense || sparse) a token of the answer: of the whole, and with each of these layers dense."""
+        decoder: Any = decoder_of(self._model)
+        with capture_attention(self._model, self._attend):
+            if self._dense_TV is None:
+                self._dense_TV = self._forward()
+            self._patterns = patterns
+            with kept_inputs(self._model) as inputs:
+                found = [self._divergence(self._forward())]
+            for layer in layers:
+                self._patterns = {number: own for number, own in patterns.items() if number != layer}
+                found.append(self._divergence(self._from(layer, inputs, decoder)))
+            self._patterns = {}
+        return np.array(found)
+
+    def _forward(self) -> torch.Tensor:
+        hidden_1SE = decoder_of(self._model)(input_ids=self._ids_1S, use_cache=False).last_hidden_state
+        return self._log_probabilities(hidden_1SE)
+
+    def _from(self, layer: int, inputs: Mapping[int, LayerInput], decoder: Any) -> torch.Tensor:
+        hidden_1SE = inputs[layer].hidden_BSE
+        for number in range(layer, len(decoder.layers)):
+            hidden_1SE = inputs[number].run(decoder.layers[number], hidden_1SE)
+        return self._log_probabilities(decoder.norm(hidden_1SE[:, self._rows]), cut=True)
+
+    def _log_probabilities(self, hidden_1SE: torch.Tensor, cut: bool = False) -> torch.Tensor:
+        rows_TE = hidden_1SE[0] if cut else hidden_1SE[0, self._rows]
+        logits_TV: torch.Tensor = self._model.get_output_embeddings()(rows_TE)
+        return logits_TV.float().log_softmax(-1)
+
+    def _divergence(self, sparse_TV: torch.Tensor) -> float:
+        assert self._dense_TV is not None
+        kl_T = (self._dense_TV.exp() * (self._dense_TV - sparse_TV)).sum(-1).double()
+        return float(kl_T.mean().clamp(min=0.0))
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor | None:
+        patterns, end = self._patterns.get(call.layer), self._end
+        if patterns is None:
+            return None
+        q_BHSD, k_BGSD, v_BGSD = call.q_BHSD, call.k_BGKD, call.v_BGKD
+        chunk, keys = Chunk.uniform(1, 0, end), (k_BGSD[:, :, :end], v_BGSD[:, :, :end])
+        index = build_index(patterns, q_BHSD[:, :, :end], keys[0], chunk, self._tile, scale=call.scale)
+        prompt = prefill_attention(
+            q_BHSD[:, :, :end], *keys, index, chunk, scale=call.scale, backend=self._backend
+        ).out_BHSD
+        rest = Chunk.uniform(1, end, call.chunk.longest)
+        answer = dense_attention(q_BHSD[:, :, end:], k_BGSD, v_BGSD, rest, scale=call.scale).out_BHSD
+        return torch.cat([prompt, answer], 2)
