@@ -58,7 +58,8 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
-_DENSITY_STEPS = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0)  # times the default density of a length
+_AROUND = (0.25, 2.0)  # times the default density of a length
+_STEPS, _MOST = 8, 0.9
 _MASSES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 _ALPHAS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003)
 BUDGETS = (0.0125, 0.025, 0.05, 0.1, 0.2)
@@ -98,9 +99,12 @@ class CurveInputs:
         return self.profile.tile if self.profile is not None else TileShape()
 
     def ladder(self, length: int, family: Family) -> tuple[float, ...]:
-        """The densities that were asked for, or a ladder from the mandatory tiles on; those take the place of less."""
+        """The densities that were asked for, or a ladder around the default of the length and the mandatory tiles
+        alone; these take the place of what is less."""
         least = round(mandatory_density(length, self.tile, family) + 5e-5, 4)
-        asked = self.densities or (least, *(step * density_for(length) for step in _DENSITY_STEPS))
+        low, high = (share * density_for(length) for share in _AROUND)
+        ladder = np.geomspace(max(low, least), min(high, _MOST), _STEPS).tolist()
+        asked = self.densities or (least, *ladder)
         return tuple(sorted({round(max(density, least), 4) for density in asked if density < 1.0} or {least}))
 
 
