@@ -105,6 +105,9 @@ def measure_curve(
                 check_model(one, info, weights=False)
 
     loaded = subject.load(device, dtype, check)
+    for one in (profile, preset):
+        if one is not None:
+            check_model(one, loaded.info)
     rows = measure_curves(
         CurveInputs(loaded, subject.plan, profile, preset, asked.densities, asked.budgets or BUDGETS, tasks[0], seed),
         methods,

@@ -1,7 +1,7 @@
 """The methods of `sparsekv eval --curve`: which modes each has at a length, one a point of its curve.
 
 Ours: `plan` is the plan file as it is; `sparsekv` is compiled from a profile, for prefill at every density, for decode
-at every bound on the divergence, and then with the budgets of the sparsest such segments halved a few times.
+at every bound on the divergence, and beyond these with larger budgets in the densest and smaller ones in the sparsest.
 
 Baselines of prefill (baselines/prefill_rules.py): `vertical_slash` has a published ratio of MInference, 1000 columns to
 6096 diagonals, scaled in each head until one calibration prompt costs the density; `vertical_slash_by_head` takes the
@@ -58,13 +58,14 @@ from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
-_DENSITY_STEPS = (0.25, 0.35, 0.5, 0.71, 1.0, 1.41, 2.0)  # times the default density of a length
+_AROUND = (0.25, 2.0)  # times the default density of a length
+_STEPS, _MOST = 8, 0.9
 _MASSES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 _ALPHAS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003)
 BUDGETS = (0.0125, 0.025, 0.05, 0.1, 0.2)
 _DECODE_KLS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 _DECODE_LOSSES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
-_HALVINGS = 3
+_SCALES = ((0, 2.0), (0, 4.0), (-1, 0.5), (-1, 0.25), (-1, 0.125))  # of the densest and the sparsest segments found
 _SINK = 128  # StreamingLLM's needs four tokens; a tile is computed anyway
 
 Modes = Iterator[tuple[str, Mode]]
@@ -98,9 +99,12 @@ class CurveInputs:
         return self.profile.tile if self.profile is not None else TileShape()
 
     def ladder(self, length: int, family: Family) -> tuple[float, ...]:
-        """The densities that were asked for, or a ladder from the mandatory tiles on; those take the place of less."""
+        """The densities that were asked for, or a ladder around the default of the length and the mandatory tiles
+        alone; these take the place of what is less."""
         least = round(mandatory_density(length, self.tile, family) + 5e-5, 4)
-        asked = self.densities or (least, *(step * density_for(length) for step in _DENSITY_STEPS))
+        low, high = (share * density_for(length) for share in _AROUND)
+        ladder = np.geomspace(max(low, least), min(high, _MOST), _STEPS).tolist()
+        asked = self.densities or (least, *ladder)
         return tuple(sorted({round(max(density, least), 4) for density in asked if density < 1.0} or {least}))
 
 
@@ -147,11 +151,11 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
         bucket = choose_filter_layers(own, _no_prices(own), settled).bucket(length)
         if bucket.segments:
             found.setdefault(bucket.segments, name)
-    if found:
-        sparsest, name = list(found.items())[-1]
-        for number in range(1, _HALVINGS + 1):
-            smaller = tuple(_with_share(segment, 0.5**number, length) for segment in sparsest)
-            found.setdefault(smaller, f"{name}, budgets / {2**number}")
+    compiled = list(found.items())
+    for number, factor in _SCALES if compiled else ():
+        segments, name = compiled[number]
+        scaled = tuple(_with_share(segment, factor, length) for segment in segments)
+        found.setdefault(scaled, f"{name}, budgets x {factor:g}")
     for segments, name in found.items():
         yield name, PlanMode(decode_plan(inputs.loaded.info, segments), "decode")
 
@@ -165,7 +169,7 @@ def _decode_options(length: int, tried: bool) -> Iterator[tuple[str, PlanOptions
 
 
 def _with_share(segment: Segment, share: float, length: int) -> Segment:
-    budget = DecodeBudget(tokens=max(1, round(segment.budget.resolve(length) * share)))
+    budget = DecodeBudget(tokens=min(length, max(1, round(segment.budget.resolve(length) * share))))
     return segment.model_copy(update={"budget": budget})
 
 
