@@ -364,7 +364,8 @@ def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) ->
     targets = list(options.target_density)
     for number, entry in enumerate(entries):
         if entry.length in lengths:
-            targets[number] = min(1.0, round(targets[number] * _DENSER, 4))
+            denser = round(targets[number] * _DENSER, 4)
+            targets[number] = denser if denser < 1.0 else targets[number]  # dense everywhere is no plan
     return replace(options, target_density=tuple(targets))
 
 
