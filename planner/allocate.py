@@ -16,7 +16,7 @@ neighbours would lose accuracy and win nothing that was asked for. The plan is t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,13 +30,16 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.types import format_length
 
 # Candidates of a preset are fitted on one prompt; on the mean of all they may cost this much more than the target.
 TOLERANCE = 1.1
 _SPEEDUP_STEPS = 24  # of the bisection for a density that comes to a speedup
 
 
-def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> PrefillPlan:
+def allocate(
+    profile: Profile, cost: DeviceCost, options: PlanOptions, say: Callable[[str], None] | None = None
+) -> PrefillPlan:
     """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last (dense where that
     would not pay all the way up to the model's context).
 
@@ -46,6 +49,7 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
     Args:
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
             has one density a length (the preset), or `target_speedup` is set.
+        say: gets a line a length: the damage of the allocation, and how far above the least possible it may be.
 
     Raises:
         UsageError: a target lies below all that was profiled.
@@ -58,6 +62,9 @@ def allocate(profile: Profile, cost: DeviceCost, options: PlanOptions) -> Prefil
         choices = [length.at_speedup(options.target_speedup) for length in work]
     else:
         choices = [length.at_density(target) for length, target in zip(work, targets, strict=True)]
+    if say is not None:
+        for line in filter(None, (length.told() for length in work)):
+            say(line)
     buckets: list[PrefillBucket] = []
     for length, choice in zip(work, choices, strict=True):
         above = buckets[-1].up_to if buckets else None
@@ -178,6 +185,7 @@ class _Length:
         self._savings = Savings(cost, self._tables, profile.tile) if options.crossover else None
         self._own_LCH = self._tables.of_families(options.families)
         self._families = options.families
+        self._found: Allocation | None = None  # of the last density that was asked for
 
     def at_density(self, target: float) -> Choice:
         """The least damage at a target density, and what of it the crossover leaves sparse."""
@@ -216,6 +224,17 @@ class _Length:
                 high = middle
         return choice
 
+    def told(self) -> str | None:
+        """How good the allocation is, over the heads that the crossover leaves sparse; None of a preset."""
+        if self._found is None:
+            return None
+        damage, bound = self._found.damage, self._found.bound
+        gap = (damage - bound) / damage if damage > 0.0 else 0.0
+        return (
+            f"allocation at {format_length(self._entry.length)}: damage {damage:.3g} nats, "
+            f"proven to be within {gap:.2%} of the least for its density"
+        )
+
     def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
         """The choice as a bucket, behind a dense one for the lengths from `above` on at which it would not pay."""
         length = self._entry.length
@@ -250,6 +269,7 @@ class _Length:
         budget = max(target * int(sparse_LH.sum()), least)
         found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
         assert found is not None
+        self._found = found
         return np.where(tables.present_LH & ~sparse_LH, DENSE, found.choice)
 
     @property

@@ -215,7 +215,7 @@ def compile_once(
     """
     stages = progress or Progress()
     with stages.stage("allocate", total=1) as step:
-        prefill = allocate(measured, cost, options) if "prefill" in options.phases else None
+        prefill = allocate(measured, cost, options, stages.say) if "prefill" in options.phases else None
         step.advance()
     with stages.stage("filter layers", total=1) as step:
         decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None

@@ -339,3 +339,17 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     with pytest.raises(UsageError, match=r"density of 0\.3 over all calibration prompts at 8192 tokens, found 0\.30"):
         allocate(drifted, made_up_cost(), ALWAYS)
     assert density_of(drifted, options_for(target_density=(0.31,), crossover=False)) <= 0.31
+
+
+def test_the_proven_gap_of_every_length_is_said() -> None:
+    profile, said = profile_with(), list[str]()
+    plan = allocate(profile, made_up_cost(), ALWAYS, said.append)
+    assert plan == allocate(profile, made_up_cost(), ALWAYS)
+    (line,) = said
+    gap = float(line.split("within ")[1].split("%")[0])
+    tables = ScoreTables.of(profile.lengths[0])
+    budget = 0.3 * int(tables.present_LH.sum())
+    own_LCH = tables.of_families(ALWAYS.families)
+    found = solve(tables.density_LCH, tables.damage_LCH, own_LCH, tables.present_LH, budget)
+    assert gap == pytest.approx(100 * (found.damage - found.bound) / found.damage, abs=0.01)
+    assert line.startswith("allocation at 8k: damage")
