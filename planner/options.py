@@ -57,7 +57,7 @@ _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out.
 _SAMPLES = {"cpu": 3, "cuda": 8}
 DECODE_BUDGET = fraction(0.1)
-_DECODE_KL = 0.002
+_DECODE_KL = 0.003
 _APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
@@ -192,7 +192,7 @@ class PlanOptions:
         decode_sink, decode_recent: the first and the last tokens that those layers attend to besides.
         decode_selectors: how the last queries may weigh in the choice; all but "last" keep a window of queries.
         decode_kl: most mean divergence of decode steps from dense on calibration prompts, in nats, by the 95% upper
-            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials. None: 0.002, or
+            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials. None: 0.003, or
             what the gate asks of decode where that is less.
         decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance;
             of the "dp" rule, where nothing was tried.

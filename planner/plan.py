@@ -1,6 +1,6 @@
 """From a model to a plan: profile, refine, decode trials, cost, allocate, filter layers, verify, result.
 
-A plan that misses its gate is tightened and tried again: the next density of the profiled ladder for prefill; for
+A plan that misses its gate is tightened and tried again: a larger budget for prefill, allocated anew; for
 decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
 chosen tokens), then a larger budget.
 

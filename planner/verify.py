@@ -38,6 +38,7 @@ _TOO_FEW = (
 _UNPROVEN = "{phase}: met on average, not proven at 95%: {bounds}"
 _PROVE = "verify on more samples to prove more, or loosen the gate"
 _UNTOUCHED = "{phase} up to {up_to} is sparse and was not run sparse at any verified length"
+_DENSER = 1.3  # at each attempt
 _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005
 
@@ -356,15 +357,15 @@ def tightened(
 
 
 def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) -> PlanOptions:
-    """The next density of the ladder at the lengths that missed."""
+    """A larger budget at the lengths that missed, which the allocation spends on the heads that it helps most."""
     if not options.target_density or options.target_speedup is not None:  # denser would miss the speedup
         return options
     entries = [entry for entry in profile.lengths if entry.layers]
     targets = list(options.target_density)
     for number, entry in enumerate(entries):
         if entry.length in lengths:
-            denser = (density for density in entry.densities if density > targets[number] * 1.001)
-            targets[number] = next(denser, targets[number])
+            denser = round(targets[number] * _DENSER, 4)
+            targets[number] = denser if denser < 1.0 else targets[number]  # dense everywhere is no plan
     return replace(options, target_density=tuple(targets))
 
 

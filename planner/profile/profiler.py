@@ -41,6 +41,9 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
+# Of a candidate's target density: the allocation goes by what was measured, and each step of the search costs an index.
+_SLACK = 0.05
+
 
 def profile(
     loaded: LoadedModel, options: PlanOptions, progress: Progress | None = None, resume: Path | None = None
@@ -207,8 +210,8 @@ class Pass:
             first = records[self._length, 0, number]
             candidates, patterns = np.array(first.candidates), first.patterns
         else:
-            candidates = self._finalists(layer)
-            patterns = tuple(_fitted(prefix, [self._aims[one] for one in row]) for row in candidates)
+            candidates, known = self._finalists(layer)
+            patterns = tuple(self._patterns_of(row, prefix, known) for row in candidates.tolist())
         scores = score_candidates(layer, patterns)
         tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
         return {"candidates": tuple(map(tuple, candidates.tolist())), "patterns": patterns, **tables}
@@ -221,18 +224,21 @@ class Pass:
         rows = Rows.of(end, self._prompt.tail_start, tile, self._options.row_stride or 1)
         return Layer(prefix, v_BGSD, found.gradient_BHSD[:, :, :end], rows, self._backend)
 
-    def _finalists(self, layer: Layer) -> Numbers:
-        """[slot, H]: what is worth measuring on every prompt."""
-        heads = layer.prefix.heads
+    def _finalists(self, layer: Layer) -> tuple[Numbers, dict[int, Patterns]]:
+        """[slot, H]: what is worth measuring on every prompt; and the patterns of the candidates that were compared."""
         scouted = scouts(self._aims)
-        patterns = [_fitted(layer.prefix, [self._aims[number]] * heads) for number in scouted]
-        damage_CH = np.stack([score.damage_H for score in score_candidates(layer, patterns)])
-        return slots(self._aims, scouted, damage_CH)
+        known = {number: self._patterns_of([number] * layer.prefix.heads, layer.prefix, {}) for number in scouted}
+        damage_CH = np.stack([score.damage_H for score in score_candidates(layer, list(known.values()))])
+        return slots(self._aims, scouted, damage_CH), known
 
-
-def _fitted(prefix: Prefix, aims: Sequence[Aim]) -> Patterns:
-    """Of each head the pattern of its aim."""
-    return fit_to_target(prefix, [aim.patterns for aim in aims], [aim.density * prefix.causal_tiles for aim in aims])
+    def _patterns_of(self, numbers: Sequence[int], prefix: Prefix, known: Mapping[int, Patterns]) -> Patterns:
+        """Of each head the pattern of its candidate."""
+        if all(number in known for number in numbers):
+            return tuple(known[number][head] for head, number in enumerate(numbers))
+        aims: Sequence[Aim] = [self._aims[number] for number in numbers]
+        targets = [aim.density * prefix.causal_tiles for aim in aims]
+        slack = _SLACK if self._options.preset is None else 0.0
+        return fit_to_target(prefix, [aim.patterns for aim in aims], targets, slack)
 
 
 def _weight_of(projection: Any, q_BHSD: torch.Tensor) -> torch.Tensor:

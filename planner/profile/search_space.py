@@ -286,7 +286,9 @@ class Prefix:
         return np.asarray(computed_tiles(self.index(patterns))[0].double().cpu().numpy())
 
 
-def fit_to_target(prefix: Prefix, ranges: Sequence[PatternRange], targets: Sequence[float]) -> Patterns:
+def fit_to_target(
+    prefix: Prefix, ranges: Sequence[PatternRange], targets: Sequence[float], slack: float = 0.0
+) -> Patterns:
     """The largest pattern of each head's range that costs at most the head's target.
 
     Bisection over the range's own grid, all heads in one index build a step. A head whose smallest pattern already
@@ -295,6 +297,7 @@ def fit_to_target(prefix: Prefix, ranges: Sequence[PatternRange], targets: Seque
     Args:
         ranges: of each head.
         targets: tiles of each head.
+        slack: a pattern that costs this share less than the target is as good as the largest.
 
     Returns:
         One pattern a head. `max_tiles` is set from the rows it really computes here, so that other prompts can cost
@@ -309,11 +312,14 @@ def fit_to_target(prefix: Prefix, ranges: Sequence[PatternRange], targets: Seque
 
     fitting = np.zeros(prefix.heads, np.int64)
     beyond = np.array([one.sizes(length) for one in ranges], np.int64)
-    while np.any(beyond - fitting > 1):
+    while np.any(searching := beyond - fitting > 1):
         middle = (fitting + beyond) // 2
-        fits = prefix.cost(sized(middle, loose)) <= target_H
-        fitting = np.where(fits, middle, fitting)
-        beyond = np.where(fits | (beyond - fitting <= 1), beyond, middle)
+        cost_H = prefix.cost(sized(middle, loose))
+        fits = cost_H <= target_H
+        fitting = np.where(searching & fits, middle, fitting)
+        beyond = np.where(searching & ~fits, middle, beyond)
+        is_close = searching & fits & (cost_H >= (1.0 - slack) * target_H)
+        beyond = np.where(is_close, fitting + 1, beyond)
     most_H = prefix.index(sized(fitting, loose)).counts_BHT[0].amax(-1).tolist()
     tight = (_in_tiles(PROMPT_ROOM * most * prefix.tile.key, prefix.tile, length) for most in most_H)
     return sized(fitting, map(min, loose, tight))

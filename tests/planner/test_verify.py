@@ -173,7 +173,7 @@ def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verifie
 def test_a_length_at_which_decode_missed_makes_prefill_no_denser_there() -> None:
     stricter = tightened(BASE, PROFILE, {"prefill": (4096,), "decode": (8192,)})
     assert stricter is not None
-    assert stricter.target_density == (0.3, 0.2)
+    assert stricter.target_density == (0.26, 0.2)
 
 
 def test_a_plan_without_phases_cannot_be_verified(loaded: LoadedModel) -> None:
@@ -199,7 +199,7 @@ BASE = replace(PlanOptions(), lengths=(4096, 8192), target_density=(0.2, 0.2))
 
 def test_only_the_lengths_that_missed_get_denser() -> None:
     stricter = tightened(BASE, PROFILE, {"prefill": (8192,), "both": (8192,)})
-    assert stricter.target_density == (0.2, 0.3)
+    assert stricter.target_density == (0.2, 0.26)
     assert stricter.decode_loss == BASE.decode_loss
 
 
@@ -227,12 +227,12 @@ def test_decode_that_was_tried_is_tightened_to_a_trial_that_diverged_half_as_muc
 
 def test_both_are_tightened_when_only_together_they_missed() -> None:
     stricter = tightened(BASE, PROFILE, {"both": (4096,)})
-    assert stricter.target_density == (0.3, 0.2)
+    assert stricter.target_density == (0.26, 0.2)
     assert stricter.decode_loss < BASE.decode_loss
 
 
-def test_the_ladder_ends() -> None:
-    top = replace(BASE, target_density=(0.4, 0.4))
+def test_a_density_grows_until_the_next_would_be_dense() -> None:
+    top = replace(BASE, target_density=(0.8, 0.8))
     assert tightened(top, PROFILE, {"prefill": (4096, 8192)}) is None
 
 
