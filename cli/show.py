@@ -93,5 +93,7 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
     found = read_measured(Profile, path)
     check_model(found, plan.model)
     if plan.provenance.profile not in (None, digest_of(found)):
-        tell(f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage")
+        tell(
+            f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
+        )
     return found
