@@ -50,7 +50,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One prompt to complete: BOS if the tokenizer has one, the context, one question; in the frame of a chat, if any."""
+    """One prompt to complete: BOS if the tokenizer has one, the context, a question; in the frame of a chat, if any."""
 
     prompt_ids: Ids
     answer_ids: Ids

@@ -17,7 +17,7 @@ def sample(task: str, length: int, index: int = 0, tokenizer: str = "shipped") -
 
 
 def quotations(made: Sample, tokenizer: str) -> list[tuple[int, int]]:
-    """Tokens that repeat earlier ones, half-open, in the prompt with its answer: behind each frame and what is asked."""
+    """Tokens that repeat earlier ones, half-open, in the prompt with its answer: behind each frame and a cue."""
     frame = np.asarray(kit_named(tokenizer).encoder.encode([TASKS[made.task].frame]), np.int32)
     starts = [first + len(frame) + CUE for first in places(made.prompt_ids, frame)]
     assert starts[-1] == len(made.prompt_ids)
