@@ -28,7 +28,7 @@ def show(
         Path | None, typer.Option(metavar="FILE", help="Write a self-contained page with charts, in place of tables.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The plan's profile: errors and similarity, for --html.")
+        Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity, for --html.")
     ] = None,
     curve: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured curves (JSON), for --html.")] = None,
     as_json: Json = False,
@@ -93,5 +93,7 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
     found = read_measured(Profile, path)
     check_model(found, plan.model)
     if plan.provenance.profile not in (None, digest_of(found)):
-        tell(f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no error")
+        tell(
+            f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
+        )
     return found

@@ -54,7 +54,7 @@ _LEVELS = {
 _ROUNDS = {"cuda": 2}  # of refinement
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
-# Calibration samples a length where the tasks are found out: on a GPU, every quotation task twice.
+# Calibration samples a length where the tasks are found out.
 _SAMPLES = {"cpu": 3, "cuda": 8}
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
@@ -111,13 +111,8 @@ SWITCHES = (
 )
 
 _NO_FLAG = (
-    "levels",
-    "row_stride",
-    "refine_rounds",
-    "verify_lengths",
-    "decode_sink",
-    "decode_recent",
-    "decode_selectors",
+    *("levels", "row_stride", "refine_rounds", "verify_lengths"),
+    *("decode_sink", "decode_recent", "decode_selectors"),
 )
 
 
@@ -283,6 +278,8 @@ class PlanOptions:
             families = PRESET_FAMILIES if preset else FAMILIES
             return replace(self, families=families).settled(context_length, device_type)
         tasks = ("kv_retrieval",) if preset and not self.tasks else self.tasks
+        every = len(tasks) or _SAMPLES["cuda"]
+        samples = 1 if preset else every if on_gpu else min(_SAMPLES["cpu"], every)
         verified = math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if on_gpu else 2
         return replace(
             self,
@@ -293,16 +290,11 @@ class PlanOptions:
             row_stride=self.row_stride or (1 if on_gpu else 4),
             refine_rounds=_ROUNDS.get(device_type, 0) if self.refine_rounds is None else self.refine_rounds,
             tasks=tasks,
-            samples=self.samples or len(self.prompts) or (1 if preset else self._default_samples(on_gpu)),
+            samples=self.samples or len(self.prompts) or samples,
             verify_samples=verified if self.verify_samples is None else self.verify_samples,
             verify_lengths=self.verify_lengths or lengths,
             is_settled=True,
         )
-
-    def _default_samples(self, on_gpu: bool) -> int:
-        if not on_gpu:
-            return min(_SAMPLES["cpu"], len(self.tasks) or _SAMPLES["cpu"])
-        return len(self.tasks) + len(set(self.tasks) & set(QUOTE_TASKS)) if self.tasks else _SAMPLES["cuda"]
 
     def _densities(self, lengths: tuple[int, ...]) -> tuple[float, ...]:
         given = self.target_density

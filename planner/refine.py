@@ -54,7 +54,8 @@ def refine(loaded: LoadedModel, profile: Profile, options: PlanOptions, progress
     most = options.refine_rounds or 0
     if "prefill" not in options.phases or not options.target_density or not most:
         return profile
-    prompts = calibration_prompts(loaded.tokenizer, with_tasks(loaded, options, profile.tasks))
+    options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
+    prompts = calibration_prompts(loaded.tokenizer, options)
     targets = dict(zip(options.lengths, options.target_density, strict=True))
     entries = [entry for entry in profile.lengths if entry.layers]
     found = {}
@@ -71,28 +72,28 @@ def _refined(
 ) -> LengthProfile:
     best, least = entry, np.inf
     now = entry
-    for _ in range(rounds + 1):
+    for number in range(rounds + 1):
         tables = ScoreTables.of(now)
         choice = at_target(tables, options.families, target)
         if choice is None:
             return entry  # too little for mandatory tiles: the allocation says so
-        whole, alone_L = _measured(now, tables, choice, runs)
-        if whole >= least:
+        patterns = _patterns_of(now, tables, choice)
+        whole = float(np.mean([run.divergence(patterns) for run in runs]))
+        if not whole < least:
             break
         best, least = now, whole
-        now = _corrected(now, _predicted(now, tables, choice), np.maximum(whole - alone_L, 0.0))
+        if number < rounds:  # without a layer: many passes, for another round alone
+            without_L = np.mean([run.without_each(patterns) for run in runs], 0)
+            now = _corrected(now, _predicted(now, tables, choice), np.maximum(whole - without_L, 0.0))
     return best
 
 
-def _measured(entry: LengthProfile, tables: ScoreTables, choice: Choice, runs: Sequence[_Run]) -> tuple[float, Floats]:
-    """Mean divergence of the whole plan, and with each profiled layer dense: [L]."""
-    patterns = {
+def _patterns_of(entry: LengthProfile, tables: ScoreTables, choice: Choice) -> LayerPatterns:
+    """Of every profiled layer, in order."""
+    return {
         scores.layer: tuple(tables.pattern(choice, row, head) for head in range(len(scores.patterns[0])))
         for row, scores in enumerate(entry.layers)
     }
-    found = [run.divergences(patterns, [scores.layer for scores in entry.layers]) for run in runs]
-    means = np.mean(found, 0)
-    return float(means[0]), means[1:]
 
 
 def _predicted(entry: LengthProfile, tables: ScoreTables, choice: Choice) -> Floats:
@@ -126,19 +127,26 @@ class _Run:
         self._patterns: LayerPatterns = {}
         self._dense_TV: torch.Tensor | None = None
 
-    def divergences(self, patterns: LayerPatterns, layers: Sequence[int]) -> Floats:
-        """KL(dense || sparse) a token of the answer: of the whole, and with each of these layers dense."""
-        decoder: Any = decoder_of(self._model)
+    def divergence(self, patterns: LayerPatterns) -> float:
+        """KL(dense || sparse) a token of the answer."""
         with capture_attention(self._model, self._attend):
             if self._dense_TV is None:
+                self._patterns = {}
                 self._dense_TV = self._forward()
             self._patterns = patterns
+            return self._divergence(self._forward())
+
+    def without_each(self, patterns: LayerPatterns) -> Floats:
+        """The same with each layer of `patterns` dense, one at a time: [L]."""
+        decoder: Any = decoder_of(self._model)
+        found = []
+        with capture_attention(self._model, self._attend):
+            self._patterns = patterns
             with kept_inputs(self._model) as inputs:
-                found = [self._divergence(self._forward())]
-            for layer in layers:
+                self._forward()
+            for layer in patterns:
                 self._patterns = {number: own for number, own in patterns.items() if number != layer}
                 found.append(self._divergence(self._from(layer, inputs, decoder)))
-            self._patterns = {}
         return np.array(found)
 
     def _forward(self) -> torch.Tensor:

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from sparsekv.planner.profile.layer_inputs import LayerInput, kept_inputs
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.generate import check_numbers
 
 TEMPERATURE = 3.0
 _ROWS_AT_ONCE = 4096  # of a layer with a window of its own
@@ -44,7 +45,7 @@ class Sensitivity:
     """One layer over one prompt."""
 
     call: AttentionCall
-    gradient_BHSD: torch.Tensor  # of the answer's score function, by the attention output
+    gradient_BHSD: torch.Tensor  # of the answer's score function, by the attention output; float32
 
 
 Forward = Callable[[AttentionCall, torch.Tensor], None]
@@ -70,6 +71,9 @@ def walk_layers(
         seed: of the tokens that the score function is taken at.
         up: called for the layers in order.
         down: called for the layers from the last to the first; None: no gradients are wanted.
+
+    Raises:
+        UnsupportedError: logits or gradients overflow in the model's dtype.
     """
     walk = _Walk(up)
     with (
@@ -82,13 +86,16 @@ def walk_layers(
         logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=rows).logits
         if down is None:
             return
+        check_numbers(model, "logits", logits_BTV)
         scale = _FLOAT16_SCALE if model.dtype == torch.float16 else 1.0
         (gradient_BSE,) = torch.autograd.grad(scale * _score(logits_BTV.float(), seed, temperature), last[0])
         del logits_BTV
         layers: Any = decoder_of(model).layers
         for number in reversed(range(len(layers))):
             gradient_BSE, found = walk.back(layers[number], walk.inputs.pop(number), gradient_BSE)
-            down(replace(found, gradient_BHSD=found.gradient_BHSD / (scale * len(scored) ** 0.5)))
+            own_BHSD = found.gradient_BHSD.float() / (scale * len(scored) ** 0.5)
+            check_numbers(model, f"gradients in layer {number}", 0.0 * own_BHSD.abs().amax())  # NaN of infinity too
+            down(replace(found, gradient_BHSD=own_BHSD))
 
 
 def _score(logits_BTV: torch.Tensor, seed: int, temperature: float) -> torch.Tensor:

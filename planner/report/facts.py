@@ -12,7 +12,7 @@ from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, VerticalSlash
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan, Quality, to_data
-from sparsekv.plans.show import layer_rows, text_of, titled
+from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
 from sparsekv.plans.types import format_ids, format_length
 
 if TYPE_CHECKING:
@@ -310,24 +310,30 @@ class CurveRow:
 
 
 _COLUMNS = ("dense", "sparse", "interval", "samples")
+_ELSEWHERE = ("lengths", "tasks", "agreement", "by_length")
 
 
 def quality_table(quality: Quality) -> list[list[str]]:
-    """A header and a row a measured value, whatever the quality of a plan holds."""
+    """A header and a row a measured value; agreement with dense has a table of its own."""
     rows = [["Phase", "Measured at", "What", "Dense", "Sparse", "95% interval", "Samples"]]
     for phase, measured in to_data(quality).items():
         at = ", ".join(map(format_length, measured["lengths"]))
-        values = {key: value for key, value in measured.items() if key not in ("lengths", "tasks")}
+        values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
         for name, value in (values | measured.get("tasks", {})).items():
             rows.append([phase, at, *_quality_cells(name, value)])
     return rows
 
 
+def agreement_table(quality: Quality) -> list[list[str]]:
+    """A header and a row for each phase, length and task; none without a measured agreement."""
+    rows = [list(row) for row in agreement_rows(quality)]
+    return [list(AGREEMENT_HEADER), *rows] if rows else []
+
+
 def _quality_cells(name: str, value: Any) -> list[str]:
     """A score (a mapping) or a number: of the sparse side, as the plan is what is measured."""
     parts: Mapping[str, Any] = value if isinstance(value, Mapping) else {"sparse": value}
-    others = [f"{key} {_cell(part)}" for key, part in parts.items() if key not in _COLUMNS]
-    return [" ".join((name, *others)), *(_cell(parts.get(key)) for key in _COLUMNS)]
+    return [name, *(_cell(parts.get(key)) for key in _COLUMNS)]
 
 
 def _cell(value: Any) -> str:

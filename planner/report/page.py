@@ -176,11 +176,13 @@ def _times(plan: Plan, drawings: _Drawings) -> Section | None:
 def _quality(plan: Plan) -> Section:
     if plan.quality is None:
         return Section("Quality", (Block(lines=("Not measured.",)),))
-    note = (
-        "On held-out prompts. kl: mean divergence of next-token logits from dense, in nats. Intervals of a task are of "
+    note = "On held-out prompts. kl: mean divergence of next-token distributions from dense, in nats. "
+    measured = Block(
+        lines=(note + "Intervals of a task are of sparse - dense.",), table=facts.quality_table(plan.quality)
     )
-    note += "sparse - dense."
-    return Section("Quality", (Block(lines=(note,), table=facts.quality_table(plan.quality)),))
+    agreement = facts.agreement_table(plan.quality)
+    between = (Block("Agreement with dense, with 95% intervals", table=agreement),) if agreement else ()
+    return Section("Quality", (measured, *between))
 
 
 _VALUES = {

@@ -38,13 +38,11 @@ class Document:
 
     Attributes:
         context_is_text: true on filler, false on planted statements.
-        references: half-open ranges of the context, ascending, whose tokens follow from an earlier part of it.
     """
 
     context_ids: Ids
     context_is_text: Mask
     queries: tuple[Query, ...]
-    references: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.context_ids) + sum(len(query) for query in self.queries)
@@ -52,18 +50,13 @@ class Document:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One prompt to complete: BOS if the tokenizer has one, the context, one question; in the frame of a chat, if any.
-
-    Attributes:
-        references: half-open ranges of the prompt, ascending, whose tokens follow from an earlier part of it.
-    """
+    """One prompt to complete: BOS if the tokenizer has one, the context, a question; in the frame of a chat, if any."""
 
     prompt_ids: Ids
     answer_ids: Ids
     answer: str
     task: str
     length: int
-    references: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,9 @@ class Quote:
         points = np.asarray([one.point for one in quotations[:-1]], np.int32)
         lines = [[*frame, *passage.tolist(), *newline] for passage in others]
         context_ids, is_text = plant(source.ids, source.breaks, lines, points)
-        references = tuple((one.start + _CUE, one.start + sizes.passage) for one in quotations[:-1])
         question_ids = np.concatenate([np.asarray(frame, np.int32), asked[:_CUE]])
         query = Query(question_ids, asked[_CUE:], _compared(kit.encoder, asked[_CUE:]), _CUE)
-        return Document(context_ids, is_text, (query,), references)
+        return Document(context_ids, is_text, (query,))
 
 
 def _compared(encoder: PieceEncoder, answer_ids: Ids) -> str:
@@ -138,11 +137,10 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Quotation:
-    """A passage at index `first` of the text, quoted in front of `point`, at index `start` of the whole."""
+    """A passage at index `first` of the text, quoted in front of `point`."""
 
     first: int
     point: int
-    start: int
 
 
 class _Layout:
@@ -187,7 +185,7 @@ class _Layout:
         found, distances = [], []
         for number, i in enumerate(np.argsort(self.points, kind="stable").tolist()):
             first, start = self.passages[i], self.points[i] + number * size + self._sizes.frame
-            found.append(_Quotation(first, self.points[i], start))
+            found.append(_Quotation(first, self.points[i]))
             distances.append(start - first - int(np.searchsorted(body, first, "right")) * size)
         return found, sorted(distances)
 

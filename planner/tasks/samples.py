@@ -61,9 +61,8 @@ def make_sample(task: Task, kit: Kit, length: int, seed: int, index: int) -> Sam
     before, after = (np.asarray(ids, np.int32) for ids in (frame.before_ids, frame.after_ids))
     asked = len(query.question_ids) - query.cue
     message = np.concatenate([document.context_ids, query.question_ids[:asked]])
-    references = tuple((first + len(before), end + len(before)) for first, end in document.references)
     prompt_ids = np.concatenate([before, message, after, query.question_ids[asked:]])
-    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length, references)
+    return Sample(prompt_ids, query.answer_ids, query.answer, task.name, length)
 
 
 def make_samples(task: Task, kit: Kit, length: int, seed: int, count: int) -> Iterator[Sample]:

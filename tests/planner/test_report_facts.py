@@ -7,10 +7,18 @@ import pytest
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 from plans_samples import full_plan, small_plan
 
-from sparsekv.planner.report.facts import budget_table, layer_reads, pattern_maps, quality_table, similarity
+from sparsekv.planner.report.facts import (
+    agreement_table,
+    budget_table,
+    layer_reads,
+    pattern_maps,
+    quality_table,
+    similarity,
+)
 from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Plan
+from sparsekv.plans.schema import Plan, Quality
+from sparsekv.plans.types import format_length
 
 LENGTH = 4096
 OTHER = AShape(sink=tokens(1), window=tokens(1))
@@ -106,3 +114,15 @@ def test_the_quality_table_has_every_measured_number() -> None:
     assert prefill["kl"] == ["", "1.5e-05", "", ""]
     assert prefill["niah_single"] == ["0.99", "0.985", "-0.01235 to 0.0025", "200"]
     assert {row[0] for row in rows} == {"prefill", "decode", "both"}
+    assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
+
+
+def test_the_agreement_table_has_every_phase_length_and_task() -> None:
+    quality = full_plan().quality
+    header, *rows = agreement_table(quality)
+    assert all(len(row) == len(header) for row in rows)
+    assert rows[0][0] == "prefill"
+    over = [row[1] for row in rows]
+    assert {"all", *(format_length(part.length) for part in quality.prefill.by_length)} <= set(over)
+    bare = quality.prefill.model_copy(update={"agreement": None})
+    assert agreement_table(Quality(prefill=bare)) == []

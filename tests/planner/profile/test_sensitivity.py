@@ -11,6 +11,7 @@ from tiny_models import random_tokens, tiny_model
 from transformers import PreTrainedModel
 
 from sparsekv.planner.profile.sensitivity import TEMPERATURE, Sensitivity, walk_layers
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.hf.capture import AttentionCall
 
 SCORED, SEED = (30, 41, 42, 49), 3
@@ -94,6 +95,34 @@ def test_another_seed_draws_other_tokens_and_the_same_one_the_same() -> None:
 
     assert torch.equal(gradient(1), gradient(1))
     assert not torch.equal(gradient(1), gradient(2))
+
+
+def gradients_with_head_times(factor: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of a model whose logits, and so whose gradients, are that much larger."""
+    model, found = tiny_model("llama"), list[Sensitivity]()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(factor)
+    walk_layers(model.to(dtype), random_tokens(1, 50), SCORED, SEED, lambda call, hidden: None, found.append)
+    return [one.gradient_BHSD for one in found]
+
+
+def test_gradients_that_float16_could_not_hold_keep_their_digits_in_a_float16_model() -> None:
+    half, whole = (gradients_with_head_times(1e-5, dtype) for dtype in (torch.float16, torch.float32))
+    for one, wanted in zip(half, whole, strict=True):
+        assert 0 < wanted.abs().max() < 1e-5
+        assert (one - wanted).norm() < 0.03 * wanted.norm()
+
+
+@pytest.mark.parametrize(("residual", "head", "what"), [(1e-2, 1.0, "gradients in layer 0"), (1.0, 1e6, "logits")])
+def test_what_overflows_is_refused(residual: float, head: float, what: str) -> None:
+    model = tiny_model("llama")
+    shrunk = [(layer.self_attn.v_proj, layer.mlp.down_proj) for layer in model.model.layers]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(head)
+        for module in (model.model.embed_tokens, *chain.from_iterable(shrunk)):  # a small change is then a large one
+            module.weight.mul_(residual)
+    with pytest.raises(UnsupportedError, match=rf"{what}.* float16.* --dtype"):
+        walk_layers(model.half(), random_tokens(1, 50), SCORED, SEED, lambda call, hidden: None, lambda found: None)
 
 
 def test_rows_after_the_last_scored_one_have_no_gradient() -> None:

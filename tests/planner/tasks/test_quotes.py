@@ -16,9 +16,12 @@ def sample(task: str, length: int, index: int = 0, tokenizer: str = "shipped") -
     return make_sample(TASKS[task], kit_named(tokenizer), length, seed=2, index=index)
 
 
-def quotations(made: Sample) -> list[tuple[int, int]]:
-    """Tokens that repeat earlier ones, half-open, in the prompt with its answer."""
-    return [*made.references, (len(made.prompt_ids), len(made.prompt_ids) + len(made.answer_ids))]
+def quotations(made: Sample, tokenizer: str) -> list[tuple[int, int]]:
+    """Tokens that repeat earlier ones, half-open, in the prompt with its answer: behind each frame and a cue."""
+    frame = np.asarray(kit_named(tokenizer).encoder.encode([TASKS[made.task].frame]), np.int32)
+    starts = [first + len(frame) + CUE for first in places(made.prompt_ids, frame)]
+    assert starts[-1] == len(made.prompt_ids)
+    return [(start, start + len(made.answer_ids)) for start in starts]
 
 
 def places(ids: np.ndarray, part: np.ndarray) -> list[int]:
@@ -26,10 +29,10 @@ def places(ids: np.ndarray, part: np.ndarray) -> list[int]:
     return np.flatnonzero((windows == part).all(1)).tolist()
 
 
-def distances(made: Sample) -> list[int]:
+def distances(made: Sample, tokenizer: str = "shipped") -> list[int]:
     ids = np.concatenate([made.prompt_ids, made.answer_ids])
     found = []
-    for first, end in quotations(made):
+    for first, end in quotations(made, tokenizer):
         earlier, itself = places(ids, ids[first - CUE : first])  # twice: what is quoted, and the quotation
         assert itself == first - CUE
         assert ids[earlier : earlier + CUE + end - first].tolist() == ids[first - CUE : end].tolist()
@@ -42,7 +45,7 @@ def distances(made: Sample) -> list[int]:
 def test_what_is_asked_for_stands_once_further_up_behind_the_beginning_that_is_given(task: str, tokenizer: str) -> None:
     for index in range(4):
         made = sample(task, 1500, index, tokenizer)
-        assert len(distances(made)) == 6
+        assert len(distances(made, tokenizer)) == 6
         assert len(made.answer_ids) == 32
 
 
@@ -101,7 +104,7 @@ def test_more_tokens_than_there_is_text_quote_the_last_repetition(task: str) -> 
     kit = Kit(Split.EVALUATION, encoder, Filler.from_text(load_filler_text(Split.EVALUATION)[:9000], encoder))
     made = make_sample(TASKS[task], kit, 3 * len(kit.filler.ids), seed=0, index=0)
     assert len(made.prompt_ids) + len(made.answer_ids) == 3 * len(kit.filler.ids)
-    for first, end in quotations(made):
+    for first, end in quotations(made, "shipped"):
         ids = np.concatenate([made.prompt_ids, made.answer_ids])
         nearest = places(ids[: first - 1], ids[first - CUE : first])[-1]
         assert ids[nearest + CUE : nearest + CUE + end - first].tolist() == ids[first:end].tolist()
