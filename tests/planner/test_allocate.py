@@ -55,7 +55,7 @@ def test_a_plan_does_no_more_damage_than_any_that_gives_all_heads_one_density(tu
                 slot = [positions[head] for positions in scores.patterns].index(entry.patterns.index(pattern))
                 total += tables.damage_LCH[row, slot, head]
     alike_LCH = np.array([entry.candidates[n].density == 0.3 for n in range(12)])[tables.candidate_LCH]
-    assert total < 0.9 * np.where(alike_LCH, tables.damage_LCH, np.inf).min(1).sum()
+    assert total < 0.95 * np.where(alike_LCH, tables.damage_LCH, np.inf).min(1).sum()
 
 
 def test_heads_that_need_more_get_it_from_heads_that_need_less() -> None:
