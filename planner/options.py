@@ -280,7 +280,7 @@ class PlanOptions:
         tasks = ("kv_retrieval",) if preset and not self.tasks else self.tasks
         every = len(tasks) or _SAMPLES["cuda"]
         samples = 1 if preset else every if on_gpu else min(_SAMPLES["cpu"], every)
-        verified = math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if on_gpu else 2
+        verified = math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if on_gpu else 1
         return replace(
             self,
             lengths=lengths,
