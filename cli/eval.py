@@ -26,7 +26,9 @@ def evaluate(
     plan: arguments.PlanFile = None,
     model: arguments.Model = None,
     tasks: arguments.Tasks = None,
-    length: Annotated[str, typer.Option(metavar="TOKENS", help="Most tokens of a prompt and its answer.")] = "4k",
+    length: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Most tokens of a prompt and its answer; several for --curve.")
+    ] = "4k",
     samples: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
     seed: arguments.Seed = 0,

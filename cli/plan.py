@@ -81,8 +81,8 @@ def plan(
         _File,
         typer.Option(
             metavar="FILE",
-            help="Save the profile. Without it, what is profiled stays in PLAN.profile.partial until the plan is "
-            "written, and the same command goes on from there.",
+            help="Save the profile. Until it is complete it is in FILE.partial, or without this option in "
+            "PLAN.profile.partial until the plan is written: the same command goes on from there.",
         ),
     ] = None,
     profile: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved profile.")] = None,

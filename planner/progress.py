@@ -61,15 +61,16 @@ class _Lines(Step):
 
     def __init__(self, console: Console, name: str, total: float | None, seconds: float) -> None:
         self._console, self._name, self._seconds = console, name, seconds
-        self._of = "" if total is None else f" of {total:g}"
-        self._done, self._told = 0.0, time.monotonic()
+        self._total, self._done, self._told = total, 0.0, time.monotonic()
 
     def advance(self, units: float = 1, note: str = "") -> None:
         self._done += units
         if time.monotonic() - self._told >= self._seconds:
             self._told = time.monotonic()
-            line = f"{self._name}: {self._done:g}{self._of} {note}".rstrip()
-            self._console.print(line, highlight=False, soft_wrap=True)
+            share = f"{self._done:g}" if not self._total else f"{self._done / self._total:.0%}"
+            self._console.print(
+                ", ".join(filter(None, (f"{self._name}: {share}", note))), highlight=False, soft_wrap=True
+            )
 
 
 class BarProgress(Progress):

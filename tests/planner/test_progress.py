@@ -18,7 +18,7 @@ def told(seconds: float, steps: int) -> list[str]:
 def test_a_log_hears_of_a_stage_before_it_ends() -> None:
     first, *between, last = told(0.0, 2)
     assert first == "evaluate ..."
-    assert between == ["evaluate: 1 of 3 prompt 1", "evaluate: 2 of 3 prompt 2"]
+    assert between == ["evaluate: 33%, prompt 1", "evaluate: 67%, prompt 2"]
     assert last.startswith("evaluate: done")
 
 
