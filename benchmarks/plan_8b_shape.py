@@ -2,10 +2,10 @@
 
     python benchmarks/plan_8b_shape.py --out DIR [--lengths 4k,8k,32k] [--at 1k,2k,4k,8k,32k] [--tile 128]
 
-The planner's own defaults, the seconds of each stage on standard error; verification only with --verify. The crossover is
-on, so that short prompts are to come out dense and no slower. Prefill is timed as `sparsekv bench
-prefill` does, decode by generating. Random weights attend diffusely, so nothing here says what sparsity keeps: it is
-about time and memory alone.
+The planner's own defaults, with the seconds of each stage on standard error; verification only with --verify. The
+crossover is on, so that short prompts are to come out dense and no slower. Prefill is timed as `sparsekv bench prefill`
+does, decode by generating. Random weights attend diffusely, so nothing here says what sparsity keeps: it is about time
+and memory alone.
 """
 
 from __future__ import annotations
