@@ -28,7 +28,7 @@ from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Pr
 from sparsekv.planner.progress import Progress, Step
 from sparsekv.runtime.hf.load import LoadedModel
 
-_PREFIX_BYTES = 16 << 30  # keys and values of all prompts of a length together
+_PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
 _PROBE_PROMPTS = 2
 _MOST_SHORTER = 3  # segments that are measured at shorter lengths

@@ -51,7 +51,7 @@ _LEVELS = {
     "cpu": (0.35, 0.6, 1.0, 1.6, 2.4),
     "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
 }
-_ROUNDS = {"cuda": 2}  # of refinement
+_ROUNDS = {"cuda": 1}  # of refinement
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out.
@@ -175,7 +175,7 @@ class PlanOptions:
         levels: the ladder of densities that is profiled, as multiples of the target, so that one profile serves
             several targets and a plan that misses its gate can be tightened; empty by device.
         refine_rounds: how often the weights of layers are corrected by the divergence of whole plans (refine.py); None:
-            twice on CUDA, never on the CPU, where the passes of one round take longer than profiling.
+            once on CUDA, never on the CPU, where the passes of one round take longer than profiling.
         row_stride: candidates are scored on every that many-th query tile, and on those of the question and answer;
             None: every tile on CUDA, every fourth on the CPU.
         prompts: the caller's own calibration texts, instead of task samples.

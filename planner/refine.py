@@ -1,19 +1,20 @@
 """Layer weights corrected by what whole plans do: the additive model of damage is a guess, this is the measurement.
 
-The plan that the allocation gives runs on calibration prompts, and again with each of its layers dense: what the
-divergence falls by is what that layer contributes. Where the prediction gives a layer too large or too small a share,
-the weight of its damage is corrected, and the allocation is solved again. It stops when the divergence of the whole
-plan falls no more, and keeps the weights of the best plan; they become a part of the profile, so that a later compile
-without the model gives the same plan.
+The plan that the allocation gives runs on a few calibration prompts, and again with each of its layers dense
+(neighbouring layers together where there are many): what the divergence falls by is what those layers contribute. Where
+the prediction gives them too large or too small a share, the weight of their damage is corrected, and the allocation is
+solved again. It stops when the divergence of the whole plan falls no more, and keeps the weights of the best plan; they
+become a part of the profile, so that a later compile without the model gives the same plan. Plans are those without a
+crossover, which is a matter of the device.
 
-A pass with a layer dense begins at that layer, from its kept input: on average half of the layers run.
+A pass with some layers dense begins at the first of them, from its captured input: on average half of the layers run.
 
-Shapes: B batch (1), H query heads, S rows, T scored rows, V vocabulary, L profiled layers.
+Shapes: B batch (1), H query heads, S rows, T scored rows, V vocabulary, N groups of layers, P prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,16 @@ from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.plans.types import rounded
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.load import LoadedModel
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3
+# At 32 layers and 32K tokens of an 8B model that is about forty passes of a second a round.
+_MOST_GROUPS = 16
+_PROMPTS = 4  # the first ones, which are of different tasks
 
 Floats = npt.NDArray[np.float64]
 LayerPatterns = Mapping[int, tuple[Pattern, ...]]
@@ -61,7 +66,8 @@ def refine(loaded: LoadedModel, profile: Profile, options: PlanOptions, progress
     found = {}
     with (progress or Progress()).stage("refine", total=len(entries)) as step, torch.no_grad():
         for entry in entries:
-            runs = [_Run(loaded, prompt, profile.tile, profile.backend) for prompt in prompts[entry.length]]
+            some = prompts[entry.length][:_PROMPTS]
+            runs = [_Run(loaded, prompt, profile.tile, profile.backend) for prompt in some]
             found[entry.length] = _refined(entry, targets[entry.length], options, runs, most)
             step.advance()
     return profile.model_copy(update={"lengths": tuple(found.get(one.length, one) for one in profile.lengths)})
@@ -71,20 +77,24 @@ def _refined(
     entry: LengthProfile, target: float, options: PlanOptions, runs: Sequence[_Run], rounds: int
 ) -> LengthProfile:
     best, least = entry, np.inf
-    now = entry
+    now, groups = entry, np.array_split(np.arange(len(entry.layers)), min(_MOST_GROUPS, len(entry.layers)))
+    weight_P = np.array(entry.prompt_weights[: len(runs)])
     for number in range(rounds + 1):
         tables = ScoreTables.of(now)
         choice = at_target(tables, options.families, target)
         if choice is None:
             return entry  # too little for mandatory tiles: the allocation says so
         patterns = _patterns_of(now, tables, choice)
-        whole = float(np.mean([run.divergence(patterns) for run in runs]))
+        whole = float(np.mean(weight_P * [run.divergence(patterns) for run in runs]))
         if not whole < least:
             break
         best, least = now, whole
-        if number < rounds:  # without a layer: many passes, for another round alone
-            without_L = np.mean([run.without_each(patterns) for run in runs], 0)
-            now = _corrected(now, _predicted(now, tables, choice), np.maximum(whole - without_L, 0.0))
+        if number < rounds:  # many passes, for another round alone
+            parts = [{entry.layers[row].layer for row in rows} for rows in groups]
+            without_PN = np.array([run.without_each(patterns, parts) for run in runs])
+            measured_N = np.maximum(whole - np.mean(weight_P[:, None] * without_PN, 0), 0.0)
+            predicted_L = tables.take(tables.damage_LCH, choice, 0.0).sum(1)
+            now = _corrected(now, groups, np.array([predicted_L[rows].sum() for rows in groups]), measured_N)
     return best
 
 
@@ -96,23 +106,18 @@ def _patterns_of(entry: LengthProfile, tables: ScoreTables, choice: Choice) -> L
     }
 
 
-def _predicted(entry: LengthProfile, tables: ScoreTables, choice: Choice) -> Floats:
-    """[L]: the damage of each layer's heads, without weights."""
-    weight_L = np.array([scores.weight for scores in entry.layers])
-    return np.asarray(tables.take(tables.damage_LCH, choice, 0.0).sum(1) / weight_L)
-
-
-def _corrected(entry: LengthProfile, predicted_L: Floats, measured_L: Floats) -> LengthProfile:
+def _corrected(
+    entry: LengthProfile, groups: Sequence[npt.NDArray[np.int64]], predicted_N: Floats, measured_N: Floats
+) -> LengthProfile:
     """Weights towards the measured shares, by the square root of the ratio and at most a factor."""
-    shares = [np.maximum(part_L / max(part_L.sum(), 1e-30), _LEAST_SHARE) for part_L in (measured_L, predicted_L)]
-    weight_L = np.array([scores.weight for scores in entry.layers])
-    wanted_L = shares[0] / shares[1]
-    factor_L = np.clip(np.sqrt(wanted_L / weight_L * np.exp(np.log(weight_L).mean())), 1 / _MOST_FACTOR, _MOST_FACTOR)
-    layers = tuple(
-        scores.model_copy(update={"weight": float(f"{scores.weight * factor:.6g}")})
-        for scores, factor in zip(entry.layers, factor_L.tolist(), strict=True)
-    )
-    return entry.model_copy(update={"layers": layers})
+    shares = [np.maximum(part_N / max(part_N.sum(), 1e-30), _LEAST_SHARE) for part_N in (measured_N, predicted_N)]
+    ratio_N = np.sqrt(shares[0] / shares[1])
+    factor_N = np.clip(ratio_N, 1 / _MOST_FACTOR, _MOST_FACTOR)
+    layers = list(entry.layers)
+    for rows, factor in zip(groups, factor_N.tolist(), strict=True):
+        for row in rows.tolist():
+            layers[row] = layers[row].model_copy(update={"weight": rounded(layers[row].weight * factor)})
+    return entry.model_copy(update={"layers": tuple(layers)})
 
 
 class _Run:
@@ -136,17 +141,17 @@ class _Run:
             self._patterns = patterns
             return self._divergence(self._forward())
 
-    def without_each(self, patterns: LayerPatterns) -> Floats:
-        """The same with each layer of `patterns` dense, one at a time: [L]."""
+    def without_each(self, patterns: LayerPatterns, groups: Sequence[Set[int]]) -> Floats:
+        """The same with each group of layers dense, one group at a time: [N]."""
         decoder: Any = decoder_of(self._model)
         found = []
         with capture_attention(self._model, self._attend):
             self._patterns = patterns
             with kept_inputs(self._model) as inputs:
                 self._forward()
-            for layer in patterns:
-                self._patterns = {number: own for number, own in patterns.items() if number != layer}
-                found.append(self._divergence(self._from(layer, inputs, decoder)))
+            for group in groups:
+                self._patterns = {number: own for number, own in patterns.items() if number not in group}
+                found.append(self._divergence(self._from(min(group), inputs, decoder)))
         return np.array(found)
 
     def _forward(self) -> torch.Tensor:

@@ -27,6 +27,7 @@ import torch
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.planner.profile.search_space import Patterns, Prefix
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Dense, TileShape
 
 
@@ -131,7 +132,11 @@ class CandidateScore:
 
 
 def score_candidates(layer: Layer, candidates: Sequence[Patterns]) -> list[CandidateScore]:
-    """Scores each candidate (one pattern a head each), all heads of the layer in one launch."""
+    """Scores each candidate (one pattern a head each), all heads of the layer in one launch.
+
+    Raises:
+        UnsupportedError: sparse attention or the gradient overflows.
+    """
     scorer = _Scorer(layer)
     return [scorer.score(patterns) for patterns in candidates]
 
@@ -175,7 +180,14 @@ class _Scorer:
         anywhere_XHM = off_XHMD.square().sum(-1) * self._square_XHM
         rows_XHM = 0.25 * (along_XHM + anywhere_XHM)
         # Rows beyond the prompt weigh nothing, whatever they hold.
-        return _host(torch.where(self._weight_X1M > 0, rows_XHM * self._weight_X1M, 0.0).sum((0, 2)))
+        damage_H = _host(torch.where(self._weight_X1M > 0, rows_XHM * self._weight_X1M, 0.0).sum((0, 2)))
+        if not np.isfinite(damage_H).all():
+            heads = ", ".join(map(str, np.flatnonzero(~np.isfinite(damage_H)).tolist()))
+            raise UnsupportedError(
+                f"expected finite outputs of sparse attention, found nan or infinity in heads {heads} of a layer; "
+                "load the model in another dtype (--dtype bfloat16 or float32), or use another --backend"
+            )
+        return damage_H
 
 
 def _host(values_H: torch.Tensor) -> Values:

@@ -59,7 +59,7 @@ class Candidate(Part):
     """One range of the search space, brought to one density."""
 
     family: Family
-    ray: Text
+    range: Text
     density: Annotated[float, Field(gt=0.0, le=1.0)]
 
 

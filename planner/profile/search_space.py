@@ -149,7 +149,7 @@ class Aim:
     @property
     def candidate(self) -> Candidate:
         """The profile's entry."""
-        return Candidate(family=self.patterns.family, ray=self.patterns.name, density=self.density)
+        return Candidate(family=self.patterns.family, range=self.patterns.name, density=self.density)
 
 
 def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:

@@ -77,7 +77,7 @@ def made_up_length(
         length=length,
         prompt_tokens=(length,),
         candidates=tuple(
-            Candidate(family=RAYS[ray][0], ray=RAYS[ray][1], density=levels[level]) for ray, level in keys
+            Candidate(family=RAYS[ray][0], range=RAYS[ray][1], density=levels[level]) for ray, level in keys
         ),
         patterns=tuple(pattern_of(ray, level) for ray, level in keys),
         layers=tuple(one(layer) for layer in range(layers)),

@@ -48,9 +48,9 @@ def preferring(profile: Profile, layer: int, *families: str) -> Profile:
     (entry,) = profile.lengths
     damage = np.full((len(entry.candidates), len(families)), 1.0)
     for place, candidate in enumerate(entry.candidates):
-        damage[place, :] = 0.5 if candidate.ray == "a" else 1.0
+        damage[place, :] = 0.5 if candidate.range == "a" else 1.0
         for head, family in enumerate(families):
-            if candidate.ray == RAY[family]:
+            if candidate.range == RAY[family]:
                 damage[place, head] = 0.1
     changed = entry.layers[layer].model_copy(update={"damage": rows(damage), "worst": rows(damage)})
     layers = (*entry.layers[:layer], changed, *entry.layers[layer + 1 :])

@@ -99,7 +99,7 @@ def test_heads_that_run_dense_in_sparse_layers_are_counted() -> None:
     scores = profile.lengths[0].layers[0]
     tiles = [list(row) for row in scores.tiles]
     for place, candidate in enumerate(profile.lengths[0].candidates):
-        if candidate.ray == "a":
+        if candidate.range == "a":
             tiles[place][:2] = [0.9, 0.9]  # the only family whose index pays has no room in two heads
     layers = (scores.model_copy(update={"tiles": tuple(map(tuple, tiles))}), *profile.lengths[0].layers[1:])
     entry = profile.lengths[0].model_copy(update={"layers": layers})

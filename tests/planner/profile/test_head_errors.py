@@ -21,6 +21,7 @@ from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, sc
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import Prefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, tokens
 from sparsekv.runtime.hf.load import LoadedModel
@@ -95,6 +96,14 @@ def test_a_gradient_that_is_twice_as_large_makes_four_times_the_damage_of_its_he
     gradient = layer.gradient_BHSD * torch.tensor([1.0, 2.0, 1.0, 1.0])[None, :, None, None]
     (before,), (after,) = (score_candidates(one, [PATTERNS]) for one in (layer, replace(layer, gradient_BHSD=gradient)))
     np.testing.assert_allclose(after.damage_H, before.damage_H * (1.0, 4.0, 1.0, 1.0), rtol=1e-5)
+
+
+def test_an_overflow_is_an_error_that_names_the_head() -> None:
+    layer = layer_of(320, 1)
+    gradient = layer.gradient_BHSD.clone()
+    gradient[:, 2] = torch.inf
+    with pytest.raises(UnsupportedError, match=r"heads 2 of a layer; .*--dtype"):
+        score_candidates(replace(layer, gradient_BHSD=gradient), [PATTERNS])
 
 
 def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> None:

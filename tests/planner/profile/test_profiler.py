@@ -62,8 +62,8 @@ def test_each_head_has_all_densities_of_its_ranges_and_the_patterns_of_their_fam
     for scores in entry.layers:
         for head in range(4):
             found = [entry.candidates[row[head]] for row in scores.candidates]
-            for ray in (rays := {candidate.ray for candidate in found}):
-                assert {one.density for one in found if one.ray == ray} == set(entry.densities)
+            for ray in (rays := {candidate.range for candidate in found}):
+                assert {one.density for one in found if one.range == ray} == set(entry.densities)
             assert len(rays) == 2
             chosen.add(frozenset(rays))
             patterns = [entry.patterns[row[head]].pattern for row in scores.patterns]
