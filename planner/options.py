@@ -48,7 +48,7 @@ TASKS = tuple(KNOWN_TASKS)
 _DENSITIES = ((1024, 0.80), (4096, 0.44), (16384, 0.29), (32768, 0.21), (131072, 0.12), (1048576, 0.06))
 # Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
 _LEVELS = {
-    "cpu": (0.35, 0.6, 1.0, 1.6, 2.4),
+    "cpu": (0.4, 0.7, 1.1, 1.8),
     "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
 }
 _ROUNDS = {"cuda": 1}  # of refinement
