@@ -66,7 +66,7 @@ class Budgets:
 
     def by_kernel(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`of`, in one launch of Triton."""
-        from sparsekv.kernels.decode.budgets import budgets
+        from sparsekv.kernels.decode.step_counts import budgets
 
         found_2SB = budgets(lengths_B, self._bounds_N, self._most_SN, self._share_SN, self._edges_S, self._room_S)
         return found_2SB[0], found_2SB[1]
