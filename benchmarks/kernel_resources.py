@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode import append, budgets, radix
+from sparsekv.kernels.decode import append, radix, step_counts
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import empty_index
@@ -195,7 +195,7 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
     def rows() -> object:
         bounds_N, most_SN, edges_S = torch.zeros(2).int(), torch.zeros(3, 3).long(), torch.zeros(3).int()
-        return budgets.budgets(lengths_B, bounds_N, most_SN, most_SN.double(), edges_S, edges_S.long())
+        return step_counts.budgets(lengths_B, bounds_N, most_SN, most_SN.double(), edges_S, edges_S.long())
 
     yield "choose", choose
     yield "budgets", rows
