@@ -20,7 +20,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, check_model, unsupported
 from sparsekv.runtime.core.decode import count_step, decode
 from sparsekv.runtime.core.prefill import prefill
-from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
@@ -30,10 +30,10 @@ from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import HostStore, Reads
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, KVStore
+from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 
 class PlanEngine:
@@ -59,6 +59,7 @@ class PlanEngine:
     ) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
+        self.host_reads = HostReads()
         self.meter = Meter()
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
@@ -73,7 +74,9 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
-        return HostStore(self._placement.hot, self._memory) if layer in self._placement.layers else DeviceStore()
+        if layer not in self._placement.layers:
+            return DeviceStore()
+        return HostStore(self._placement.hot, self._memory, reads_of(self._program.layers[layer]), self.host_reads)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
@@ -122,6 +125,14 @@ class PlanEngine:
             meter=self.meter,
             overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
         )
+
+
+def reads_of(layer: LayerProgram) -> Reads:
+    """What decode steps of a layer read of a long context."""
+    segment = layer.follows
+    if segment is None:
+        return Reads()
+    return Reads(segment.sink + segment.most + segment.recent, segment.recent, segment.whole_up_to)
 
 
 def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
@@ -234,11 +245,16 @@ class Handle:
     def stats(self) -> RunStats:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
-        return self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
+        found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
+        reads = self._engine.host_reads
+        return replace(
+            found, host_steps=reads.steps, host_tokens_chosen=reads.chosen, host_tokens_fetched=reads.fetched
+        )
 
     def reset_stats(self) -> None:
         """Starts counting anew; the bytes of the latest cache stay."""
         self._engine.meter = Meter()
+        self._engine.host_reads.reset()
 
     def __enter__(self) -> Handle:
         """This handle.
