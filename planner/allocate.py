@@ -113,7 +113,7 @@ class Allocation:
 def solve(
     cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
 ) -> Allocation | None:
-    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more.
+    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more, rounding aside.
 
     Args:
         cost_LCH, damage_LCH: of each slot; a dense head costs 1 and does no damage.

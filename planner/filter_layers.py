@@ -31,7 +31,7 @@ from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse
+from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -117,7 +117,7 @@ class _Chooser:
         self._trials = [_inside(entry, options) for entry in profile.lengths if entry.reuse]
         self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
         self._longest = self._lengths[-1].length
-        self._selectors = reuses[-1][1].selectors
+        self._choice: TokenChoice = reuses[-1][1]
 
     def choose(self) -> Choice:
         """What each length attends to."""
@@ -213,17 +213,27 @@ class _Chooser:
         return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.decode_loss)
 
     def _segment(self, found: FilterSegment) -> Segment:
-        choice, wanted = self._selectors[found.selector], self._options.decode_budget
-        at_most = None if wanted.fraction is None else wanted.resolve(self._longest)
-        return Segment(
-            filter=found.filter,
-            layers=found.layers,
-            budget=DecodeBudget(tokens=wanted.tokens, fraction=wanted.fraction, at_most=at_most),
-            sink=self._options.decode_sink,
-            recent=self._options.decode_recent,
-            selector=choice.selector,
-            window=choice.window,
-        )
+        return segment_of(found, self._choice, self._options.decode_budget, self._longest)
+
+
+def segment_of(found: FilterSegment, choice: TokenChoice, budget: Budget, length: int) -> Segment:
+    """A segment as plans have it.
+
+    Args:
+        choice: how tokens were chosen where it was found.
+        budget: of its filter layer; a fraction chooses no more than it comes to at `length`.
+    """
+    selector = choice.selectors[found.selector]
+    at_most = None if budget.fraction is None else budget.resolve(length)
+    return Segment(
+        filter=found.filter,
+        layers=found.layers,
+        budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
+        sink=choice.sink,
+        recent=choice.recent,
+        selector=selector.selector,
+        window=selector.window,
+    )
 
 
 def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:
