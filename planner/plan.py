@@ -44,8 +44,9 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Target
-from sparsekv.runtime.hf.describe import describe_config, describe_model
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
+from sparsekv.runtime.model_config import describe_config
 
 MOST_ATTEMPTS = 6
 STAGES = ("profile", "refine", "decode trials", "cost", "allocate", "filter layers", "evaluate")
