@@ -1,11 +1,11 @@
 """Choosing filter layers: which layers decode densely and choose tokens for the layers after them (OmniKV).
 
 Three rules. `dp` takes, where segments were tried out on the model (`decode_search`), the cheapest whose divergence
-from dense stays within `decode_kl`. Where none were, it solves for the cheapest assignment whose lost attention mass,
-weighted by how much each layer moves the residual, stays within `decode_loss`. How many filter layers there are comes
-out of it. `omnikv` is the paper's reading of inter-layer similarity (section 3.1 and its released analysis): the first
-layers dense, filters at the layers whose choice serves the next stretch of layers best, one wait layer. `fixed` takes
-the layers it is given.
+from dense stays within `decode_kl`. Where none were, or a `decode_loss` is asked for, it solves for the cheapest
+assignment whose lost attention mass, weighted by how much each layer moves the residual, stays within that. How many
+filter layers there are comes out of it. `omnikv` is the paper's reading of inter-layer similarity (section 3.1 and its
+released analysis): the first layers dense, filters at the layers whose choice serves the next stretch of layers best,
+one wait layer. `fixed` takes the layers it is given.
 
 All sparse lengths of a plan share their segments, so that one captured step serves them; budgets may differ where they
 were tried. A length at which no trial of the same segments stayed inside the gate goes dense. Without trials `dp`
@@ -67,6 +67,12 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     return DecodePlan(lengths=buckets, offload=offload)
 
 
+def takes_trials(profile: Profile, options: PlanOptions) -> bool:
+    """Whether segments are taken from what was tried out on the model, not by the attention mass that they lose."""
+    by_trials = options.filter_rule == "dp" and options.decode_loss is None
+    return by_trials and any(entry.trials for entry in profile.lengths)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Statistics:
     """One profiled length: [selector, layer j, layer i] each, for the budget asked for."""
@@ -113,7 +119,7 @@ class _Chooser:
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
         reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
-        self._tried = any(entry.trials for entry in profile.lengths)
+        self._tried = takes_trials(profile, options)
         self._trials = [_inside(entry, options) for entry in profile.lengths if entry.reuse]
         self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
         self._longest = self._lengths[-1].length
@@ -134,7 +140,7 @@ class _Chooser:
         """By lost attention mass, where nothing was tried."""
         for first in range(len(self._lengths)):
             assignment = solve(self._problem(first)).segments
-            bound = self._options.decode_loss * (1.0 + 1e-9)
+            bound = self._options.loss_bound * (1.0 + 1e-9)
             kept = [position for position, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
             yield self._where_it_pays(assignment, kept)
 
@@ -210,7 +216,7 @@ class _Chooser:
         dense_ns = np.array([round(us * 1e3) for us in dense_us])
         sparse_ns, choose_ns = (np.full(len(groups), round(us * 1e3)) for us in (sparse_us, choose_us))
         loss = np.max([one.loss for one in self._lengths[first:]], 0)
-        return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.decode_loss)
+        return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.loss_bound)
 
     def _segment(self, found: FilterSegment) -> Segment:
         return segment_of(found, self._choice, self._options.decode_budget, self._longest)
