@@ -41,6 +41,7 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 Tokens = npt.NDArray[np.int64]
 Trace = list[Tokens]  # what one filter layer chose at every step, without the newest tokens
 _MARGIN = 64  # tokens beyond `recent` that stay on the device
+_TASKS = ["quote_text", "niah_multikey", "kv_retrieval", "variable_tracking", "perplexity"]
 _SIZES = (1, 2, 4)  # of the hot set, in budgets
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     loaded = load_model(args.model, device=args.device)
     policies = [("last step", 1), *((name, size) for size in _SIZES for name in ("lru", "clock", "best"))]
     heads = " | ".join(f"{name} {size}x" if name != "last step" else name for name, size in policies)
-    print(f"| length | budget | task | new a step | {heads} |\n|{'---|' * (4 + len(policies))}", flush=True)
+    print(f"| length | budget | task | never chosen before | {heads} |\n|{'---|' * (4 + len(policies))}", flush=True)
     for length in args.lengths:
         plans = [plan_of(args, loaded, budget, length) for budget in args.budgets]
         found: dict[Budget, list[Trace]] = {budget: [] for budget in args.budgets}
@@ -80,8 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--filters", type=numbers, default=(), help="filter layers, in place of a plan's")
     parser.add_argument("--lengths", type=parse_lengths, default=(16384,))
     parser.add_argument("--budgets", type=budgets, default=(fraction(0.05), tokens(512), tokens(2048)))
-    parser.add_argument("--tasks", type=lambda text: text.split(","),
-                        default=["quote_text", "niah_multikey", "kv_retrieval", "variable_tracking", "perplexity"])  # fmt: skip
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=_TASKS)
     parser.add_argument("--samples", type=int, default=1, help="prompts a task")
     parser.add_argument("--tokens", type=int, default=128, help="generated a prompt")
     parser.add_argument("--device", default="auto")

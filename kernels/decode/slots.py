@@ -86,9 +86,9 @@ class SlotTable:
         )
 
     def _longest_unused(self, count_Bg1: torch.Tensor) -> torch.Tensor:
-        """The slots whose tokens were chosen longest ago, as many as counted, ascending: [B, g, H], the rest anything."""
+        """The slots of the tokens that were chosen longest ago, so many and ascending: [B, g, H], the rest anything."""
         age_BgH = (self.step_1 - self.chosen_at_BgH[:, :, : self.slots]).clamp(max=OLDEST)
-        by_age_BgH = (-age_BgH).argsort(2, stable=True)
+        by_age_BgH = (-age_BgH).argsort(dim=2, stable=True)
         slot_H = torch.arange(self.slots, device=age_BgH.device)
         rank_BgH = torch.empty_like(by_age_BgH).scatter_(2, by_age_BgH, slot_H.expand_as(by_age_BgH))
         goes_BgH = rank_BgH < count_Bg1
@@ -211,24 +211,28 @@ class SlotMap:
         return SlotMap()
 
     def place(
-        self, selection: Selection, lengths_B: torch.Tensor, *, slots: int, capacity: int, hot_from: int
+        self, selection: Selection, lengths_B: torch.Tensor, *, most: int, slots: int, capacity: int, hot_from: int
     ) -> Step:
         """Places a choice, once for all layers that ask for the same one. Rows that attend to everything have no slots.
 
         Args:
             selection: of the step.
             lengths_B: int32, tokens of each row.
-            slots: of the hot set; `selection.most` or more.
+            most: tokens that a row selects in fact, which may be fewer than its list has room for.
+            slots: of the hot set; `most` or more.
             capacity: tokens that a row may have.
             hot_from: tokens from here on need no slot.
         """
         if self._last is not None and self._last[0] is selection:
             return self._last[1]
         tokens_BgM, counts_B = selection.listed(lengths_B)
+        tokens_BgM = tokens_BgM[:, :, :most]
         batch, lists, _ = tokens_BgM.shape
         table = self._table
-        if table is None or (table.slots, table.slot_of_BgC.shape[:2]) != (slots, (batch, lists)) or (
-            table.capacity < capacity
+        if (
+            table is None
+            or (table.slots, table.slot_of_BgC.shape[:2]) != (slots, (batch, lists))
+            or (table.capacity < capacity)
         ):  # the tokens of a larger table are fetched anew
             table = self._table = SlotTable(batch, lists, slots, capacity, tokens_BgM.device)
         placed = table.place(tokens_BgM.masked_fill(tokens_BgM >= hot_from, NO_TOKEN))

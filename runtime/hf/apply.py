@@ -134,7 +134,8 @@ def reads_of(layer: LayerProgram) -> Reads:
     segment = layer.follows
     if segment is None:
         return Reads()
-    return Reads(segment.sink + segment.most + segment.recent, segment.recent, segment.whole_up_to)
+    budgets = tuple(bucket.budget for bucket in segment.buckets if bucket is not None)
+    return Reads(budgets, segment.sink, segment.recent, segment.whole_up_to)
 
 
 class Handle:

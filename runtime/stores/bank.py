@@ -2,9 +2,14 @@
 
 A context that is no longer than the hot set, or that decode attends to as a whole anyway, lies on the device like in a
 DeviceStore. A longer one lies on the host, token-major, so that one token's keys and values of all heads are one
-contiguous read. On the device remain the newest tokens, in a ring (token t in row t modulo ring size) from which 64 at a
-time move to the host, and copies of the tokens that decode steps chose lately, in slots. A step fetches only chosen
+contiguous read. On the device remain the newest tokens, in a ring (token t in row t modulo ring size) from which 64 at
+a time move to the host, and copies of the tokens that decode steps chose lately, in slots. A step fetches only chosen
 tokens that have no slot (kernels/decode/slots.py); layers that take the same choice share one slot map.
+
+Why the tokens chosen longest ago give up their slots, and why the hot set is twice the budget or more: on answers of
+three small models at 16K and budgets of 512 to 2,048 tokens, 36 to 53% of the chosen tokens are not those of the step
+before. Of slots for 1, 2 and 4 budgets, the replacement of the least recently used leaves 34 to 46, 11 to 28 and 3 to
+17% to fetch, and a clock about half a percent more (benchmarks/miss_curves.py, with the curves in benchmarks/RESULTS.md).
 
 Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
 the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
@@ -21,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,14 +76,23 @@ class Reads:
     """What decode steps of a layer read of a long context, which sizes the layer's part on the device.
 
     Attributes:
-        listed: sinks, chosen and recent tokens of a step at most.
-        recent: of these.
-        whole_up_to: contexts of so many tokens are attended to as a whole.
+        budgets: of chosen tokens; none where every step reads everything.
+        sink: tokens that are read beside them.
+        recent: tokens that are read beside them.
+        whole_up_to: contexts of so many tokens are read as a whole.
     """
 
-    listed: int = 0
+    budgets: tuple[Budget, ...] = ()
+    sink: int = 0
     recent: int = 0
     whole_up_to: int = 0
+
+    def listed(self, length: int) -> int | None:
+        """Tokens that a step reads at most of contexts up to this length; None where it reads everything."""
+        if not self.budgets:
+            return None
+        most = self.sink + max(budget.resolve(length) for budget in self.budgets) + self.recent
+        return most if most < length else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +105,9 @@ class _Sizes:
 
     @classmethod
     def of(cls, hot: Budget, reads: Reads, capacity: int) -> _Sizes:
-        ring = reads.recent + _LEAVING
-        slots = max(hot.resolve(capacity) - ring, reads.listed) if reads.listed else 0
-        return cls(slots, ring, max(slots + ring, reads.whole_up_to))
+        rows, ring, listed = hot.resolve(capacity), reads.recent + _LEAVING, reads.listed(capacity)
+        slots = 0 if listed is None else max(rows - ring, listed)
+        return cls(slots, ring, max(rows, slots + ring, reads.whole_up_to))
 
     @property
     def rows(self) -> int:
@@ -226,13 +240,20 @@ class HostStore:
         slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
         """The rows on the device, with the selected tokens among them. All tokens where they lie there anyway, or where
-        a row attends to everything."""
+        a row attends to everything. A row selects no more than what `reads` says."""
         if self._whole is not None:
             return self._whole.gather(selection, lengths_B, window)
-        self._fit(selection.most)
         shared, sizes = self._slots if slots is None else slots, self._sizes
+        listed = self._reads.listed(self._capacity)
+        if listed is None:
+            return self.view(lengths_B), selection, window
         step = shared.place(
-            selection, lengths_B, slots=sizes.slots, capacity=self._capacity, hot_from=self._hot_from
+            selection,
+            lengths_B,
+            most=listed,
+            slots=sizes.slots,
+            capacity=self._capacity,
+            hot_from=self._hot_from,
         )
         if step.reads_all:
             return self.view(lengths_B), selection, window
@@ -242,7 +263,8 @@ class HostStore:
         rows_BgM = torch.where(tokens_BgM >= self._hot_from, ring_BgM, step.placed.slots_BgM)
         if window is not None:
             rows_BgM = rows_BgM.masked_fill(tokens_BgM < lengths_B[:, None, None] - window, NO_TOKEN)
-        keys = KeyView(*self._rows(), torch.full_like(lengths_B, sizes.rows))
+        k_BGRD, v_BGRD = self._rows().unbind()
+        keys = KeyView(k_BGRD, v_BGRD, torch.full_like(lengths_B, sizes.rows))
         return keys, Selection(rows_BgM, step.counts_B, 0, 0), None
 
     # --- slots --------------------------------------------------------------------------------------------------------
@@ -270,12 +292,6 @@ class HostStore:
         else:
             rows_nPD = host_CBPGD[fetch.token, fetch.batch, :, fetch.list].to(rows_PBGRD.device)
             rows_PBGRD[:, batch, head, slot] = rows_nPD.transpose(0, 1)
-
-    def _fit(self, listed: int) -> None:
-        """Slots for a step of so many tokens, where nobody said before how many there would be."""
-        if listed > self._reads.listed:
-            self._reads = replace(self._reads, listed=listed)
-            self._allocate_rows(Layout.of(self._rows()[0]))
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
