@@ -377,8 +377,8 @@ class Subject:
         asked = settings(device, dtype)
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.describe import describe_config
         from sparsekv.runtime.hf.load import load_config, load_model, torch_device
+        from sparsekv.runtime.model_config import describe_config
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
@@ -425,7 +425,7 @@ def plan_file(place: Path) -> Path:
         return beside
     if not _names_repository(place):
         return place  # the reader of the file says what is wrong with it
-    from sparsekv.runtime.hf.hub import download_plan
+    from sparsekv.runtime.hub import download_plan
 
     return download_plan(str(place))
 
@@ -441,7 +441,7 @@ def _plan_of(model: Path) -> tuple[Path | None, str]:
     if model.is_dir():
         path = model / PLAN_NAME
         return (path if path.is_file() else None), ""
-    from sparsekv.runtime.hf.hub import download_plan
+    from sparsekv.runtime.hub import download_plan
 
     try:
         return download_plan(str(model)), ""

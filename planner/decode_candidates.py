@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from sparsekv.planner.filter_layers import (
     budget_index,
     following,
     lost_mass,
+    segment_of,
     shares_of,
     similar_layers,
     solve,
@@ -138,24 +138,9 @@ class CandidateSpace:
             if self.share(grown) < 1.0:
                 yield grown
 
-    def segments(
-        self, found: Sequence[FilterSegment], budget: Budget, heads: Literal["max", "per_kv_head"] = "max"
-    ) -> Segments:
+    def segments(self, found: Sequence[FilterSegment], budget: Budget) -> Segments:
         """As plans have them."""
-        at_most = None if budget.fraction is None else budget.resolve(self._length)
-        return tuple(
-            Segment(
-                filter=one.filter,
-                layers=one.layers,
-                budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
-                sink=self._options.decode_sink,
-                recent=self._options.decode_recent,
-                selector=self._reuse.selectors[one.selector].selector,
-                window=self._reuse.selectors[one.selector].window,
-                heads=heads,
-            )
-            for one in found
-        )
+        return tuple(segment_of(one, self._reuse, budget, self._length) for one in found)
 
     @property
     def _first_selector(self) -> int:

@@ -80,7 +80,8 @@ def measure_decode(
         UsageError, PromptError: there are no calibration prompts of a length.
     """
     effort = effort or Effort.on(loaded.model.device, options.samples or 1)
-    wanted = "decode" in options.phases and options.filter_rule == "dp" and len(loaded.info.full_layers) > 1
+    by_trials = options.filter_rule == "dp" and options.decode_loss is None
+    wanted = "decode" in options.phases and by_trials and len(loaded.info.full_layers) > 1
     if not wanted or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
     options = options if options.prompts else with_tasks(loaded, options, profile.tasks)

@@ -43,10 +43,11 @@ from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf.apply import Handle, apply, check_plan
+from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.describe import device_name, dtype_name
 from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_plan
 from sparsekv.runtime.stores.store import Layout
 
 RANDOM_NOTE = (

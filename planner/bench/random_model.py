@@ -33,9 +33,10 @@ from sparsekv.plans.phases import (
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids, format_length
-from sparsekv.runtime.hf.describe import check_supported, describe_config, describe_model
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.model_config import check_supported, describe_config
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
 
 _SIZES = (

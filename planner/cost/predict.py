@@ -137,6 +137,27 @@ def layer_times(
     return LayerTimes(dense_L, sparse_L)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadTimes:
+    """What a head adds to a sparse launch of its layer at the profiled length, its part of the index included, in
+    microseconds. The index launch itself is not a head's."""
+
+    dense_us: float  # all causal tiles
+    sparse_LCH: Floats  # by slot; infinite where its family was not priced
+
+
+def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTimes:
+    """Each slot at the prices of a device."""
+    entry = tables.entry
+    causal = causal_tiles(entry.length, tile)
+    _, _, tile_us, column_us = cost.prefill_sparse.prices
+    # Families that were profiled but not priced are not among those asked for (`check_cost`).
+    index_us = {name: cost.index_us(name, 1, entry.length) - line.prices[0] for name, line in cost.index.items()}
+    index_C = np.array([index_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
+    tiles_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal
+    return HeadTimes(causal * tile_us, np.asarray(tiles_LCH + index_C[tables.candidate_LCH]))
+
+
 def shares_at(tables: ScoreTables, choice: Choice, tile: TileShape, length: int) -> tuple[Floats, Floats]:
     """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
 

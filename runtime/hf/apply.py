@@ -15,10 +15,10 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
-from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, check_model, unsupported
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.decode import count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
@@ -27,11 +27,13 @@ from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
-from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of
+from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -124,50 +126,6 @@ class PlanEngine:
             meter=self.meter,
             overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
         )
-
-
-def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
-    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
-
-    Raises:
-        PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
-        UnsupportedError: the plan has a field that this version does not execute.
-    """
-    for line in check_model(plan, found, allow_mismatch):
-        warnings.warn(line, PlanWarning, stacklevel=3)
-    refused = unsupported(plan)
-    if refused:
-        listed = "\n".join(f"  {line}" for line in refused)
-        raise UnsupportedError(
-            f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
-        )
-
-
-def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
-    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here.
-
-    Args:
-        plan: the plan; one without targets (an import) claims nothing.
-        device: where it is going to run, by its name.
-        backend: of its kernels.
-        dtype: of the model.
-    """
-    measured = [
-        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_devices(target.count)})"
-        for target in plan.targets
-    ]
-    here = f"{device} (transformers, {backend}, {dtype})"
-    if measured and here not in measured:
-        warnings.warn(
-            f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            "slower than dense here. `sparsekv plan MODEL --profile FILE -o PLAN` recompiles it for this device",
-            PlanWarning,
-            stacklevel=3,
-        )
-
-
-def _devices(count: int) -> str:
-    return "" if count == 1 else f", {count} devices"
 
 
 class Handle:

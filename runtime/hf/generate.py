@@ -22,8 +22,8 @@ from transformers import (
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import reserve
-from sparsekv.runtime.hf.describe import dtype_name
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.model_config import dtype_name
 
 
 @dataclass(frozen=True, slots=True)

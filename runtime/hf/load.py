@@ -25,8 +25,9 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.hf.describe import check_supported, describe_model
-from sparsekv.runtime.hf.hub import needs_cache, without_model
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hub import needs_cache, without_model
+from sparsekv.runtime.model_config import check_supported
 from sparsekv.runtime.settings import check_device
 
 _NAMED = 3  # tensors that a message names

@@ -24,10 +24,10 @@ from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.hf.describe import describe_config
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
+from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
 from sparsekv.runtime.stores.store import Bytes
 

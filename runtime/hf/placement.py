@@ -18,7 +18,8 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.hf.describe import attention_groups, decoder_of
+from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.model_config import attention_groups
 from sparsekv.runtime.stores.store import Layout
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.

@@ -209,6 +209,19 @@ def test_the_sparsest_trial_inside_the_gate_is_planned() -> None:
     assert stricter.bucket(LENGTH).segments == denser.segments
 
 
+def test_a_bound_on_lost_mass_that_was_asked_for_counts_in_place_of_the_trials() -> None:
+    entry = tried(trial(segment(0, (1, 2, 3)), bound=0.001))
+    plan = chosen(entry, options=replace(ALWAYS, decode_loss=0.0))  # all similarities in this profile are 1
+    assert [one.layers for one in plan.bucket(LENGTH).segments] == [tuple(range(1, LAYERS))]
+    assert chosen(entry).bucket(LENGTH).segments[0].layers == (1, 2, 3)
+
+
+def test_nothing_is_tried_where_a_bound_on_lost_mass_is_asked_for(loaded: LoadedModel, measured: Profile) -> None:
+    bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
+    options = replace(QUICK, decode_kl=None, decode_loss=0.02).settled(4096, "cpu")
+    assert measure_decode(loaded, bare, options, effort=EFFORT) is bare
+
+
 def test_a_trial_that_was_given_up_proves_nothing() -> None:
     given_up = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.01, prompts=1)
     whole = trial(segment(0, (1, 2)), bound=0.001)
