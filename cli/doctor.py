@@ -87,10 +87,13 @@ def _flag(name: str) -> str:
 
 
 def _say_machine(machine: Settings, as_json: bool) -> None:
+    from sparsekv.runtime.stores.pinned import available_bytes
+
     hardware, precision = arguments.device_and_dtype(machine.device, machine.dtype)
     report = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "device": _device(hardware),
+        "host": {"available_bytes": available_bytes()},
         "backend": _backend(hardware, precision, machine.backend),
     }
     if as_json:
@@ -142,7 +145,9 @@ def _text(report: dict[str, Any]) -> str:
         facts.append(f"{size(device['free_bytes'])} of {size(device['memory_bytes'])} free")
     else:
         facts += [f"{device['cores']} cores", size(device["memory_bytes"])]
-    rows = [*versions, ("", ""), ("device", ", ".join(facts)), ("backend", f"{backend['name']}: {backend['reason']}")]
+    rows = [*versions, ("", ""), ("device", ", ".join(facts))]
+    rows.append(("host memory", f"{_known(report['host']['available_bytes'])} available"))
+    rows.append(("backend", f"{backend['name']}: {backend['reason']}"))
     rows += [("", f"not {name}: {why}") for name, why in backend["rejected"].items()]
     return "\n".join(f"{name:<13} {value}".rstrip() for name, value in rows)
 

@@ -215,13 +215,13 @@ def _unpin(data: torch.Tensor, device: torch.device) -> None:
         _forget_error(device)
 
 
-def _pages(nbytes: int, on_bytes: OnBytes = lambda nbytes: None, step: int = _STEP) -> torch.Tensor:
+def _pages(nbytes: int, on_bytes: OnBytes = lambda nbytes: None) -> torch.Tensor:
     """Fresh memory, already backed by pages: touching them from all cores is faster than pinning them untouched."""
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     data = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-    for piece in data.split(step):
+    for piece in data.split(_STEP):
         piece.zero_()
         on_bytes(len(piece))
     return data
@@ -247,30 +247,57 @@ def check_room(nbytes: int, available: int | None) -> None:
     )
 
 
-def available_bytes() -> int | None:
-    """Memory that the machine and this process's control group have left; None where neither tells."""
-    found = [left for left in (_of_machine(), _of_group()) if left is not None]
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that the machine and this process's control groups have left; None where nobody tells.
+
+    Args:
+        root: of the file system that is asked.
+    """
+    found = [left for left in (_of_machine(root), _of_group(root)) if left is not None]
     return min(found, default=None)
 
 
-def _of_machine() -> int | None:
-    found = _fields("/proc/meminfo").get("MemAvailable:")
+def _of_machine(root: Path) -> int | None:
+    found = _fields(root / "proc/meminfo").get("MemAvailable:")
     return None if found is None else found * 1024
 
 
-def _of_group() -> int | None:
-    group = Path("/sys/fs/cgroup")
+# Limit, use, and what of that the kernel gives up by itself: of control groups of version 2 and 1.
+_UNIFIED = ("memory.max", "memory.current", "inactive_file")
+_LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _of_group(root: Path) -> int | None:
+    """The least that the process's own group and those around it have left; None where none has a limit."""
+    found: list[int] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = top / path.strip("/")  # which a container may see as the top
+        groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
+        left = (_left_in(group, *(_LEGACY if controllers else _UNIFIED)) for group in groups)
+        found += (count for count in left if count is not None)
+    return min(found, default=None)
+
+
+def _left_in(group: Path, limit: str, used: str, reclaimable: str) -> int | None:
     try:
-        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or no limit
+        left = int((group / limit).read_text()) - int((group / used).read_text())
+    except (OSError, ValueError):  # no such group, or no limit
         return None
-    return limit - used + _fields(str(group / "memory.stat")).get("inactive_file", 0)
+    return left + _fields(group / "memory.stat").get(reclaimable, 0)
 
 
-def _fields(path: str) -> dict[str, int]:
-    """The first number of each line, by its first word."""
+def _lines(path: Path) -> list[str]:
     try:
-        lines = [line.split() for line in Path(path).read_text().splitlines()]
+        return path.read_text().splitlines()
     except OSError:
-        return {}
+        return []
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The first number of each line, by its first word."""
+    lines = [line.split() for line in _lines(path)]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -29,6 +29,8 @@ def test_doctor_names_the_backend_and_why_not_the_others(sparsekv):
     assert data["versions"]["torch"]
     text = sparsekv("doctor", "--device", "cpu").out
     assert "not triton: " in text
+    assert "host memory" in text
+    assert data["host"]["available_bytes"] is None or data["host"]["available_bytes"] > 0
     assert sparsekv("doctor", "--device", "cpu", "--backend", "triton").code == 2
 
 
