@@ -73,7 +73,8 @@ class Scratch:
     def _gather(self, x_NGSD: torch.Tensor, into: torch.Tensor, used_P: torch.Tensor) -> torch.Tensor:
         _, heads, page, size = x_NGSD.shape
         into_GPSD = into[: heads * len(used_P) * page * size].view(heads, len(used_P), page, size)
-        torch.index_select(x_NGSD.transpose(0, 1), 1, used_P, out=into_GPSD)
+        for number, one in enumerate(used_P.tolist()):  # index_select would copy the whole cache: keys are transposed
+            into_GPSD[:, number].copy_(x_NGSD[one])
         return into_GPSD.flatten(1, 2)
 
 
