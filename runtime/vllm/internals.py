@@ -164,6 +164,6 @@ def part_without(common: CommonAttentionMetadata, done: frozenset[int]) -> Part 
 def register() -> None:
     """Puts our backend in the place of vLLM's; it is imported when the first attention layer is made."""
     if current_platform.device_type == "cpu":
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.backend.SparseBackend")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention_backend.SparseBackend")
     else:
         register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")

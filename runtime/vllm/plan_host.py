@@ -17,8 +17,9 @@ import torch
 from sparsekv.kernels.backends import Fallback, choose_backend
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.plans.errors import PlanWarning
+from sparsekv.plans.errors import PlanMismatchError, PlanWarning
 from sparsekv.plans.files import load_plan
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
@@ -26,7 +27,7 @@ from sparsekv.runtime.model_config import describe_config, device_name, dtype_na
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
-from sparsekv.runtime.vllm.options import plan_path, read_options
+from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
 
 
@@ -53,6 +54,11 @@ class Scratch:
 
     def __init__(self, tokens: int, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._k, self._v = torch.empty(2, tokens * numbers, dtype=dtype, device=device).unbind()
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Of its memory."""
+        return self._k.dtype, self._k.device
 
     @property
     def bytes(self) -> int:
@@ -145,7 +151,7 @@ def start_host(additional_config: Any, facts: EngineFacts, model: EngineModel) -
     plan = load_plan(path)
     check_engine(facts, plan, options.allow_untested)
     found = describe_config(model.config, model.name, model.revision)
-    check_plan(plan, found, options.allow_mismatch)
+    _check_model(plan, found, options.allow_mismatch)
     check_layers(plan, found)
     group = max(found.attention, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
@@ -154,6 +160,15 @@ def start_host(additional_config: Any, facts: EngineFacts, model: EngineModel) -
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
     return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch)
+
+
+def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
+    try:
+        check_plan(plan, found, allow_mismatch)
+    except PlanMismatchError as error:  # its way out is a flag of the command line, which is not at work here
+        raise PlanMismatchError(
+            str(error).replace("--allow-mismatch", '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\'')
+        ) from None
 
 
 def _announce(plan: Plan, path: Path) -> None:
