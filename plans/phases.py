@@ -305,6 +305,12 @@ class Segment(Part):
         budget = self.budget.resolve(length)
         return budget if self.sink + budget + self.recent < length else None
 
+    def read_tokens(self, layer: int, length: int) -> int:
+        """Tokens among `length` cached ones that one of its layers reads in a step; one of which only the key is read
+        counts half."""
+        chosen, scored = self.chosen_tokens(length), length // 2 if layer == self.filter else 0
+        return length if chosen is None else min(length, scored + self.sink + chosen + self.recent)
+
     @model_validator(mode="after")
     def _consistent(self) -> Segment:
         if self.filter > self.layers[0]:

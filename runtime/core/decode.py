@@ -80,7 +80,7 @@ def decode(
     lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
     attend = partial(decode_attention, scale=scale, backend=backend)
     if layer.chooses_for_itself:
-        _choose_alone(layer, q_BH1D, source.view(lengths_B), state, scale, backend)
+        choose_alone(layer, q_BH1D, source.view(lengths_B), state, scale=scale, backend=backend)
     selection = selected_for(layer, state) if layer.follows else None
     if selection is not None:
         keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
@@ -95,10 +95,10 @@ def decode(
     return output.out_BHSD
 
 
-def _choose_alone(
-    layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, state: DecodeState, scale: float, backend: str
+def choose_alone(
+    layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, state: DecodeState, *, scale: float, backend: str
 ) -> None:
-    """The choice of a filter layer that has attended to nothing yet: of the keys and values, it reads the keys."""
+    """The choice of a filter layer before it attends to anything: only keys are read. Arguments as in `decode`."""
     assert layer.filters is not None
     if _all_attend_to_everything(layer.filters, state):
         return
