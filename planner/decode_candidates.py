@@ -10,7 +10,7 @@ Shapes: S selectors, J layers that attend, I layers that choose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -131,11 +131,24 @@ class CandidateSpace:
                 merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
                 yield (*segments[:number], merged, *segments[number + 2 :])
 
-    def alone(self, segments: Segments) -> Iterator[Segments]:
-        """Those in which one more dense layer chooses for itself: a filter layer, or one outside all segments."""
+    def all_alone(self, segments: Segments) -> Iterator[Segments]:
+        """Those in which all dense layers choose for themselves, or all filter layers."""
+        for among in (self.full, [segment.filter for segment in segments]):
+            found = segments
+            for layer in among:
+                found = next(self.alone(found, (layer,)), found)
+            if found != segments:
+                yield found
+
+    def alone(self, segments: Segments, among: Iterable[int] | None = None) -> Iterator[Segments]:
+        """Those in which one more dense layer chooses for itself: a filter layer, or one outside all segments.
+
+        Args:
+            among: which layers; all with full attention when None.
+        """
         filters = {segment.filter: number for number, segment in enumerate(segments)}
         sparse = {layer for segment in segments for layer in segment.layers}
-        for layer in self.full:
+        for layer in self.full if among is None else among:
             if layer in filters:
                 number = filters[layer]
                 own = segments[number].model_copy(update={"layers": (layer, *segments[number].layers)})

@@ -33,6 +33,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
 _PROBE_PROMPTS = 2
+_RESERVED = 4  # trials in which layers choose for themselves
 _MOST_SHORTER = 3  # segments that are measured at shorter lengths
 _RESAMPLES = 2000
 
@@ -124,6 +125,7 @@ class _Search:
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
         self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
+        self._reserved = min(_RESERVED, effort.trials // 4) * len(self._prefixes)  # of these, for layers that choose
         self._length = entry.length
 
     @property
@@ -140,9 +142,13 @@ class _Search:
         for segments in self._space.proposed(weights_J, self._gate):
             if self._measure(segments):
                 break
-        for steps in (self._space.smaller, self._space.alone):
-            while self.passed and self._refined(self.passed[0], steps, weights_J):
-                pass
+        while self.passed and self._refined(self.passed[0], self._space.smaller, weights_J):
+            pass
+        self._reserved = 0
+        for segments in self._space.all_alone(self.passed[0]) if self.passed else ():
+            self._measure(segments)
+        while self.passed and self._refined(self.passed[0], self._space.alone, weights_J):
+            pass
 
     def repeat(self, candidates: Iterable[Segments]) -> None:
         """Each with its own budgets, or the least larger ones that stay inside the gate."""
@@ -169,7 +175,7 @@ class _Search:
 
     def _measure(self, segments: Segments) -> bool:
         """Whether they were measured now, and stayed inside the gate."""
-        if segments in self._tried or self.runs < len(self._prefixes):
+        if segments in self._tried or self.runs - self._reserved < len(self._prefixes):
             return False
         self._tried.add(segments)
         order = sorted(range(len(self._prefixes)), key=lambda number: -self._hardness[number])
