@@ -10,7 +10,7 @@ Shapes: S selectors, J layers that attend, I layers that choose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -68,8 +68,8 @@ class CandidateSpace:
         return lost_mass(reuse, budget_index(reuse.budgets, budget, self._length), self.full, self._options)
 
     def probe(self, layer: int) -> Segments:
-        """One layer alone, behind the nearest one that can choose for it; `layer` is not the first of `full`."""
-        nearest = max(other for other in self.full if other < layer)
+        """One layer alone, behind the nearest one that can choose for it; the first of `full` chooses for itself."""
+        nearest = max((other for other in self.full if other < layer), default=layer)
         budget = min(self.budgets, key=lambda one: abs(one.resolve(self._length) - _PROBED * self._length))
         return self.segments([FilterSegment(nearest, self._first_selector, (layer,))], budget)
 
@@ -126,10 +126,40 @@ class CandidateSpace:
                     yield (*segments[:number], grown, *segments[number + 1 :])
             yield from self._with_less(segments, number)
         for number, (first, second) in enumerate(pairwise(segments)):
-            layers = tuple(sorted((*first.layers, second.filter, *second.layers)))
-            if len(set(layers)) == len(layers) and second.filter > first.filter:
+            layers = tuple(sorted({*first.layers, second.filter, *second.layers}))
+            if second.filter not in first.layers and second.filter > first.filter:
                 merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
                 yield (*segments[:number], merged, *segments[number + 2 :])
+
+    def all_alone(self, segments: Segments) -> Iterator[Segments]:
+        """Those in which all dense layers choose for themselves, or all filter layers."""
+        for among in (self.full, [segment.filter for segment in segments]):
+            found = segments
+            for layer in among:
+                found = next(self.alone(found, (layer,)), found)
+            if found != segments:
+                yield found
+
+    def alone(self, segments: Segments, among: Iterable[int] | None = None) -> Iterator[Segments]:
+        """Those in which one more dense layer chooses for itself: a filter layer, or one outside all segments.
+
+        Args:
+            among: which layers; all with full attention when None.
+        """
+        filters = {segment.filter: number for number, segment in enumerate(segments)}
+        sparse = {layer for segment in segments for layer in segment.layers}
+        for layer in self.full if among is None else among:
+            if layer in filters:
+                number = filters[layer]
+                own = segments[number].model_copy(update={"layers": (layer, *segments[number].layers)})
+                found = (*segments[:number], own, *segments[number + 1 :])
+            else:
+                budget = max((segment.budget for segment in segments), key=lambda one: one.resolve(self._length))
+                own = segments[0].model_copy(update={"filter": layer, "layers": (layer,), "budget": budget})
+                found = tuple(sorted((*segments, own), key=lambda one: one.layers))
+            apart = all(a.filter < b.filter and a.layers[-1] < b.layers[0] for a, b in pairwise(found))
+            if layer not in sparse and apart and self.share(found) <= self.share(segments) - _LEAST_GAIN:
+                yield found
 
     def larger(self, segments: Segments) -> Iterator[Segments]:
         """The same with a twofold and a fourfold budget in every segment, as far as that is less than all tokens."""

@@ -3,8 +3,10 @@
 First every layer alone attends to the choice of the layer before it, which says what a lost share of attention mass
 does to the next token there. From that and the similarities, candidates are proposed. They are measured from the
 sparsest on, until one stays inside the gate; that one is then refined step by step: a dense layer made sparse, a filter
-layer dropped, a budget cut, the least expected divergence for the tokens saved first. A candidate is given up at the
-first prompt after which its mean can no longer stay inside the gate, and prompts that were hardest so far come first.
+layer dropped, a budget cut, the least expected divergence for the tokens saved first; at last layers that are still
+dense, filter layers among them, choose for themselves, which saves half of what they read. A candidate is given up at
+the first prompt after which its mean can no longer stay inside the gate, and prompts that were hardest so far come
+first.
 
 This is done at the longest length; at the others the segments that passed are measured again, with their own budgets
 and with larger ones. `choose_filter_layers` takes what is cheapest among the trials inside the gate.
@@ -12,7 +14,7 @@ and with larger ones. `choose_filter_layers` takes what is cheapest among the tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +33,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
 _PROBE_PROMPTS = 2
+_RESERVED = 4  # trials in which layers choose for themselves
 _MOST_SHORTER = 3  # segments that are measured at shorter lengths
 _RESAMPLES = 2000
 
@@ -122,6 +125,7 @@ class _Search:
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
         self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
+        self._reserved = min(_RESERVED, effort.trials // 4) * len(self._prefixes)  # of these, for layers that choose
         self._length = entry.length
 
     @property
@@ -138,7 +142,12 @@ class _Search:
         for segments in self._space.proposed(weights_J, self._gate):
             if self._measure(segments):
                 break
-        while self.passed and self._refined(self.passed[0], weights_J):
+        while self.passed and self._refined(self.passed[0], self._space.smaller, weights_J):
+            pass
+        self._reserved = 0
+        for segments in self._space.all_alone(self.passed[0]) if self.passed else ():
+            self._measure(segments)
+        while self.passed and self._refined(self.passed[0], self._space.alone, weights_J):
             pass
 
     def repeat(self, candidates: Iterable[Segments]) -> None:
@@ -150,23 +159,23 @@ class _Search:
 
     def _weights(self) -> Floats:
         found = {}
-        for layer in self._space.full[1:]:
+        for layer in self._space.full:
             few = self._prefixes[:_PROBE_PROMPTS]
             found[layer] = float(np.mean(self._run(self._space.probe(layer), few)))
         return self._space.weights(found)
 
-    def _refined(self, segments: Segments, weights_J: Floats) -> bool:
+    def _refined(self, segments: Segments, steps: Callable[[Segments], Iterable[Segments]], weights_J: Floats) -> bool:
         """Measures steps from these segments until one stays inside the gate."""
 
         def price(smaller: Segments) -> float:
             more = self._space.expected(smaller, weights_J) - self._space.expected(segments, weights_J)
             return more / (self._space.share(segments) - self._space.share(smaller))
 
-        return any(self._measure(one) for one in sorted(self._space.smaller(segments), key=price))
+        return any(self._measure(one) for one in sorted(steps(segments), key=price))
 
     def _measure(self, segments: Segments) -> bool:
         """Whether they were measured now, and stayed inside the gate."""
-        if segments in self._tried or self.runs < len(self._prefixes):
+        if segments in self._tried or self.runs - self._reserved < len(self._prefixes):
             return False
         self._tried.add(segments)
         order = sorted(range(len(self._prefixes)), key=lambda number: -self._hardness[number])

@@ -62,7 +62,8 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     check_budget(profile, options)
     chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.choose())
-    layers = {layer for bucket in buckets for layer in bucket.sparse_layers}
+    filters = {segment.filter for bucket in buckets for segment in bucket.segments}
+    layers = {layer for bucket in buckets for layer in bucket.sparse_layers} - filters
     offload = Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if options.offload and layers else None
     return DecodePlan(lengths=buckets, offload=offload)
 

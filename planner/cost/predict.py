@@ -268,9 +268,11 @@ def visible_tokens(group: AttentionGroup, length: int) -> int:
 def step_us(
     segments: Sequence[Segment], cost: DeviceCost, length: int, model: ModelInfo, offload: Offload | None = None
 ) -> float | None:
-    """Attention of one decode step over all layers, in microseconds; None where rows in host memory have no price.
+    """Attention of one decode step over all layers, in microseconds; None where a choice of that kind, or rows in host
+    memory, have no price.
 
-    A filter layer costs what a dense one does, and its choice on top. The rest of a step, weights and sampling, is not
+    A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
+    choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
     in it. Of the rows that an offloaded layer chooses, it fetches those that are not in its hot set (`missed`).
     """
     sparse = frozenset(layer for segment in segments for layer in segment.layers)
@@ -283,7 +285,10 @@ def step_us(
         if chosen is None:  # all of the context is attended to, and nothing is chosen
             total += (len(segment.layers) - moved) * cost.decode_dense.us(length)
         else:
-            total += cost.decode_choose.us(length)
+            choose = cost.decode_choose_alone if segment.filter_is_sparse else cost.decode_choose
+            if choose is None:
+                return None
+            total += choose.us(length)
             total += (len(segment.layers) - moved) * cost.decode_sparse.us(attended_tokens(segment, length))
         if offload and moved:
             hot = offload.hot.resolve(length)
@@ -308,7 +313,7 @@ def attended_tokens(segment: Segment, length: int) -> int:
 
 
 def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> float:
-    """Tokens attended to over tokens that dense attends to, over all layers of one step."""
-    attended = {layer: attended_tokens(segment, length) for segment in segments for layer in segment.layers}
+    """Tokens read over tokens that dense reads, over all layers of one step."""
+    attended = {layer: segment.read_tokens(layer, length) for segment in segments for layer in segment.layers}
     visible = {layer: visible_tokens(group, length) for layer, group in model.by_layer.items()}
     return sum((visible | attended).values()) / sum(visible.values())

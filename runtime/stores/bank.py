@@ -8,8 +8,8 @@ tokens that have no slot (kernels/decode/slots.py); layers that take the same ch
 
 Why the tokens chosen longest ago give up their slots, and why the hot set is twice the budget or more: on answers of
 three small models at 16K and budgets of 512 to 2,048 tokens, 36 to 53% of the chosen tokens are not those of the step
-before. Of slots for 1, 2 and 4 budgets, the replacement of the least recently used leaves 34 to 46, 11 to 28 and 3 to
-17% to fetch, and a clock about half a percent more (benchmarks/miss_curves.py, with the curves in benchmarks/RESULTS.md).
+before. Of slots for 1, 2 and 4 budgets, the replacement of the least recently used leaves 34 to 56, 11 to 33 and 3 to
+17% to fetch, and a clock about half a percent more (benchmarks/miss_curves.py; curves in benchmarks/RESULTS.md).
 
 Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
 the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
@@ -115,9 +115,11 @@ class _Sizes:
         return self.slots + self.ring
 
 
-def device_tokens(hot: Budget, reads: Reads, capacity: int) -> int:
-    """How many tokens of a layer in host memory are on the device at most, where there is room for `capacity`."""
-    return min(capacity, _Sizes.of(hot, reads, capacity).whole)
+def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int]:
+    """How many tokens of a layer in host memory are allocated on the device at most, and on the host, where there is
+    room for `capacity`."""
+    whole = _Sizes.of(hot, reads, capacity).whole
+    return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
 
 
 class HostStore:

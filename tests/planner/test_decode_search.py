@@ -108,6 +108,20 @@ def test_every_step_of_the_refinement_is_legal_and_reads_less(space: CandidateSp
     assert any(part.heads == "per_kv_head" for one in steps for part in one)
 
 
+def test_every_dense_layer_may_choose_for_itself_alone_or_with_all_others(space: CandidateSpace) -> None:
+    start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
+    steps, (all_layers, all_filters) = list(space.alone(start)), space.all_alone(start)
+    for one in (*steps, all_layers, all_filters):
+        check_legal(one)
+        assert space.share(one) < space.share(start) - 0.03
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in steps}
+    assert ((0, (0, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a filter layer
+    assert len(shapes) == 3  # layers 1 and 6 lie inside the segments of others
+    assert [(part.filter, part.layers) for part in all_filters] == [(0, (0, 2, 3)), (4, (4, 5, 7)), (8, (8, 9))]
+    outside = next(space.all_alone((segment(2, (3, 4)),)))
+    assert [(part.filter, part.layers) for part in outside][:3] == [(0, (0,)), (1, (1,)), (2, (2, 3, 4))]
+
+
 def test_larger_budgets_keep_the_segments(space: CandidateSpace) -> None:
     start = (segment(0, (1, 2)), segment(4, (5, 6)))
     grown = list(space.larger(start))
@@ -254,6 +268,23 @@ def test_the_cheapest_trial_on_a_device_where_choosing_is_dear_chooses_less_ofte
     assert chosen(tried(often, once), options=device).bucket(LENGTH).segments == often.segments
     dear = chosen(tried(often, once), options=device, decode_choose=Line(prices=(12.0, 0.0)))
     assert dear.bucket(LENGTH).segments == once.segments
+
+
+def test_a_layer_chooses_for_itself_where_a_pass_over_the_keys_is_cheaper_than_dense() -> None:
+    own, other = trial(segment(0, (0, 1, 2, 3)), bound=0.001), trial(segment(0, (1, 2, 3)), bound=0.001)
+    for line, segments in (
+        (None, other.segments),  # without a price it cannot be told
+        (Line(prices=(0.0, 0.0006)), own.segments),  # dense takes 0.001 a token, sparse as much for a tenth of them
+        (Line(prices=(3.0, 0.001)), other.segments),
+    ):
+        plan = chosen(tried(own, other), options=PlanOptions(), decode_choose_alone=line)
+        assert plan.bucket(LENGTH).segments == segments
+    assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments  # fewer tokens, whatever they cost
+
+
+def test_a_layer_that_chooses_for_itself_is_not_offloaded() -> None:
+    own = trial(segment(0, (0, 1, 2, 3)), bound=0.001)
+    assert chosen(tried(own), options=replace(ALWAYS, offload=True)).offload.layers == (1, 2, 3)
 
 
 def test_a_budget_that_was_asked_for_bounds_the_trials() -> None:

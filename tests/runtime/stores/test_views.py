@@ -21,7 +21,7 @@ from kv_stores import (
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.stores.bank import HostStore, Reads, device_tokens
+from sparsekv.runtime.stores.bank import HostStore, Reads, allocated_tokens
 from sparsekv.runtime.stores.device import DeviceStore, grown
 
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
@@ -71,8 +71,9 @@ def test_what_is_on_the_device_is_bounded_by_the_hot_set(hot: Budget, chunks: li
     store.reserve(total)
     filled(store, chunks)
     most = max(hot.resolve(total), 30 + 8 + 64)
-    assert store.bytes.device == TOKEN_BYTES * min(most, total) == TOKEN_BYTES * device_tokens(hot, reads, total)
-    assert store.bytes.host == (TOKEN_BYTES * (total - 8) if total > most else 0)
+    expected = min(most, total), total - 8 if total > most else 0
+    assert (store.bytes.device, store.bytes.host) == tuple(TOKEN_BYTES * count for count in expected)
+    assert allocated_tokens(hot, reads, total) == expected
 
 
 def test_a_context_that_is_attended_to_as_a_whole_stays_on_the_device():
