@@ -180,15 +180,18 @@ class Conversation:
 
         Raises:
             PromptError: the turn is empty, or the conversation no longer fits the model's context.
+            UsageError: there is not so much memory.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
         if prompt[: len(self.token_ids)] != self.token_ids:
             self.cache = None  # the template has rewritten earlier turns
+        tokens = self.session.tokens(prompt)
         if self.cache is None:
-            tokens = self.session.tokens(prompt)
             at_most = self.session.loaded.info.context_length if self.turns else tokens
             self.cache = self.session.new_cache(self.handle, tokens, at_most)
+        elif self.handle is not None:
+            self.handle.check_growth(self.cache, tokens, chunk=self.session.chunk)
         if self.handle is not None:
             self.handle.reset_stats()
         said = generate_stream(

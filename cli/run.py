@@ -152,7 +152,7 @@ def _talk(session: Session) -> None:
                     return
                 if text.strip():
                     _tell(conversation.ask(text.rstrip("\n"), _stream))
-            except PromptError as error:
+            except (PromptError, UsageError) as error:
                 tell(f"error: {error}")
 
 

@@ -37,7 +37,7 @@ from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, KVStore
+from sparsekv.runtime.stores.store import Bytes, KVStore, grown
 
 
 class PlanEngine:
@@ -232,9 +232,33 @@ class Handle:
             raise
         return cache
 
-    def _available(self) -> Available:
+    def check_growth(self, cache: Cache, tokens: int, batch: int = 1, chunk: int | None = None) -> None:
+        """Refuses what a cache of this handle, as for a next turn, cannot grow to.
+
+        Args:
+            tokens: in all, those that are cached included.
+            batch: rows of the cache.
+            chunk: most tokens of a row that run through the model at once; None is all new ones.
+
+        Raises:
+            UsageError: the memory of the device or the host does not suffice.
+        """
+        layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+        held, new = [layer.store.bytes for layer in layers], tokens - cache.get_seq_length()
+        request = Request(grown(0, tokens), batch=batch, chunk=max(1, new if chunk is None else min(chunk, new)))
+        host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
+        available = self._available(sum(one.device for one in held), sum(one.host for one in held))
+        self._memory.check(request, replace(self._engine.placement, layers=host_layers), available)
+
+    def _available(self, held_on_device: int = 0, held_on_host: int = 0) -> Available:
+        """For a cache that takes over what is held, and blocks that are free."""
         found = Available.here({layout.device for layout in self._layouts})
-        return found if found.host is None else replace(found, host=found.host + self._engine.memory.free_bytes)
+        on_cpu = found.device is None
+        ours = held_on_host + self._engine.memory.free_bytes + (held_on_device if on_cpu else 0)
+        return Available(
+            None if found.device is None else found.device + held_on_device,
+            None if found.host is None else found.host + ours,
+        )
 
     def stats(self) -> RunStats:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""

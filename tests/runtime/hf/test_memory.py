@@ -132,6 +132,18 @@ def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(mode
         assert handle.stats().kv_bytes_host == 0
 
 
+def test_a_turn_that_memory_cannot_hold_is_refused_before_it_runs(model):
+    with torch.no_grad(), apply(model, plan_for(model, decode=DECODE)) as handle:
+        cache = handle.new_cache(100)
+        model(random_tokens(1, 90), past_key_values=cache)
+        handle.check_growth(cache, 95)
+        handle.check_growth(cache, 400, chunk=64)
+        with pytest.raises(UsageError, match=r"GiB of host memory .* a prompt of"):
+            handle.check_growth(cache, 1 << 34)
+        assert cache.get_seq_length() == 90
+        model(random_tokens(1, 5), past_key_values=cache)
+
+
 def blocks():
     return sum(type(thing) is Block for thing in gc.get_objects())
 
