@@ -34,6 +34,7 @@ from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
 from sparsekv.runtime.stores.store import Bytes
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
+_FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +203,15 @@ class MemoryModel:
         """The bytes of a request, part by part."""
         stores = {layer: self._store(layer, request, placement) for layer in self._groups}
         on_host = [layer for layer in stores if layer in placement.layers]
+        prefill = self._prefill(request, on_host)
         return MemoryUse(
             weights=self.size.weights,
             kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers),
             hot_set=sum(stores[layer].device for layer in on_host),
             kv_host=sum(stores[layer].host for layer in on_host),
-            prefill=self._prefill(request, on_host),
+            prefill=prefill,
             decode=self._decode(request, on_host),
-            spare=0 if self.on_cpu else SPARE,
+            spare=0 if self.on_cpu else SPARE + prefill // _FRAGMENTS,
         )
 
     def fits(self, use: MemoryUse, available: Available) -> bool:

@@ -66,7 +66,8 @@ def place_layers(
     if isinstance(asked, int):
         if not 0 <= asked <= count:
             raise UsageError(f"expected 0 to {count} layers in host memory, found {asked}")
-        first, sparse = set(offload.layers if offload else ()), decode.sparse_layers if decode else ()
+        first = set(offload.layers if offload else ())
+        sparse = decode.sparse_layers - decode.filter_layers if decode else ()
         ranked = sorted(range(count), key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
     unknown = {layer for layer in asked if not 0 <= layer < count}

@@ -4,20 +4,23 @@ import shutil
 from pathlib import Path
 
 import pytest
-from model_folders import save_model, sparse_plan
+from model_folders import save_model
 from tiny_models import tiny_model
+from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.files import write_plan
 
 GPU = ("--device-memory", "1.5GiB", "--host-memory", "1.25 GiB", "--dtype", "float32")
 
+HOSTED = (1, 2, 3, 4, 5)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its plan, which permits to offload one layer of three, beside it, and without weights."""
-    model = tiny_model(context=1 << 20)
+    """A model with its plan, which permits to offload five layers of six, beside it, and without weights."""
+    model = tiny_model(context=1 << 20, layers=6)
     folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    write_plan(plan_for(model, None, decode_plan(segment(0, HOSTED, 64), offload=HOSTED)), folder / "sparsekv.yaml")
     (folder / "model.safetensors").unlink()
     return folder
 
@@ -51,12 +54,13 @@ def test_auto_moves_what_the_plan_permits_once_the_device_is_full(sparsekv, fold
         for how in ("auto", "never", "always")
     )
     assert auto["host_layers"] == never["host_layers"] == []
-    assert always["host_layers"] == [2]
+    assert always["host_layers"] == list(HOSTED)
     assert never["longest_prompt"] < auto["longest_prompt"] == always["longest_prompt"]
-    longer = sparsekv("doctor", "--memory", folder, never["longest_prompt"] + 1, *GPU)
-    assert longer.code == 0
-    assert "1 of 3 layers (2) in host memory" in longer.out
-    assert f"longest prompt that fits: {auto['longest_prompt']:,} tokens" in longer.out
+    longest = auto["longest_prompt"]
+    full = sparsekv("doctor", "--memory", folder, longest, *GPU)
+    assert full.code == 0
+    assert "5 of 6 layers (1-5) in host memory" in full.out
+    assert f"longest prompt that fits: {longest:,} tokens" in full.out
     dense = sparsekv("doctor", "--memory", folder, "1k", *GPU, "--kv-host-layers", "0-1", "--json").data
     assert dense["host_layers"] == [0, 1]
 
@@ -85,7 +89,7 @@ def test_without_a_plan_all_layers_are_dense(sparsekv, folder, tmp_path):
     done = sparsekv("doctor", "--memory", bare, "1k", *GPU)
     assert "no plan: all layers are dense" in done.out
     named = ("--plan", folder / "sparsekv.yaml", "--offload", "always", "--json")
-    assert sparsekv("doctor", "--memory", bare, "1k", *GPU, *named).data["host_layers"] == [2]
+    assert sparsekv("doctor", "--memory", bare, "1k", *GPU, *named).data["host_layers"] == list(HOSTED)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +112,7 @@ def test_questions_that_cannot_be_meant_are_usage_errors(sparsekv, folder, argum
 
 
 def test_a_plan_of_another_model_is_refused(sparsekv, folder, tmp_path):
-    other = save_model(tiny_model(layers=4), tmp_path / "other")
+    other = save_model(tiny_model(layers=7), tmp_path / "other")
     call = ("doctor", "--memory", other, "1k", "--plan", folder / "sparsekv.yaml", *GPU)
     assert sparsekv(*call).code == 3
     assert sparsekv(*call, "--allow-mismatch").code == 0

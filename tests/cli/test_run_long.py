@@ -74,6 +74,13 @@ def test_what_the_plan_permits_is_a_choice_of_the_run(sparsekv, folder):
         assert "offload auto: keys and values of all 3 layers on the device" in done.err
 
 
+def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, folder, monkeypatch):
+    assert "host memory, GB" not in sparsekv("run", folder, "--offload", "always", *FEW).err
+    monkeypatch.setattr("sparsekv.cli.chat._SHOWN_FROM", 1)
+    assert "host memory, GB: done" in sparsekv("run", folder, "--offload", "always", *FEW).err
+    assert "host memory, GB" not in sparsekv("run", folder, "--offload", "never", *FEW).err
+
+
 @pytest.mark.parametrize(
     "how", [("--offload", "always"), ("--kv-host-layers", "2"), ("--offload", "never"), ()], ids=str
 )
