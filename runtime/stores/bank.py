@@ -6,10 +6,10 @@ contiguous read. On the device remain the newest tokens, in a ring (token t in r
 a time move to the host, and copies of the tokens that decode steps chose lately, in slots. A step fetches only chosen
 tokens that have no slot (kernels/decode/slots.py); layers that take the same choice share one slot map.
 
-Why the tokens chosen longest ago give up their slots, and why the hot set is twice the budget or more: on answers of
-three small models at 16K and budgets of 512 to 2,048 tokens, 36 to 53% of the chosen tokens are not those of the step
-before. Of slots for 1, 2 and 4 budgets, the replacement of the least recently used leaves 34 to 56, 11 to 33 and 3 to
-17% to fetch, and a clock about half a percent more (benchmarks/miss_curves.py; curves in benchmarks/RESULTS.md).
+Why the tokens chosen longest ago give up their slots, and why the hot set is twice the budget or more: in answers of
+three small models at 16K and 32K, with budgets of 512 to 2,048 tokens, 36 to 70% of the chosen tokens were not chosen in
+the step before. With slots for 1, 2 and 4 budgets, replacing the least recently used leaves 35 to 68, 11 to 50 and 3 to
+34% to fetch; a clock half a percent more, as a rule (benchmarks/miss_curves.py; the curves are in RESULTS.md there).
 
 Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
 the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
