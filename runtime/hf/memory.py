@@ -281,15 +281,12 @@ class MemoryModel:
         """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
         group, width = self._groups[0], self.size.hidden
-        cut = self.chunking.applies(request.batch, request.piece)
-        worked_on = min(rows, self.chunking.rows) if cut else rows
+        worked_on = min(rows, max(self.chunking.rows, self.chunking.above))
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
         queries = rows * group.heads * group.head_dim * item
-        output, heads = queries, group.heads
-        if cut and queries > self.chunking.output_bytes:
-            together = max(1, self.chunking.output_bytes * group.kv_heads // queries)
-            output, heads = queries * together // group.kv_heads, heads * together // group.kv_heads
-        attending = queries + output + self._index(request, heads) + self._moved(request, on_host)
+        output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
+        attending = queries + output + self._index(request, -(-group.heads * output // queries))
+        attending += self._moved(request, on_host)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
         return always + max(attending, in_mlp)
 
