@@ -62,10 +62,9 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     check_budget(profile, options)
     chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.choose())
-    filters = {segment.filter for bucket in buckets for segment in bucket.segments}
-    layers = {layer for bucket in buckets for layer in bucket.sparse_layers} - filters
-    offload = Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if options.offload and layers else None
-    return DecodePlan(lengths=buckets, offload=offload)
+    plan = DecodePlan(lengths=buckets)
+    layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
+    return plan.model_copy(update={"offload": Offload(layers=layers, hot=tokens(HOT_TOKENS))}) if layers else plan
 
 
 def takes_trials(profile: Profile, options: PlanOptions) -> bool:

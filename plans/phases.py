@@ -378,8 +378,7 @@ class DecodePlan(Part):
         if dense:
             message = f"expected offloaded layers to be in a segment, found {format_ids(dense)} always dense"
             raise FieldError(message, "offload", "layers")
-        filters = {segment.filter for bucket in self.lengths for segment in bucket.segments}
-        if read := filters.intersection(self.offload.layers if self.offload else ()):
+        if read := self.filter_layers.intersection(self.offload.layers if self.offload else ()):
             message = f"expected offloaded layers that read chosen tokens alone, found filter layers {format_ids(read)}"
             raise FieldError(message, "offload", "layers")
         return self
@@ -392,6 +391,11 @@ class DecodePlan(Part):
     def sparse_layers(self) -> frozenset[int]:
         """Layers of a segment, the same at every length that is sparse."""
         return frozenset[int]().union(*(bucket.sparse_layers for bucket in self.lengths))
+
+    @property
+    def filter_layers(self) -> frozenset[int]:
+        """Layers that choose, and so read all keys."""
+        return frozenset(segment.filter for bucket in self.lengths for segment in bucket.segments)
 
 
 def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
