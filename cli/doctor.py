@@ -235,7 +235,7 @@ class MemoryEstimate:
             "new_tokens": request.answer,
             "batch": request.batch,
             "context_length": model.size.info.context_length,
-            "host_layers": sorted(placement.layers),
+            "host_layers": sorted(placement.layers) if use.kv_host else [],
             "device": on_device | {"needed": use.device, "available": self.available.device},
             "host": {"kv": use.kv_host, "needed": model.host(use), "available": self.available.host},
             "on_cpu": model.on_cpu,

@@ -29,7 +29,7 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.stores.bank import allocated_tokens
+from sparsekv.runtime.stores.bank import Reads, allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
 from sparsekv.runtime.stores.store import Bytes
 
@@ -202,12 +202,13 @@ class MemoryModel:
     def use(self, request: Request, placement: Placement) -> MemoryUse:
         """The bytes of a request, part by part."""
         stores = {layer: self._store(layer, request, placement) for layer in self._groups}
-        on_host = [layer for layer in stores if layer in placement.layers]
+        placed = [layer for layer in stores if layer in placement.layers]
+        on_host = [layer for layer in placed if stores[layer].host]  # short contexts stay on the device as a whole
         prefill = self._prefill(request, on_host)
         return MemoryUse(
             weights=self.size.weights,
             kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers),
-            hot_set=sum(stores[layer].device for layer in on_host),
+            hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
             prefill=prefill,
             decode=self._decode(request, on_host),
@@ -263,8 +264,7 @@ class MemoryModel:
         each = request.batch * self._token_bytes(layer)
         if layer not in placement.layers:
             return Bytes(request.tokens * each)
-        reads = reads_of(self._program.layers[layer])
-        device, host = allocated_tokens(placement.hot, reads, request.tokens)
+        device, host = allocated_tokens(placement.hot, self._reads[layer], request.tokens)
         return Bytes(device * each, host * each)
 
     def _token_bytes(self, layer: int) -> int:
@@ -275,6 +275,10 @@ class MemoryModel:
     @cached_property
     def _groups(self) -> dict[int, AttentionGroup]:
         return self.size.info.by_layer
+
+    @cached_property
+    def _reads(self) -> list[Reads]:
+        return [reads_of(layer) for layer in self._program.layers]
 
     @cached_property
     def _program(self) -> Program:
