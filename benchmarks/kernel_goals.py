@@ -11,11 +11,13 @@ import sys
 from dataclasses import dataclass
 
 import attention_cases
+import flash_emulator
 import torch
 from attention_cases import Seen
 
 from sparsekv.kernels.backends import prefill_attention
-from sparsekv.kernels.prefill.flash import call, emulator
+from sparsekv.kernels.prefill.flash import call
+from sparsekv.kernels.prefill.flash.backend import Passes
 from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import lower
@@ -92,9 +94,9 @@ class Layer:
         q, k, v = self.tensors
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=self.device)
         part = Part(q, k, v, torch.empty_like(q), lse, self.scale, None)
-        lists = lower(index, self.chunk).at(slice(0, 1), self.tokens, self.tokens)
-        attend = call.attend_lists if q.is_cuda else emulator.attend_lists
-        return lambda: attend(part, lists)
+        passes = Passes(lower, call.attend_lists, call.attend_dense) if q.is_cuda else flash_emulator.PASSES
+        lists = passes.lower(index, self.chunk).at(slice(0, 1), self.tokens, self.tokens)
+        return lambda: passes.over_lists(part, lists)
 
     def dense(self):
         """Dense flash-attn-4, which goals are held against; whatever there is on a CPU."""
@@ -133,7 +135,7 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: TileIndex, c
     """The flash backend through the public call, or its emulator on a CPU."""
     if q.is_cuda:
         return prefill_attention(q, k, v, index, chunk, backend="flash", **how)
-    return emulator.prefill(q, k, v, index, chunk, **how)
+    return flash_emulator.prefill(q, k, v, index, chunk, **how)
 
 
 def goals(layer: Layer, rows: tuple[int, ...] = (16, 32, 64), columns: int = 1024) -> list[Line]:

@@ -6,6 +6,7 @@ Whatever turns a text into a value raises UsageError where it means nothing; `fl
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ import typer
 
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH
+from sparsekv.plans.types import LEAST_CHUNK, MAX_ID, MAX_LENGTH
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from sparsekv.planner.options import Gate
     from sparsekv.plans.model import ModelInfo
@@ -106,6 +108,24 @@ Chunk = Annotated[
 ]
 
 
+OffloadMode = Annotated[
+    Literal["auto", "always", "never"] | None,
+    typer.Option(
+        help="Which of the layers that the plan permits have their keys and values in host memory: as few as it takes "
+        "for the device to hold the rest (auto, the default), all, or none."
+    ),
+]
+HostLayers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|LAYERS",
+        help="In place of --offload: N layers, or layers such as 4-7,9, whatever the plan permits. Dense decode reads "
+        "them back at every step.",
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, max=MAX_LENGTH, metavar="N", help="Most tokens to generate.")]
+
+
 def given(context: typer.Context) -> dict[str, Any]:
     """The options that were typed, by name; not those left at their defaults."""
     sources = ((name, context.get_parameter_source(name)) for name in context.params)
@@ -159,6 +179,19 @@ def layers_from(text: str, flag: str) -> tuple[int, ...]:
     return _parsed(parse_ids, text, flag)
 
 
+def bytes_from(text: str, flag: str) -> int:
+    """An amount of memory such as 80GiB or 128 GB."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not (count := int(float(found[1]) * _UNITS[found[2].lower()])):
+        raise UsageError(f"{flag}: expected an amount of memory, such as 80GiB or 128GB, found {text!r:.40}")
+    return count
+
+
+_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmgt]i?b)", re.ASCII | re.IGNORECASE)
+_UNITS = {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
+_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
+
+
 def shares_from(text: str, flag: str) -> tuple[float, ...]:
     """Shares such as 0.3 or 30%, separated by commas."""
     shares = tuple(_share(part) for part in text.split(","))
@@ -204,6 +237,30 @@ def _share(text: str) -> float:
     except ValueError:
         return 0.0
     return share if 0.0 < share <= 1.0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Which layers have their keys and values in host memory: by the plan's permission, or as named."""
+
+    mode: Literal["auto", "always", "never"] | None
+    host_layers: int | tuple[int, ...] | None = None
+    by_default: bool = False
+
+    @classmethod
+    def named(cls, offload: Literal["auto", "always", "never"] | None, host_layers: str | None) -> Placing:
+        """What --offload and --kv-host-layers ask for; auto where neither is given.
+
+        Raises:
+            UsageError: both are given, or the layers are none.
+        """
+        flag = "--kv-host-layers"
+        if host_layers is None:
+            return cls(offload or "auto", by_default=offload is None)
+        if offload is not None:
+            raise UsageError(f"expected --offload or {flag}, found both; {flag} alone says which layers go")
+        is_count = host_layers.isdecimal() and len(host_layers) <= len(str(MAX_ID))
+        return cls(None, int(host_layers) if is_count else layers_from(host_layers, flag))
 
 
 # --- device, model and plan -------------------------------------------------------------------------------------------
@@ -320,8 +377,8 @@ class Subject:
         asked = settings(device, dtype)
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.describe import describe_config
         from sparsekv.runtime.hf.load import load_config, load_model, torch_device
+        from sparsekv.runtime.model_config import describe_config
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
@@ -332,6 +389,20 @@ class Subject:
             check(describe_config(config, resolve_model(self.model).path_or_id), target.type)
         with self._saying_whose_model():
             return load_model(self.model, device=asked.device, dtype=asked.dtype)
+
+    def config_and_prompt_tokens(self, text: str, chat: bool) -> tuple[PreTrainedConfig, int]:
+        """The model's config and how many tokens a prompt has, without its weights.
+
+        Raises:
+            UsageError: there is no such model.
+            PromptError: see `encode_prompt`.
+        """
+        from sparsekv.runtime.hf.generate import encode_prompt
+        from sparsekv.runtime.hf.load import load_config, load_tokenizer
+
+        with self._saying_whose_model():
+            config, tokenizer = load_config(self.model), load_tokenizer(self.model)
+        return config, len(encode_prompt(tokenizer, text, chat=chat))
 
     @contextmanager
     def _saying_whose_model(self) -> Iterator[None]:
@@ -354,7 +425,7 @@ def plan_file(place: Path) -> Path:
         return beside
     if not _names_repository(place):
         return place  # the reader of the file says what is wrong with it
-    from sparsekv.runtime.hf.hub import download_plan
+    from sparsekv.runtime.hub import download_plan
 
     return download_plan(str(place))
 
@@ -370,7 +441,7 @@ def _plan_of(model: Path) -> tuple[Path | None, str]:
     if model.is_dir():
         path = model / PLAN_NAME
         return (path if path.is_file() else None), ""
-    from sparsekv.runtime.hf.hub import download_plan
+    from sparsekv.runtime.hub import download_plan
 
     try:
         return download_plan(str(model)), ""

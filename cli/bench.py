@@ -150,7 +150,7 @@ def prefill(
     from sparsekv.planner.bench.random_model import BenchModel, hand_plan, random_model
     from sparsekv.planner.options import density_for
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.runtime.hf.describe import dtype_name
+    from sparsekv.runtime.model_config import dtype_name
 
     if random_weights:
         subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
@@ -220,7 +220,7 @@ def decode(
     from sparsekv.planner.bench.random_model import BenchModel, HandDecode, describe_named, random_model
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.patterns import tokens
-    from sparsekv.runtime.hf.describe import dtype_name
+    from sparsekv.runtime.model_config import dtype_name
 
     hand = HandDecode(
         tokens(2048) if budget is None else arguments.budget_from(budget, "--budget"),

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import Cache, DynamicCache
 
-from sparsekv.cli.output import size
+from sparsekv.cli.output import placed, size, tell
+from sparsekv.planner.progress import BarProgress, Step
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
-from sparsekv.runtime.hf.generate import Generation, Sampling, encode_chat, encode_prompt, generate_stream
+from sparsekv.runtime.hf.generate import (
+    Generation,
+    Sampling,
+    encode_chat,
+    encode_prompt,
+    generate_stream,
+    room_for_answer,
+)
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.placement import OffloadMode
 
 # How much of a prompt is run before a comparison is timed. Kernels that are compiled are specialised on sizes that
 # divide by 16, in tokens and in tiles of 128: the rest of the prompt is left out in multiples of both.
 _BEGINNING = 512
 _BEGINNING_COMPILED = 32768  # costs a GPU little
 _ALIKE = 16 * 128
+_SHOWN_FROM = 1 << 30  # bytes of host memory, a second or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,8 @@ class Session:
     chat: bool = True  # apply the chat template where there is one
     max_new_tokens: int = 256
     chunk: int | None = None  # most tokens prefilled at once
-    kv_host_layers: int | tuple[int, ...] | None = None  # in host memory; None is as the plan has it
+    offload: OffloadMode | None = None  # which of the layers that the plan permits go to host memory
+    kv_host_layers: int | tuple[int, ...] | None = None  # in its place: these layers
     sampling: Sampling = field(default_factory=Sampling)
 
     def applied(self) -> AbstractContextManager[Handle | None]:
@@ -89,8 +100,35 @@ class Session:
             decode=self.decode,
             backend=self.backend,
             allow_mismatch=self.allow_mismatch,
+            offload=self.offload,
             kv_host_layers=self.kv_host_layers,
         )
+
+    def tokens(self, prompt: Sequence[int]) -> int:
+        """Of a prompt and the longest answer to it.
+
+        Raises:
+            PromptError: the prompt is empty, or the model's context has no room for an answer.
+        """
+        return len(prompt) + min(self.max_new_tokens, room_for_answer(self.loaded.info.context_length, len(prompt)))
+
+    def new_cache(self, handle: Handle | None, tokens: int, at_most: int, say: bool = True) -> Cache:
+        """An empty cache for `tokens`; under a plan its memory is there before anything runs.
+
+        Args:
+            at_most: tokens that it may grow to.
+            say: where the keys and values lie, if that was decided here.
+
+        Raises:
+            UsageError: there is not so much memory.
+        """
+        if handle is None:
+            return DynamicCache()
+        with _pinning() as on_bytes:
+            cache = handle.new_cache(tokens, chunk=self.chunk, at_most=at_most, on_bytes=on_bytes)
+        if say and self.offload == "auto" and self.plan and self.plan.decode and self.plan.decode.offload:
+            tell(f"offload auto: {placed(handle.host_layers, self.loaded.info.layers)}")
+        return cache
 
     def once(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
         """The answer to one prompt."""
@@ -107,8 +145,9 @@ class Session:
         prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
         beginning = prompt[: self.warm_up_length(len(prompt))]
         for session in (without, self):
-            with session.applied():
-                generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk)
+            with session.applied() as handle:
+                cache = session.new_cache(handle, len(beginning) + 2, at_most=self.tokens(prompt), say=False)
+                generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk, cache=cache)
         return without.once(text), self.once(text)
 
     def warm_up_length(self, tokens: int) -> int:
@@ -125,25 +164,34 @@ class Session:
 class Conversation:
     """What was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
 
-    Each turn prefills only what is new. `handle` is that of the plan where `session` has one applied.
+    Each turn prefills only what is new. `handle` is that of the plan where `session` has one applied; `turns` is
+    whether there may be more than one, up to the model's context.
     """
 
     session: Session
     handle: Handle | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     token_ids: tuple[int, ...] = ()
-    cache: Cache = field(default_factory=DynamicCache)
+    cache: Cache | None = None
+    turns: bool = False
 
     def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
         """Answers the next turn.
 
         Raises:
             PromptError: the turn is empty, or the conversation no longer fits the model's context.
+            UsageError: there is not so much memory.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._prompt(messages)
         if prompt[: len(self.token_ids)] != self.token_ids:
-            self.cache = DynamicCache()  # the template has rewritten earlier turns
+            self.cache = None  # the template has rewritten earlier turns
+        tokens = self.session.tokens(prompt)
+        if self.cache is None:
+            at_most = self.session.loaded.info.context_length if self.turns else tokens
+            self.cache = self.session.new_cache(self.handle, tokens, at_most)
+        elif self.handle is not None:
+            self.handle.check_growth(self.cache, tokens, chunk=self.session.chunk)
         if self.handle is not None:
             self.handle.reset_stats()
         said = generate_stream(
@@ -161,7 +209,8 @@ class Conversation:
 
     def _answer(self, said: Generation) -> Answer:
         if self.handle is None:
-            tensors = (getattr(layer, name, None) for layer in self.cache.layers for name in ("keys", "values"))
+            layers = self.cache.layers if self.cache else ()
+            tensors = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
             return Answer(said, 1.0, sum(int(tensor.nbytes) for tensor in tensors if tensor is not None), 0)
         stats = self.handle.stats()
         density = 1.0 if stats.prefill_density is None else stats.prefill_density
@@ -174,3 +223,19 @@ class Conversation:
         if self.session.chat and tokenizer.chat_template is not None:
             return encode_chat(tokenizer, messages)
         return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@contextmanager
+def _pinning() -> Iterator[Callable[[int, int], None]]:
+    """Shows how much of a large amount of host memory is there: page-locking takes a second or so for each 2 GB."""
+    with ExitStack() as stack:
+        bars: list[Step] = []
+
+        def show(more: int, total: int) -> None:
+            if total < _SHOWN_FROM:
+                return
+            if not bars:
+                bars.append(stack.enter_context(BarProgress().stage("host memory, GB", total / 1e9)))
+            bars[0].advance(more / 1e9)
+
+        yield show

@@ -1,34 +1,100 @@
-"""`sparsekv doctor`: what is installed, what this machine has, and which backend runs on it."""
+"""`sparsekv doctor`: what is installed, what this machine has, which backend runs, and what memory a run takes."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import emit, emit_json, size
+from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size
+from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
+
+    from sparsekv.plans.schema import Plan
+    from sparsekv.runtime.hf.memory import Available, MemoryModel, Request
+    from sparsekv.runtime.settings import Settings
 
 _PACKAGES = ("sparsekv", "torch", "triton", "transformers", "flash-attn-4", "pydantic", "safetensors")
 _HEAD_DIM = 128
+_OF_MEMORY = ("plan", "batch", "max_new_tokens", "chunk", "offload", "kv_host_layers", "device_memory", "host_memory")
+_Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 80GiB; what this machine has by default.")]
 
 
 def doctor(
+    context: typer.Context,
+    memory: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="MODEL LENGTH",
+            help="Print what a prompt of this length takes of device and host memory, and the longest that fits; exit "
+            "1 if it does not. Loads no weights.",
+        ),
+    ] = None,
+    plan: arguments.PlanFile = None,
+    batch: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Prompts run at once.")] = 1,
+    max_new_tokens: arguments.MaxNewTokens = 256,
+    chunk: arguments.Chunk = None,
+    offload: arguments.OffloadMode = None,
+    kv_host_layers: arguments.HostLayers = None,
+    device_memory: _Size = None,
+    host_memory: _Size = None,
     device: arguments.Device = None,
     dtype: arguments.Dtype = None,
     backend: arguments.Backend = None,
+    allow_mismatch: arguments.AllowMismatch = False,
     as_json: arguments.Json = False,
 ) -> None:
-    """Print what is installed, what the device can do, which kernel backend runs on it and why not the others."""
-    hardware, precision = arguments.device_and_dtype(device, dtype)
+    """Print what is installed, what the device can do, which kernel backend runs on it and why not the others; or with
+    --memory what a run takes."""
+    machine = arguments.settings(device, dtype, backend)
+    if memory is None:
+        unused = [name for name in _OF_MEMORY if name in arguments.given(context)]
+        if unused:
+            raise UsageError(f"expected --memory MODEL LENGTH beside {_flag(unused[0])}, found none; add it")
+        _say_machine(machine, as_json)
+        return
+    model, (length,) = memory[0], arguments.lengths_from(memory[1], "--memory")
+    limits = [
+        None if text is None else arguments.bytes_from(text, flag)
+        for text, flag in ((device_memory, "--device-memory"), (host_memory, "--host-memory"))
+    ]
+    placing = arguments.Placing.named(offload, kv_host_layers)
+    subject = arguments.Subject.named(model, plan, None)
+    from sparsekv.planner.bench.random_model import config_of
+
+    config, notes = config_of(model)
+    estimate = MemoryEstimate.of(
+        config, model, subject.plan, machine, placing, allow_mismatch, device_bytes=limits[0], host_bytes=limits[1]
+    )
+    notes += [] if subject.plan else ["no plan: all layers are dense"]
+    say_memory(estimate, length, max_new_tokens, batch=batch, chunk=chunk, notes=notes, as_json=as_json)
+
+
+def _flag(name: str) -> str:
+    return "--prefill-chunk" if name == "chunk" else f"--{name.replace('_', '-')}"
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def _say_machine(machine: Settings, as_json: bool) -> None:
+    from sparsekv.runtime.stores.pinned import available_bytes
+
+    hardware, precision = arguments.device_and_dtype(machine.device, machine.dtype)
     report = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "device": _device(hardware),
-        "backend": _backend(hardware, precision, arguments.settings(backend=backend).backend),
+        "host": {"available_bytes": available_bytes()},
+        "backend": _backend(hardware, precision, machine.backend),
     }
     if as_json:
         emit_json(report)
@@ -79,6 +145,157 @@ def _text(report: dict[str, Any]) -> str:
         facts.append(f"{size(device['free_bytes'])} of {size(device['memory_bytes'])} free")
     else:
         facts += [f"{device['cores']} cores", size(device["memory_bytes"])]
-    rows = [*versions, ("", ""), ("device", ", ".join(facts)), ("backend", f"{backend['name']}: {backend['reason']}")]
+    rows = [*versions, ("", ""), ("device", ", ".join(facts))]
+    rows.append(("host memory", f"{_known(report['host']['available_bytes'])} available"))
+    rows.append(("backend", f"{backend['name']}: {backend['reason']}"))
     rows += [("", f"not {name}: {why}") for name, why in backend["rejected"].items()]
     return "\n".join(f"{name:<13} {value}".rstrip() for name, value in rows)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What runs of a model take, and what there is."""
+
+    name: str
+    model: MemoryModel
+    available: Available
+
+    @classmethod
+    def of(
+        cls,
+        config: PreTrainedConfig,
+        name: str,
+        plan: Plan | None,
+        machine: Settings,
+        placing: arguments.Placing,
+        allow_mismatch: bool = False,
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+    ) -> MemoryEstimate:
+        """Loads nothing.
+
+        Args:
+            config: of the model.
+            name: of the model, for people.
+            plan: that is applied.
+            machine: device and dtype.
+            placing: the layers in host memory.
+            allow_mismatch: take a plan that was made for another architecture.
+            device_bytes: memory of a GPU that need not be there.
+            host_bytes: memory that can be pinned, in place of this machine's.
+
+        Raises:
+            UsageError: there is no such device, or memory of a GPU was named for a CPU.
+            PlanMismatchError: the plan is for another model.
+        """
+        import torch
+
+        from sparsekv.plans.aliases import resolve_model
+        from sparsekv.plans.schema import check_model
+        from sparsekv.runtime.hf.load import torch_device, torch_dtype
+        from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
+
+        if device_bytes is not None and machine.device == "cpu":
+            raise UsageError("expected a GPU beside --device-memory, found cpu; give --host-memory alone")
+        device = torch_device(machine.device) if device_bytes is None else torch.device("cuda")
+        dtype = torch_dtype(machine.dtype, config, device)
+        loaded = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
+        if plan is not None:
+            check_model(plan, loaded.info, allow_mismatch)
+        found = Available.here([device] if device_bytes is None else [])
+        found = found if device_bytes is None else replace(found, device=device_bytes)
+        found = found if host_bytes is None else replace(found, host=host_bytes)
+        phases = (plan.prefill, plan.decode) if plan else (None, None)
+        on_cpu = device.type == "cpu"
+        return cls(name, MemoryModel(loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers), found)
+
+    def data(self, request: Request) -> dict[str, Any]:
+        """The JSON of one request."""
+        model, placement = self.model, self.model.place(request, self.available)
+        use = model.use(request, placement)
+        working = {"prefill": use.prefill, "decode": use.decode}
+        on_device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, **working, "spare": use.spare}
+        return {
+            "model": self.name,
+            "dtype": str(model.size.dtype).removeprefix("torch."),
+            "prompt_tokens": request.prompt,
+            "new_tokens": request.answer,
+            "batch": request.batch,
+            "context_length": model.size.info.context_length,
+            "host_layers": sorted(placement.layers),
+            "device": on_device | {"needed": use.device, "available": self.available.device},
+            "host": {"kv": use.kv_host, "needed": model.host(use), "available": self.available.host},
+            "on_cpu": model.on_cpu,
+            "fits": model.fits(use, self.available),
+            "longest_prompt": model.longest(request, self.available),
+        }
+
+
+def say_memory(
+    estimate: MemoryEstimate,
+    prompt: int,
+    answer: int,
+    *,
+    batch: int = 1,
+    chunk: int | None = None,
+    notes: Sequence[str] = (),
+    as_json: bool,
+) -> None:
+    """Prints what a prompt and its answer take.
+
+    Raises:
+        typer.Exit: it does not fit, which is a failure.
+    """
+    from sparsekv.runtime.hf.memory import Request
+
+    data = estimate.data(Request(prompt, answer, batch, chunk))
+    if as_json:
+        emit_json(data | {"notes": list(notes)})
+    else:
+        emit(_memory_text(data, estimate.model.size.info.layers, notes))
+    if not data["fits"]:
+        raise typer.Exit(FAILED)
+
+
+def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str:
+    device, host = data["device"], data["host"]
+    rows: list[tuple[str, ...]] = [("", "device", "host")]
+    for part, name in _PARTS.items():
+        shown = size(host["kv"]) if part == "kv" and host["kv"] else ""
+        if device[part] or shown:
+            rows.append((name, size(device[part]), shown))
+    if data["on_cpu"]:
+        rows = [row[:2] for row in rows]
+        rows += [("needed", size(host["needed"])), ("available", _known(host["available"]))]
+    else:
+        rows.append(("needed", size(device["needed"]), size(host["needed"])))
+        rows.append(("available", _known(device["available"]), _known(host["available"])))
+    rows_of = f", {data['batch']} rows" if data["batch"] > 1 else ""
+    what = f"{data['model']}, {data['dtype']}: {data['prompt_tokens']:,} tokens and {data['new_tokens']:,} new{rows_of}"
+    lines = [what, *notes, placed(data["host_layers"], layers), "", columns(rows, right=(1, 2)), ""]
+    return "\n".join([*lines, "it fits" if data["fits"] else "it does not fit", _longest(data)])
+
+
+_PARTS = {
+    "weights": "weights",
+    "kv": "keys and values",
+    "hot_set": "hot set",
+    "prefill": "prefill, at most",
+    "decode": "decode, at most",
+    "spare": "to spare",
+}
+
+
+def _known(count: int | None) -> str:
+    return "unknown" if count is None else size(count)
+
+
+def _longest(data: dict[str, Any]) -> str:
+    longest, context = data["longest_prompt"], data["context_length"]
+    if longest is None:
+        return "how long a prompt fits is unknown: this machine does not tell how much memory it has"
+    beyond = f"; the model's own context is {context:,}" if longest + data["new_tokens"] > context else ""
+    return f"longest prompt that fits: {longest:,} tokens{beyond}"

@@ -98,6 +98,16 @@ def size(count: int) -> str:
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
+def placed(host_layers: Collection[int], layers: int) -> str:
+    """Where the keys and values of a model's layers are."""
+    from sparsekv.plans.types import format_ids
+
+    if not host_layers:
+        return f"keys and values of all {layers} layers on the device"
+    moved = f"{len(host_layers)} of {layers} layers ({format_ids(host_layers)})"
+    return f"keys and values of {moved} in host memory, of the others on the device"
+
+
 def score_row(task: str, score: Score, has_plan: bool = True) -> tuple[str, str, str, str]:
     """One task: shares of right answers, or perplexities. Without a plan there is no sparse side."""
     if not has_plan:

@@ -55,7 +55,10 @@ def plan(
         str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
     ] = None,
     decode_loss: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice.")
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice, instead of --decode-kl."
+        ),
     ] = None,
     decode_kl: Annotated[
         float | None,

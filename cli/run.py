@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsekv.cli import arguments
+from sparsekv.cli.doctor import MemoryEstimate, say_memory
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.types import MAX_ID, MAX_LENGTH
 
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
@@ -42,23 +42,23 @@ def run(
             "so that neither pays for being first.",
         ),
     ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, max=MAX_LENGTH, metavar="N", help="Most tokens to generate.")
-    ] = 256,
+    max_new_tokens: arguments.MaxNewTokens = 256,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=_HOTTEST, metavar="T", help=f"0 is greedy; else from {_COLDEST} on.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
     seed: arguments.Seed = 0,
     chunk: arguments.Chunk = None,
-    kv_host_layers: Annotated[
-        str | None,
+    offload: arguments.OffloadMode = None,
+    kv_host_layers: arguments.HostLayers = None,
+    dry_run: Annotated[
+        bool,
         typer.Option(
-            metavar="N|LAYERS",
-            help="Store the keys and values of N layers, or of layers such as 4-7,9, in host memory, in place of those "
-            "the plan moves. Dense decode reads them back at every step.",
+            "--dry-run",
+            help="Load no weights and run nothing: print the memory that this prompt takes, and the longest that fits. "
+            "Exit 1 if it does not fit.",
         ),
-    ] = None,
+    ] = False,
     device: arguments.Device = None,
     dtype: arguments.Dtype = None,
     backend: arguments.Backend = None,
@@ -75,14 +75,35 @@ def run(
             f"expected --temperature 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found {temperature:g}"
         )
     machine = arguments.settings(device, dtype, backend)
-    on_host = _host_layers(kv_host_layers, dense)
+    placing = arguments.Placing.named(offload, kv_host_layers)
+    if dense and not placing.by_default:
+        raise UsageError(
+            "expected --offload and --kv-host-layers with a plan applied, found --dense; "
+            "--dense-prefill and --dense-decode together run dense and place keys and values"
+        )
+    if dry_run and (dense or compare):
+        raise UsageError("expected --dry-run with a plan, found --dense or --compare; leave them out")
     if dense and target is None and plan is None and model is None:
         raise UsageError("expected a model (a folder, hub id or alias) beside --dense, found none; name one")
     subject = arguments.Subject.named(target, plan, model)
     used = None if dense else subject.need_plan()
     text = given_prompt(prompt, prompt_file)
-    if text is None and (as_json or compare):
-        raise UsageError("expected a prompt beside --json or --compare, found none; give --prompt or --prompt-file")
+    if text is None and (as_json or compare or dry_run):
+        raise UsageError(
+            "expected a prompt beside --json, --compare or --dry-run, found none; give --prompt or --prompt-file"
+        )
+    if dry_run:
+        from sparsekv.runtime.hf.generate import room_for_answer
+
+        assert used is not None, "--dense was refused"
+        assert text is not None
+        phases = {"prefill": None if dense_prefill else used.prefill, "decode": None if dense_decode else used.decode}
+        config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not raw)
+        named = (config, subject.model, used.model_copy(update=phases))
+        estimate = MemoryEstimate.of(*named, machine, placing, allow_mismatch)
+        room = room_for_answer(config.max_position_embeddings, prompt_tokens)
+        say_memory(estimate, prompt_tokens, min(max_new_tokens, room), chunk=chunk, as_json=as_json)
+        return
     from sparsekv.cli.chat import Session
     from sparsekv.plans.schema import check_model
     from sparsekv.runtime.hf.generate import Sampling
@@ -97,7 +118,8 @@ def run(
         chat=not raw,
         max_new_tokens=max_new_tokens,
         chunk=chunk,
-        kv_host_layers=on_host,
+        offload=placing.mode,
+        kv_host_layers=placing.host_layers,
         sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
     )
     if text is None:
@@ -114,18 +136,6 @@ def run(
         _tell(session.once(text, _stream))
 
 
-def _host_layers(text: str | None, dense: bool) -> int | tuple[int, ...] | None:
-    if text is None:
-        return None
-    if dense:
-        raise UsageError(
-            "expected --kv-host-layers with a plan applied, found --dense; "
-            "--dense-prefill and --dense-decode together run dense and place keys and values"
-        )
-    is_count = text.isdecimal() and len(text) <= len(str(MAX_ID))
-    return int(text) if is_count else arguments.layers_from(text, "--kv-host-layers")
-
-
 def _talk(session: Session) -> None:
     """Turn after turn over one cache, until the end of the input."""
     from sparsekv.cli.chat import Conversation
@@ -133,7 +143,7 @@ def _talk(session: Session) -> None:
 
     tell("type a prompt; Ctrl-D ends")
     with session.applied() as handle:
-        conversation = Conversation(session, handle)
+        conversation = Conversation(session, handle, turns=True)
         while True:
             print("> ", end="", file=sys.stderr, flush=True)
             try:
@@ -142,7 +152,7 @@ def _talk(session: Session) -> None:
                     return
                 if text.strip():
                     _tell(conversation.ask(text.rstrip("\n"), _stream))
-            except PromptError as error:
+            except (PromptError, UsageError) as error:
                 tell(f"error: {error}")
 
 

@@ -240,11 +240,7 @@ def decode_attention(
     """
     run: DecodeBackend = _module(backend, _DECODE).decode
     check_keys(q_BHQD, keys)
-    if q_BHQD.shape[2] != 1:
-        raise ShapeError(
-            f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "
-            "call it once a token, or use prefill attention"
-        )
+    _check_one_query(q_BHQD)
     if selection is not None:
         check_selection(keys, selection)
     if scoring is not None:
@@ -258,6 +254,30 @@ def decode_attention(
         want_lse=want_lse,
         scoring=scoring,
     )
+
+
+def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, backend: str) -> torch.Tensor:
+    """The scores that `decode_attention` gives with `scoring`, without attending: values are not read.
+
+    Returns:
+        float32 [g, tokens]; anything where no row's scores lie.
+
+    Raises:
+        ShapeError, BackendError: as `decode_attention`.
+    """
+    check_keys(q_BHQD, keys)
+    _check_one_query(q_BHQD)
+    check_scoring(keys, scoring, None, None)
+    found: torch.Tensor = _module(backend, _DECODE).score(q_BHQD, keys, scoring, scale=scale)
+    return found
+
+
+def _check_one_query(q_BHQD: torch.Tensor) -> None:
+    if q_BHQD.shape[2] != 1:
+        raise ShapeError(
+            f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "
+            "call it once a token, or use prefill attention"
+        )
 
 
 def _module(backend: str, modules: dict[str, str]) -> Any:

@@ -1,13 +1,14 @@
 """Which pattern each head follows: one budget for the whole model.
 
-Least damage within a density: every head of every layer takes one of its candidates, or stays dense, such that the sum
-of their damages (profile/head_errors.py) is least and the mean density is at most the target. So heads get what they
-need, from the mandatory tiles to everything, instead of one density each (MInference 1.0, section 3.2, algorithm 1, as
-the preset does it).
+Least damage within a budget: every head of every layer takes one of its candidates, or stays dense, such that the sum
+of their damages (profile/head_errors.py) is least and the sum of their costs is at most the budget. So heads get what
+they need, from the mandatory tiles to everything, instead of one density each (MInference 1.0, section 3.2, algorithm
+1, as the preset does it). A target density is a budget of tiles. A target speedup is a budget of measured time: tiles,
+gathered columns and a head's part of the index, each at its price on the device.
 
 Solved by the relaxation in which a head may take a mixture of candidates: on the lower convex hull of each head's
-(density, damage), segments are bought in order of the damage that a tile saves. The relaxed optimum bounds the real
-one from below, which gives the proven gap.
+(cost, damage), segments are bought in order of the damage that they save for their cost. The relaxed optimum bounds the
+real one from below, which gives the proven gap.
 
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
@@ -24,7 +25,16 @@ import numpy as np
 
 from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import ABSENT, DENSE, Choice, Floats, ScoreTables, layer_times, prefill_estimate
+from sparsekv.planner.cost.predict import (
+    ABSENT,
+    DENSE,
+    Choice,
+    Floats,
+    ScoreTables,
+    head_times,
+    layer_times,
+    prefill_estimate,
+)
 from sparsekv.planner.options import ROUNDING, Family, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
@@ -34,7 +44,7 @@ from sparsekv.plans.types import format_length
 
 # Candidates of a preset are fitted on one prompt; on the mean of all they may cost this much more than the target.
 TOLERANCE = 1.1
-_SPEEDUP_STEPS = 24  # of the bisection for a density that comes to a speedup
+_SPEEDUP_STEPS = 24  # of the bisection for a budget that comes to a speedup
 
 
 def allocate(
@@ -113,7 +123,7 @@ class Allocation:
 def solve(
     cost_LCH: Floats, damage_LCH: Floats, allowed_LCH: Mask, present_LH: Mask, budget: float
 ) -> Allocation | None:
-    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more.
+    """Least damage at a total cost of at most `budget`; None where the cheapest choice costs more, rounding aside.
 
     Args:
         cost_LCH, damage_LCH: of each slot; a dense head costs 1 and does no damage.
@@ -185,12 +195,22 @@ class _Length:
         self._savings = Savings(cost, self._tables, profile.tile) if options.crossover else None
         self._own_LCH = self._tables.of_families(options.families)
         self._families = options.families
-        self._found: Allocation | None = None  # of the last density that was asked for
+        self._cost_LCH = self._tables.density_LCH  # of each slot; a dense head costs 1
+        if options.target_speedup is not None:
+            times = head_times(cost, self._tables, profile.tile)
+            # A device on which no tile has a price saves nothing: tiles then stand in for time.
+            self._cost_LCH = times.sparse_LCH / times.dense_us if times.dense_us else self._cost_LCH
+        self._budget = "density" if options.target_speedup is None else "time"
+        self._found: Allocation | None = None  # of the last budget that was asked for
 
     def at_density(self, target: float) -> Choice:
         """The least damage at a target density, and what of it the crossover leaves sparse."""
         if self._profile.preset is None and self._least > target * (1.0 + ROUNDING):
             raise self._unreached(target, self._least)
+        return self._at(target)
+
+    def _at(self, target: float) -> Choice:
+        """The least damage at a mean cost, and what of it the crossover leaves sparse."""
         allowed_LCH, sparse_LH = self._own_LCH.copy(), self._tables.present_LH.copy()
         if self._savings is None:
             return self._within(allowed_LCH, sparse_LH, target)
@@ -212,7 +232,7 @@ class _Length:
             if self._longest:
                 raise GateError(
                     f"expected prefill attention {target:g} times as fast as dense at {self._entry.length} tokens, "
-                    f"found {speedup:.2f} at the lowest density profiled; profile lower densities, or ask for less"
+                    f"found {speedup:.2f} with the fastest that was profiled; profile lower densities, or ask for less"
                 )
             return choice
         for _ in range(_SPEEDUP_STEPS):
@@ -232,7 +252,7 @@ class _Length:
         gap = (damage - bound) / damage if damage > 0.0 else 0.0
         return (
             f"allocation at {format_length(self._entry.length)}: damage {damage:.3g} nats, "
-            f"proven to be within {gap:.2%} of the least for its density"
+            f"proven to be within {gap:.2%} of the least for its {self._budget}"
         )
 
     def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
@@ -267,18 +287,18 @@ class _Length:
         tables, sparse_LH = self._tables, self._affordable(allowed_LCH, sparse_LH, target)
         least = float(self._cheapest(allowed_LCH)[sparse_LH].sum())  # above the target only by rounding
         budget = max(target * int(sparse_LH.sum()), least)
-        found = solve(tables.density_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
+        found = solve(self._cost_LCH, tables.damage_LCH, allowed_LCH, sparse_LH, budget)
         assert found is not None
         self._found = found
         return np.where(tables.present_LH & ~sparse_LH, DENSE, found.choice)
 
     @property
     def _least(self) -> float:
-        """The density of the sparsest choice, whether it pays or not."""
+        """The mean cost of the cheapest choice, whether it pays or not."""
         return float(self._cheapest(self._own_LCH)[self._tables.present_LH].mean())
 
     def _cheapest(self, allowed_LCH: Mask) -> Floats:
-        return np.asarray(np.minimum(np.where(allowed_LCH, self._tables.density_LCH, np.inf).min(1), 1.0))
+        return np.asarray(np.minimum(np.where(allowed_LCH, self._cost_LCH, np.inf).min(1), 1.0))
 
     def _affordable(self, allowed_LCH: Mask, sparse_LH: Mask, target: float) -> Mask:
         """Heads that fit into the target together. Where the crossover took what is cheap, the dearest go dense."""
@@ -311,8 +331,8 @@ class _Length:
                 took = True
         return took
 
-    def _speedup_at(self, density: float) -> tuple[Choice, float]:
-        choice = self.at_density(density)
+    def _speedup_at(self, share: float) -> tuple[Choice, float]:
+        choice = self._at(share)
         estimate = prefill_estimate(self._cost, self._tables, choice, self._profile)
         return choice, estimate.dense_us / max(estimate.sparse_us, 1e-9)
 

@@ -42,9 +42,9 @@ from sparsekv.plans.errors import PromptError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.describe import attention_groups
 from sparsekv.runtime.hf.generate import check_numbers, piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.model_config import attention_groups
 
 PhaseName = Literal["prefill", "decode", "both"]
 MOST_GREEDY = 16  # tokens of dense's own continuation

@@ -24,8 +24,8 @@ from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.types import FieldError, canonical_json
 from sparsekv.plans.yaml_io import printable
-from sparsekv.runtime.hf.describe import device_name as device_name
-from sparsekv.runtime.hf.describe import dtype_name as dtype_name
+from sparsekv.runtime.model_config import device_name as device_name
+from sparsekv.runtime.model_config import dtype_name as dtype_name
 
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20

@@ -25,6 +25,7 @@ from sparsekv.planner.filter_layers import (
     budget_index,
     following,
     lost_mass,
+    segment_of,
     shares_of,
     similar_layers,
     solve,
@@ -69,8 +70,8 @@ class CandidateSpace:
         return lost_mass(reuse, budget_index(reuse.budgets, budget, self._length), self.full, self._options)
 
     def probe(self, layer: int) -> Segments:
-        """One layer alone, behind the nearest one that can choose for it; `layer` is not the first of `full`."""
-        nearest = max(other for other in self.full if other < layer)
+        """One layer alone, behind the nearest one that can choose for it; the first of `full` chooses for itself."""
+        nearest = max((other for other in self.full if other < layer), default=layer)
         return self.segments([FilterSegment(nearest, self._first_selector, (layer,))], self._probed)
 
     def weights(self, divergence: dict[int, float]) -> Floats:
@@ -122,7 +123,7 @@ class CandidateSpace:
             for others in self._instead(segment, dense):
                 yield (*segments[:number], *others, *segments[number + 1 :])
         for number, (first, second) in enumerate(pairwise(segments)):  # a filter layer less
-            layers = tuple(sorted((*first.layers, second.filter, *second.layers)))
+            layers = tuple(sorted({*first.layers, second.filter, *second.layers}))
             merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
             yield (*segments[:number], merged, *segments[number + 2 :])
         for one in combinations(dense, 2):  # a filter layer more
@@ -146,6 +147,34 @@ class CandidateSpace:
             first = (segment.model_copy(update={"layers": before}),) if before else ()
             yield (*first, segment.model_copy(update={"filter": layer, "layers": after})) if after else first
 
+    def alone(self, segments: Segments) -> list[Segments]:
+        """Those in which one more dense layer chooses for itself, a filter layer or one outside all segments, or all
+        dense layers do, or all filter layers; and the neighbours of what chooses for itself."""
+        found = [self._alone(segments, layer) for layer in self.full]
+        every = [self._all_alone(segments, among) for among in (self.full, [one.filter for one in segments])]
+        own = self.neighbours(segments) if any(segment.filter_is_sparse for segment in segments) else []
+        return list(dict.fromkeys([*(one for one in found if one), *(one for one in every if one != segments), *own]))
+
+    def _all_alone(self, segments: Segments, among: Sequence[int]) -> Segments:
+        for layer in among:
+            segments = self._alone(segments, layer) or segments
+        return segments
+
+    def _alone(self, segments: Segments, layer: int) -> Segments | None:
+        """With a layer that chooses for itself; None where it cannot."""
+        numbers = {segment.filter: number for number, segment in enumerate(segments)}
+        if any(layer in segment.layers for segment in segments):
+            return None
+        if layer in numbers:
+            number = numbers[layer]
+            own = segments[number].model_copy(update={"layers": (layer, *segments[number].layers)})
+            found = (*segments[:number], own, *segments[number + 1 :])
+        else:
+            budget = max((segment.budget for segment in segments), key=lambda one: one.resolve(self._length))
+            own = segments[0].model_copy(update={"filter": layer, "layers": (layer,), "budget": budget})
+            found = tuple(sorted((*segments, own), key=lambda one: one.filter))
+        return found if _is_legal(found) else None
+
     def larger(self, segments: Segments) -> Iterator[Segments]:
         """The same with a twofold and a fourfold budget in every segment, as far as that is less than all tokens."""
         for factor in (2, 4):
@@ -155,19 +184,7 @@ class CandidateSpace:
 
     def segments(self, found: Sequence[FilterSegment], budget: Budget) -> Segments:
         """As plans have them."""
-        at_most = None if budget.fraction is None else budget.resolve(self._length)
-        return tuple(
-            Segment(
-                filter=one.filter,
-                layers=one.layers,
-                budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
-                sink=self._options.decode_sink,
-                recent=self._options.decode_recent,
-                selector=self._reuse.selectors[one.selector].selector,
-                window=self._reuse.selectors[one.selector].window,
-            )
-            for one in found
-        )
+        return tuple(segment_of(one, self._reuse, budget, self._length) for one in found)
 
     @property
     def _probed(self) -> Budget:
@@ -230,13 +247,14 @@ class CandidateSpace:
 
 
 def _is_legal(segments: Segments) -> bool:
-    """Whether a plan may have these: each filter before its layers, in ascending order, no layer twice."""
-    filters = {segment.filter for segment in segments}
+    """Whether a plan may have these, in their order; see `Segment` and `DecodeBucket`."""
+    sparse = [layer for segment in segments for layer in segment.layers]
+    others = {segment.filter for segment in segments if not segment.filter_is_sparse}
     return (
-        all(segment.filter < segment.layers[0] for segment in segments)
+        all(segment.filter <= segment.layers[0] for segment in segments)
         and all(one.filter < after.filter and one.layers[-1] < after.layers[0] for one, after in pairwise(segments))
-        and not any(filters.intersection(segment.layers) for segment in segments)
-        and all(len(set(segment.layers)) == len(segment.layers) for segment in segments)
+        and len(set(sparse)) == len(sparse)
+        and others.isdisjoint(sparse)
     )
 
 

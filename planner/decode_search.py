@@ -5,9 +5,10 @@ does to the next token there. From that and the similarities, candidates are pro
 The search goes best first: what is measured next is the candidate that saves most beside the best one inside the gate,
 times the chance that it stays inside. Whatever was measured, inside or outside, is built on: its neighbours, one step
 away in either direction (a layer more or less in a segment, a filter layer more or less or at another layer, a budget
-larger or smaller), are expected to diverge as it did, plus what the additive model says of the step. It ends when no
-candidate promises enough, or with the effort. A candidate is given up at the first prompt after which its mean can no
-longer stay inside the gate, and prompts that were hardest so far come first.
+larger or smaller), are expected to diverge as it did, plus what the additive model says of the step. At last layers
+that are still dense, filter layers among them, choose for themselves, which saves half of what they read. The search
+ends when no candidate promises enough, or with the effort. A candidate is given up at the first prompt after which its
+mean can no longer stay inside the gate, and prompts that were hardest so far come first.
 
 This is done at the longest length; at the others the segments that passed are measured again, with their own budgets
 and with larger ones. `choose_filter_layers` takes what is cheapest among the trials inside the gate.
@@ -16,7 +17,7 @@ and with larger ones. `choose_filter_layers` takes what is cheapest among the tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -36,6 +37,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
 _PROBE_PROMPTS = 2
+_RESERVED = 0.25  # of the trials: those in which layers choose for themselves
 _MOST_SHORTER = 3  # segments that are measured at shorter lengths
 _RESAMPLES = 2000
 _LEAST_GAIN = 0.003  # of all cached tokens; less is not worth a trial
@@ -105,7 +107,8 @@ def measure_decode(
         UsageError, PromptError: there are no calibration prompts of a length.
     """
     effort = effort or Effort.on(loaded.model.device, options.samples or 1)
-    wanted = "decode" in options.phases and options.filter_rule == "dp" and len(loaded.info.full_layers) > 1
+    by_trials = options.filter_rule == "dp" and options.decode_loss is None
+    wanted = "decode" in options.phases and by_trials and len(loaded.info.full_layers) > 1
     if not wanted or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
     options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
@@ -119,7 +122,7 @@ def measure_decode(
                 search.repeat(passed)
             else:
                 search.run()
-                passed = search.passed[:_MOST_SHORTER]
+                passed = search.passed_of_both_kinds[:_MOST_SHORTER]
             entries.append(entry.model_copy(update={"trials": tuple(search.trials)}))
             step.advance(search.runs)
     return profile.model_copy(update={"lengths": tuple(reversed(entries))})
@@ -154,12 +157,21 @@ class _Search:
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
         self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
+        self._reserved = int(_RESERVED * effort.trials) * len(self._prefixes)  # of these, for layers that choose
         self._length = entry.length
 
     @property
     def passed(self) -> list[Segments]:
         """What stayed inside the gate, those that read least first."""
         return sorted((trial.segments for trial in self.trials if self._is_inside(trial)), key=self._space.share)
+
+    @property
+    def passed_of_both_kinds(self) -> list[Segments]:
+        """The same, the best one whose filter layers attend to everything as one of the first two: which is cheaper is
+        a matter of the device."""
+        found = self.passed
+        others = [one for one in found if not any(segment.filter_is_sparse for segment in one)]
+        return list(dict.fromkeys([*found[:1], *others[:1], *found]))
 
     def _is_inside(self, trial: DecodeTrial) -> bool:
         return trial.prompts == len(self._prefixes) and trial.kl_bound <= self._gate
@@ -169,11 +181,23 @@ class _Search:
         weights_J = self._weights()
         for segments in self._space.proposed(weights_J, self._gate):
             self._guesses[segments] = Guess(self._space.expected(segments, weights_J), _PROPOSAL)
-        best = 1.0
-        while self.runs >= len(self._prefixes) and (next_one := self._most_promising(best)):
+        self._best_first(self._space.neighbours, weights_J)
+        self._reserved = 0
+        for trial in self.trials:
+            self._guess(trial, self._space.alone(trial.segments), weights_J)
+        self._best_first(self._space.alone, weights_J)
+
+    def _best_first(self, steps: Callable[[Segments], Iterable[Segments]], weights_J: Floats) -> None:
+        """Measures what promises most, and guesses what its steps do, until nothing promises enough."""
+        best = min(map(self._space.share, self.passed), default=1.0)
+        while self._may_measure and (next_one := self._most_promising(best)):
             if self._measure(next_one):
                 best = min(best, self._space.share(next_one))
-            self._guess_neighbours(next_one, weights_J)
+            self._guess(self.trials[-1], steps(next_one), weights_J)
+
+    @property
+    def _may_measure(self) -> bool:
+        return self.runs - self._reserved >= len(self._prefixes)
 
     def _most_promising(self, best: float) -> Segments | None:
         """What to measure next, where `best` of the cached tokens are read by the best so far."""
@@ -186,12 +210,12 @@ class _Search:
         promise, _, segments = max(promises, key=lambda found: found[:2], default=(0.0, 0.0, None))
         return segments if promise >= _LEAST_PROMISE or best == 1.0 else None
 
-    def _guess_neighbours(self, segments: Segments, weights_J: Floats) -> None:
-        """From the last trial, which was of these segments."""
-        trial, own = self.trials[-1], self._space.expected(segments, weights_J)
+    def _guess(self, trial: DecodeTrial, steps: Iterable[Segments], weights_J: Floats) -> None:
+        """What steps from a trial lead to, as far as nothing surer is known."""
+        own = self._space.expected(trial.segments, weights_J)
         whole = trial.prompts == len(self._prefixes)
         measured = (trial.kl if whole else self._overall(trial)) + _NOTHING
-        for one in self._space.neighbours(segments):
+        for one in steps:
             change = self._space.expected(one, weights_J) - own
             # Where layers stand in for each other the model is too low: what it falls by counts in proportion.
             kl = measured + change if change > 0 else measured * max(_MOST_FALL, 1.0 + change / own)
@@ -215,14 +239,14 @@ class _Search:
 
     def _weights(self) -> Floats:
         found = {}
-        for layer in self._space.full[1:]:
+        for layer in self._space.full:
             few = self._prefixes[:_PROBE_PROMPTS]
             found[layer] = float(np.mean(self._run(self._space.probe(layer), few)))
         return self._space.weights(found)
 
     def _measure(self, segments: Segments) -> bool:
         """Whether they were measured now, and stayed inside the gate."""
-        if segments in self._tried or self.runs < len(self._prefixes):
+        if segments in self._tried or not self._may_measure:
             return False
         self._tried.add(segments)
         order = sorted(range(len(self._prefixes)), key=lambda number: -self._hardness[number])

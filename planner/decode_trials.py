@@ -160,21 +160,28 @@ class _Steps:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """[1, H, R, D]."""
-        k_1GKD, v_1GKD = call.k_BGKD, call.v_BGKD
-        visible_RK, allowed_gRK = self._visible(call), self._allowed(call.layer, k_1GKD.device)
-        seen_gRK = visible_RK[None] if allowed_gRK is None else visible_RK & allowed_gRK
+        visible_RK = self._visible(call)
         chooses = next((segment for segment in self.segments if segment.filter == call.layer), None)
+        if chooses and chooses.filter_is_sparse:
+            self.chosen[call.layer] = self._choice(chooses, self._attended(call, visible_RK[None])[1])
+        allowed_gRK = self._allowed(call.layer, visible_RK.device)
+        out_1HRD, best_GRK = self._attended(call, visible_RK[None] if allowed_gRK is None else visible_RK & allowed_gRK)
+        if chooses and not chooses.filter_is_sparse:
+            self.chosen[call.layer] = self._choice(chooses, best_GRK)
+        return out_1HRD
+
+    def _attended(self, call: AttentionCall, seen_gRK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, H, R, D], and the largest weight that the heads of each KV head give a token, [G, R, K]."""
+        k_1GKD, v_1GKD = call.k_BGKD, call.v_BGKD
         q_1GND = call.q_BHSD.unflatten(1, (k_1GKD.shape[1], -1)).flatten(2, 3)
         outputs, best = [], []
         for g in range(k_1GKD.shape[1]):
             scores_NK = scaled_scores(q_1GND[:, g : g + 1], k_1GKD[:, g : g + 1], call.scale)[0, 0]
             hidden_RK = ~seen_gRK[min(g, len(seen_gRK) - 1)]
             weights_NRK = scores_NK.unflatten(0, (-1, self.rows)).masked_fill_(hidden_RK, -torch.inf).softmax(-1)
-            best += [weights_NRK.amax(0)] if chooses else []
+            best.append(weights_NRK.amax(0))
             outputs.append(weights_NRK.flatten(0, 1).to(v_1GKD.dtype) @ v_1GKD[0, g])
-        if chooses:
-            self.chosen[call.layer] = self._choice(chooses, torch.stack(best))
-        return torch.stack(outputs).view(call.q_BHSD.shape)
+        return torch.stack(outputs).view(call.q_BHSD.shape), torch.stack(best)
 
     def _visible(self, call: AttentionCall) -> torch.Tensor:
         at_R1, at_K = self._positions(call.q_BHSD.device)

@@ -1,11 +1,11 @@
 """Choosing filter layers: which layers decode densely and choose tokens for the layers after them (OmniKV).
 
 Three rules. `dp` takes, where segments were tried out on the model (`decode_search`), the cheapest whose divergence
-from dense stays within `decode_kl`. Where none were, it solves for the cheapest assignment whose lost attention mass,
-weighted by how much each layer moves the residual, stays within `decode_loss`. How many filter layers there are comes
-out of it. `omnikv` is the paper's reading of inter-layer similarity (section 3.1 and its released analysis): the first
-layers dense, filters at the layers whose choice serves the next stretch of layers best, one wait layer. `fixed` takes
-the layers it is given.
+from dense stays within `decode_kl`. Where none were, or a `decode_loss` is asked for, it solves for the cheapest
+assignment whose lost attention mass, weighted by how much each layer moves the residual, stays within that. How many
+filter layers there are comes out of it. `omnikv` is the paper's reading of inter-layer similarity (section 3.1 and its
+released analysis): the first layers dense, filters at the layers whose choice serves the next stretch of layers best,
+one wait layer. `fixed` takes the layers it is given.
 
 All sparse lengths of a plan share their segments, so that one captured step serves them; budgets may differ where they
 were tried. A length at which no trial of the same segments stayed inside the gate goes dense. Without trials `dp`
@@ -31,7 +31,7 @@ from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse
+from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -62,9 +62,15 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     check_budget(profile, options)
     chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.choose())
-    layers = {layer for bucket in buckets for layer in bucket.sparse_layers}
-    offload = Offload(layers=tuple(sorted(layers)), hot=tokens(HOT_TOKENS)) if options.offload and layers else None
-    return DecodePlan(lengths=buckets, offload=offload)
+    plan = DecodePlan(lengths=buckets)
+    layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
+    return plan.model_copy(update={"offload": Offload(layers=layers, hot=tokens(HOT_TOKENS))}) if layers else plan
+
+
+def takes_trials(profile: Profile, options: PlanOptions) -> bool:
+    """Whether segments are taken from what was tried out on the model, not by the attention mass that they lose."""
+    by_trials = options.filter_rule == "dp" and options.decode_loss is None
+    return by_trials and any(entry.trials for entry in profile.lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,11 +119,11 @@ class _Chooser:
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
         reuses = [(entry.length, entry.reuse) for entry in profile.lengths if entry.reuse]
-        self._tried = any(entry.trials for entry in profile.lengths)
+        self._tried = takes_trials(profile, options)
         self._trials = [_inside(entry, options) for entry in profile.lengths if entry.reuse]
         self._lengths = [_Statistics.of(length, reuse, options, self._full) for length, reuse in reuses]
         self._longest = self._lengths[-1].length
-        self._selectors = reuses[-1][1].selectors
+        self._choice: TokenChoice = reuses[-1][1]
 
     def choose(self) -> Choice:
         """What each length attends to."""
@@ -134,7 +140,7 @@ class _Chooser:
         """By lost attention mass, where nothing was tried."""
         for first in range(len(self._lengths)):
             assignment = solve(self._problem(first)).segments
-            bound = self._options.decode_loss * (1.0 + 1e-9)
+            bound = self._options.loss_bound * (1.0 + 1e-9)
             kept = [position for position, one in enumerate(self._lengths) if one.lost(assignment) <= bound]
             yield self._where_it_pays(assignment, kept)
 
@@ -210,20 +216,30 @@ class _Chooser:
         dense_ns = np.array([round(us * 1e3) for us in dense_us])
         sparse_ns, choose_ns = (np.full(len(groups), round(us * 1e3)) for us in (sparse_us, choose_us))
         loss = np.max([one.loss for one in self._lengths[first:]], 0)
-        return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.decode_loss)
+        return SegmentProblem(dense_ns, sparse_ns, choose_ns, loss, options.loss_bound)
 
     def _segment(self, found: FilterSegment) -> Segment:
-        choice, wanted = self._selectors[found.selector], self._options.decode_budget
-        at_most = None if wanted.fraction is None else wanted.resolve(self._longest)
-        return Segment(
-            filter=found.filter,
-            layers=found.layers,
-            budget=DecodeBudget(tokens=wanted.tokens, fraction=wanted.fraction, at_most=at_most),
-            sink=self._options.decode_sink,
-            recent=self._options.decode_recent,
-            selector=choice.selector,
-            window=choice.window,
-        )
+        return segment_of(found, self._choice, self._options.decode_budget, self._longest)
+
+
+def segment_of(found: FilterSegment, choice: TokenChoice, budget: Budget, length: int) -> Segment:
+    """A segment as plans have it.
+
+    Args:
+        choice: how tokens were chosen where it was found.
+        budget: of its filter layer; a fraction chooses no more than it comes to at `length`.
+    """
+    selector = choice.selectors[found.selector]
+    at_most = None if budget.fraction is None else budget.resolve(length)
+    return Segment(
+        filter=found.filter,
+        layers=found.layers,
+        budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
+        sink=choice.sink,
+        recent=choice.recent,
+        selector=selector.selector,
+        window=selector.window,
+    )
 
 
 def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:

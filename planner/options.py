@@ -58,6 +58,7 @@ _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 _SAMPLES = {"cpu": 3, "cuda": 8}
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
+_DECODE_LOSS = 0.02
 _APART = 0.75  # of the longest length: what lies closer to it is left out
 
 
@@ -72,7 +73,8 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "task calibration": ("tasks", "seed"),
     "decode": ("filter_rule", "decode_budget", "decode_sink", "decode_recent", "offload"),
     "given layers": ("filter_layers",),
-    "loss bound": ("decode_selectors", "decode_loss", "decode_kl"),
+    "loss bound": ("decode_selectors", "decode_loss"),
+    "divergence bound": ("decode_selectors", "decode_kl"),
     "device cost": _MACHINE,
     "verification": (
         *("tasks", "seed", "verify_samples", "verify_lengths"),
@@ -96,17 +98,19 @@ class Switch:
         return self.name in given and (not self.values or given[self.name] in self.values)
 
 
+_BOUNDS = ("loss bound", "divergence bound")
 SWITCHES = (
     Switch("profile", ("search", "calibration", "task calibration"), "a profile brings what it was made with"),
     Switch("prompts", ("task calibration",), "own prompts take the place of tasks"),
     Switch("cost", ("device cost",), "the device was measured already"),
     Switch("preset", ("density target", "speedup target"), "the preset has a target of its own", ("minference",)),
     Switch("target_speedup", ("density target",), "each is a target"),
-    Switch("only", ("decode", "loss bound", "given layers"), "only prefill is planned", ("prefill",)),
+    Switch("only", ("decode", *_BOUNDS, "given layers"), "only prefill is planned", ("prefill",)),
     Switch("only", ("prefill", "search", "density target", "speedup target"), "only decode is planned", ("decode",)),
     Switch("filter_rule", ("given layers",), "this rule finds the layers itself", ("dp", "omnikv")),
-    Switch("filter_rule", ("loss bound",), "this rule has no bound on what is lost", ("omnikv", "fixed")),
-    Switch("filter_layers", ("loss bound",), "layers that are given have no bound on what is lost"),
+    Switch("filter_rule", _BOUNDS, "this rule has no bound on what is lost", ("omnikv", "fixed")),
+    Switch("filter_layers", _BOUNDS, "layers that are given have no bound on what is lost"),
+    Switch("decode_loss", ("divergence bound",), "each is a bound on what is lost"),
     Switch("no_verify", ("verification",), "nothing is verified"),
 )
 
@@ -194,8 +198,8 @@ class PlanOptions:
         decode_kl: most mean divergence of decode steps from dense on calibration prompts, in nats, by the 95% upper
             bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials. None: 0.003, or
             what the gate asks of decode where that is less.
-        decode_loss: most attention mass lost to token selection, as a share of all layers weighted by importance;
-            of the "dp" rule, where nothing was tried.
+        decode_loss: instead of `decode_kl`, most attention mass lost to token selection, as a share of all layers
+            weighted by importance: nothing is tried out on the model. None: 0.02, where nothing can be.
         filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
         filter_layers: the layers of the "fixed" rule.
         offload: whether the layers of segments keep their rows in host memory.
@@ -229,7 +233,7 @@ class PlanOptions:
     decode_recent: int = 128
     decode_selectors: tuple[Selector, ...] = ("last",)
     decode_kl: float | None = None
-    decode_loss: float = 0.02
+    decode_loss: float | None = None
     filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()
     offload: bool = False
@@ -254,6 +258,11 @@ class PlanOptions:
     def decode_bound(self) -> float:
         """`decode_kl`, or its default."""
         return min(_DECODE_KL, self.gate.kl_bound("decode")) if self.decode_kl is None else self.decode_kl
+
+    @property
+    def loss_bound(self) -> float:
+        """`decode_loss`, or its default."""
+        return _DECODE_LOSS if self.decode_loss is None else self.decode_loss
 
     @property
     def any_budget(self) -> bool:
@@ -445,7 +454,7 @@ def _check(options: PlanOptions) -> None:
     for name in ("tasks", "families", "verify_lengths"):
         given = getattr(options, name)
         expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
-    expect(0.0 <= options.decode_loss <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
+    expect(0.0 <= options.loss_bound <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
     expect(0.0 <= options.decode_bound < math.inf, "a decode divergence of zero or more nats", options.decode_kl)
     fixed = options.filter_rule == "fixed"
     expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)

@@ -23,7 +23,7 @@ from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode
-from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers
+from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers, takes_trials
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.mix import with_tasks
@@ -44,8 +44,9 @@ from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Target
-from sparsekv.runtime.hf.describe import describe_config, describe_model
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
+from sparsekv.runtime.model_config import describe_config
 
 MOST_ATTEMPTS = 6
 STAGES = ("profile", "refine", "decode trials", "cost", "allocate", "filter layers", "evaluate")
@@ -336,13 +337,14 @@ def _head_shape(model: ModelInfo) -> HeadShape:
 
 
 def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Provenance:
+    by_trials, by_loss = takes_trials(measured, options), options.filter_rule == "dp"
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
         "target_speedup": options.target_speedup,
         "crossover": options.crossover,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
-        "decode_loss": options.decode_loss,
-        "decode_kl": options.decode_bound,
+        "decode_loss": options.loss_bound if by_loss and not by_trials else None,
+        "decode_kl": options.decode_bound if by_trials else None,
         "filter_rule": options.filter_rule,
         "max_accuracy_drop": options.gate.max_accuracy_drop,
         "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},

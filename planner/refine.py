@@ -29,7 +29,7 @@ from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
-from sparsekv.planner.profile.layer_inputs import LayerInput, kept_inputs
+from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress
@@ -147,7 +147,7 @@ class _Run:
         found = []
         with capture_attention(self._model, self._attend):
             self._patterns = patterns
-            with kept_inputs(self._model) as inputs:
+            with captured_inputs(self._model) as inputs:
                 self._forward()
             for group in groups:
                 self._patterns = {number: own for number, own in patterns.items() if number not in group}
@@ -156,17 +156,16 @@ class _Run:
 
     def _forward(self) -> torch.Tensor:
         hidden_1SE = decoder_of(self._model)(input_ids=self._ids_1S, use_cache=False).last_hidden_state
-        return self._log_probabilities(hidden_1SE)
+        return self._log_probabilities(hidden_1SE[:, self._rows])
 
     def _from(self, layer: int, inputs: Mapping[int, LayerInput], decoder: Any) -> torch.Tensor:
         hidden_1SE = inputs[layer].hidden_BSE
         for number in range(layer, len(decoder.layers)):
             hidden_1SE = inputs[number].run(decoder.layers[number], hidden_1SE)
-        return self._log_probabilities(decoder.norm(hidden_1SE[:, self._rows]), cut=True)
+        return self._log_probabilities(decoder.norm(hidden_1SE[:, self._rows]))
 
-    def _log_probabilities(self, hidden_1SE: torch.Tensor, cut: bool = False) -> torch.Tensor:
-        rows_TE = hidden_1SE[0] if cut else hidden_1SE[0, self._rows]
-        logits_TV: torch.Tensor = self._model.get_output_embeddings()(rows_TE)
+    def _log_probabilities(self, rows_1TE: torch.Tensor) -> torch.Tensor:
+        logits_TV: torch.Tensor = self._model.get_output_embeddings()(rows_1TE[0])
         return logits_TV.float().log_softmax(-1)
 
     def _divergence(self, sparse_TV: torch.Tensor) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from sparsekv.planner.eval_results import EvalResult, TaskResult, accuracy_interval, measurement_of, merged
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
+from sparsekv.planner.filter_layers import takes_trials
 from sparsekv.planner.options import FEWEST_SAMPLES, Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.progress import Progress
@@ -372,12 +373,12 @@ def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) ->
 def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
     """What was tried and diverged at most half as much. Where nothing was: half the loss (fewer layers attend to chosen
     tokens); at the least loss, the next larger budget."""
-    tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
-    if options.filter_rule == "dp" and tried:
+    if takes_trials(profile, options):
+        tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
         inside = [bound for bound in tried if bound <= options.decode_bound]
         return replace(options, decode_kl=max(inside) / 2) if inside else options
-    if options.filter_rule == "dp" and options.decode_loss > _LEAST_LOSS:
-        return replace(options, decode_loss=options.decode_loss * _LOSS_STEP)
+    if options.filter_rule == "dp" and options.loss_bound > _LEAST_LOSS:
+        return replace(options, decode_loss=options.loss_bound * _LOSS_STEP)
     longest = profile.lengths[-1]
     budgets: tuple[Budget, ...] = longest.reuse.budgets if longest.reuse else ()
     spent = options.decode_budget.resolve(longest.length)
@@ -409,9 +410,9 @@ def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -
             f"decode is planned for a divergence of {used.decode_bound:g} on calibration prompts: with "
             f"{asked.decode_bound:g}, the plan missed its gate"
         )
-    if (asked.decode_loss, asked.decode_budget) != (used.decode_loss, used.decode_budget):
+    if (asked.loss_bound, asked.decode_budget) != (used.loss_bound, used.decode_budget):
         lines.append(
-            f"decode is planned for a loss of {used.decode_loss:g} and a budget of {used.decode_budget}: with "
-            f"{asked.decode_loss:g} and {asked.decode_budget}, the plan missed its gate"
+            f"decode is planned for a loss of {used.loss_bound:g} and a budget of {used.decode_budget}: with "
+            f"{asked.loss_bound:g} and {asked.decode_budget}, the plan missed its gate"
         )
     return tuple(lines)

@@ -459,17 +459,14 @@ def _measured(path: str, what: str, part: dict[str, Any]) -> Iterator[tuple[tupl
         yield from _measured(f"{path}.{name}", f"{what}, {name}".removeprefix(", ").replace(", tasks.", ", "), entry)
 
 
-_PHASES = {"prefill": "prefill", "decode": "decode step"}
-
-
 def _cost(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
     sides = [to_data(plan.cost) if plan.cost else {} for plan in (old, new)]
     plain = [{name: value for name, value in side.items() if name != "lengths"} for side in sides]
     yield from _entries("Predicted cost", "cost", plain[0], plain[1])
     entries = [{entry["length"]: entry for entry in side.get("lengths", ())} for side in sides]
     for length in sorted({*entries[0], *entries[1]}):
-        for phase in _PHASES:
-            path, what = f"cost.lengths[{length}].{phase}", f"{_PHASES[phase]} at {format_length(length)}"
+        for phase, name in (("prefill", "prefill"), ("decode", "decode step")):
+            path, what = f"cost.lengths[{length}].{phase}", f"{name} at {format_length(length)}"
             yield from _record("Predicted cost", path, what, *(each.get(length, {}).get(phase) for each in entries))
 
 

@@ -261,6 +261,9 @@ class DecodeBudget(Budget):
 class Segment(Part):
     """Layers that attend to what the layer `filter` chose, to the first `sink` tokens and to the last `recent` ones.
 
+    The filter layer attends to everything and comes before its layers; or it is the first of them and chooses for
+    itself as well: it reads all keys to score them, and of the values only those of the tokens that it attends to.
+
     Tokens are chosen among those between, generated ones included; `budget` counts chosen tokens alone. Where all three
     cover the context, its layers attend to everything.
 
@@ -292,16 +295,28 @@ class Segment(Part):
             )
         return data
 
+    @property
+    def filter_is_sparse(self) -> bool:
+        """Whether the filter layer attends to its own choice."""
+        return self.filter == self.layers[0]
+
     def chosen_tokens(self, length: int) -> int | None:
         """How many tokens are chosen among `length` cached ones; None where the layers attend to everything."""
         budget = self.budget.resolve(length)
         return budget if self.sink + budget + self.recent < length else None
 
+    def read_tokens(self, layer: int, length: int) -> int:
+        """Tokens among `length` cached ones that one of its layers reads in a step; one of which only the key is read
+        counts half."""
+        chosen, scored = self.chosen_tokens(length), length // 2 if layer == self.filter else 0
+        return length if chosen is None else min(length, scored + self.sink + chosen + self.recent)
+
     @model_validator(mode="after")
     def _consistent(self) -> Segment:
-        if self.filter >= self.layers[0]:
+        if self.filter > self.layers[0]:
             raise FieldError(
-                f"expected a filter layer before its segment, found {self.filter} for {format_ids(self.layers)}"
+                "expected a filter layer before the other layers of its segment, "
+                f"found {self.filter} for {format_ids(self.layers)}"
             )
         if isinstance(self.heads, dict) and set(self.heads) != set(self.layers):
             raise FieldError(
@@ -327,9 +342,9 @@ class DecodeBucket(Part):
                 found = f"{before} before {after}"
                 message = f"expected segments in ascending order that share no layer, found {found}"
                 raise FieldError(message, "segments", position)
-        both = self.sparse_layers.intersection(segment.filter for segment in self.segments)
-        if both:
-            message = f"expected filter layers outside every segment, found {format_ids(both)} in one"
+        others = (segment.filter for segment in self.segments if not segment.filter_is_sparse)
+        if both := self.sparse_layers.intersection(others):
+            message = f"expected filter layers outside the segments of others, found {format_ids(both)} in one"
             raise FieldError(message, "segments")
         return self
 
@@ -363,6 +378,9 @@ class DecodePlan(Part):
         if dense:
             message = f"expected offloaded layers to be in a segment, found {format_ids(dense)} always dense"
             raise FieldError(message, "offload", "layers")
+        if read := self.filter_layers.intersection(self.offload.layers if self.offload else ()):
+            message = f"expected offloaded layers that read chosen tokens alone, found filter layers {format_ids(read)}"
+            raise FieldError(message, "offload", "layers")
         return self
 
     def bucket(self, length: int) -> DecodeBucket:
@@ -373,6 +391,11 @@ class DecodePlan(Part):
     def sparse_layers(self) -> frozenset[int]:
         """Layers of a segment, the same at every length that is sparse."""
         return frozenset[int]().union(*(bucket.sparse_layers for bucket in self.lengths))
+
+    @property
+    def filter_layers(self) -> frozenset[int]:
+        """Layers that choose, and so read all keys."""
+        return frozenset(segment.filter for bucket in self.lengths for segment in bucket.segments)
 
 
 def _check_shared(buckets: Sequence[DecodeBucket]) -> None:

@@ -37,6 +37,7 @@ SCHEMA_FILE = "sparsekv-plan-v1.schema.json"
 Status = Literal["imported", "unverified", "verified"]
 BackendName = Literal["flash", "triton", "cpu", "reference"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
+HostName = Literal["transformers", "vllm"]
 
 
 class Target(Part):
@@ -45,7 +46,7 @@ class Target(Part):
     device: Text
     count: Count = 1
     tensor_parallel: Count = 1
-    host: Literal["transformers", "vllm"] = "transformers"
+    host: HostName = "transformers"
     backend: BackendName
     dtype: DtypeName
 

@@ -225,6 +225,8 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
     yield Text("\nDecode; lengths are cached tokens", style="bold")
     if decode.sparse_layers:
         yield Text(_PICTURE)
+    if any(segment.filter_is_sparse for bucket in decode.lengths for segment in bucket.segments):
+        yield Text("a filter layer among its own layers scores all keys, and attends to what it chose")
     for title, bucket in titled(decode.lengths):
         yield Text(f"{title}: dense") if bucket.dense else _segments(title, bucket, model)
     if decode.offload:

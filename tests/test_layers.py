@@ -117,6 +117,13 @@ def test_the_core_and_the_stores_know_no_host(path: Path) -> None:
     assert hostless_breaches(path) == []
 
 
+def test_one_file_alone_imports_vllm_which_promises_nothing_of_its_inside() -> None:
+    users = [
+        path for path in SOURCES if any(m.split(".")[0] == "vllm" for m, _ in imported(ast.parse(path.read_text())))
+    ]
+    assert [str(path.relative_to(ROOT)) for path in users] == ["runtime/vllm/internals.py"]
+
+
 def module_of(path: Path) -> str:
     return ".".join(("sparsekv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 

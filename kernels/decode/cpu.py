@@ -41,10 +41,9 @@ def decode(
     if selection is None and scoring is None and not want_lse and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
-    (B, H, _, D), G = q_BHQD.shape, keys.kv_heads
-    q_BGND = (q_BHQD.float() * scale).reshape(B, G, H // G, D)
+    (B, H, _, D), q_BGND = q_BHQD.shape, _grouped(q_BHQD, keys, scale)
     out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
-    scores_GT = None if scoring is None else q_BGND.new_empty((G, scoring.tokens))
+    scores_GT = None if scoring is None else q_BGND.new_empty((keys.kv_heads, scoring.tokens))
     starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
     call = _Call(q_BGND, keys, out_BGND, lse_BGN if want_lse else None, scores_GT)
     with one_thread():
@@ -57,9 +56,32 @@ def decode(
     spread(call.attend, heads, elements=2 * D * sum(head.count for head in heads), device=q_BHQD.device)
     out_BHQD = out_BGND.view(B, H, 1, D).to(q_BHQD.dtype)
     lse_BHQ = lse_BGN.view(B, H, 1) if want_lse else None
-    if scoring is None or scores_GT is None or scoring.lists == G:
-        return AttentionOutput(out_BHQD, lse_BHQ, scores_GT)
-    return AttentionOutput(out_BHQD, lse_BHQ, _best_of_heads(scores_GT, starts, lengths))
+    if scoring is None or scores_GT is None:
+        return AttentionOutput(out_BHQD, lse_BHQ, None)
+    return AttentionOutput(out_BHQD, lse_BHQ, _by_list(scores_GT, scoring, starts, lengths))
+
+
+@torch.no_grad()
+def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
+    """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
+    lengths, starts, q_BGND = keys.lengths_B.tolist(), scoring.starts_B.tolist(), _grouped(q_BHQD, keys, scale)
+    scores_GT = q_BGND.new_empty((keys.kv_heads, scoring.tokens))
+    with one_thread():
+        heads = [
+            _Head(b, g, tokens, count, starts[b])
+            for b, length in enumerate(lengths)
+            for g, (tokens, count) in enumerate(_attended(keys, None, None, b, length))
+            if count and starts[b] >= 0
+        ]
+    elements = q_BHQD.shape[3] * sum(head.count for head in heads)
+    spread(_Call(q_BGND, keys, None, None, scores_GT).attend, heads, elements=elements, device=q_BHQD.device)
+    return _by_list(scores_GT, scoring, starts, lengths)
+
+
+def _grouped(q_BHQD: torch.Tensor, keys: KeyView, scale: float) -> torch.Tensor:
+    """[B, G, N, D], scaled."""
+    (batch, heads, _, size), groups = q_BHQD.shape, keys.kv_heads
+    return (q_BHQD.float() * scale).reshape(batch, groups, heads // groups, size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,23 +101,24 @@ class _Call:
 
     q_BGND: torch.Tensor  # scaled
     keys: KeyView
-    out_BGND: torch.Tensor
+    out_BGND: torch.Tensor | None  # values are read for it alone
     lse_BGN: torch.Tensor | None
     scores_GT: torch.Tensor | None
 
     def attend(self, head: _Head) -> None:
         """All query heads of one KV head."""
         at, keys = (head.b, head.g), self.keys
-        q_ND, out_ND = self.q_BGND[at], self.out_BGND[at]
+        q_ND, out_BGND = self.q_BGND[at], self.out_BGND
         parts = list(blocks(head.count, q_ND.shape[1], BLOCK_ELEMENTS))
         logits_NT = q_ND.new_empty((len(q_ND), head.count))
         for part in parts:
             k_TD = keys.head(keys.k, *at, _part(head.tokens, part)).float()
             torch.mm(q_ND, k_TD.mT, out=logits_NT[:, part])
         p_NT = logits_NT.softmax(1)
-        for part in parts:
-            v_TD = keys.head(keys.v, *at, _part(head.tokens, part)).float()
-            out_ND.addmm_(p_NT[:, part], v_TD)
+        if out_BGND is not None:
+            for part in parts:
+                v_TD = keys.head(keys.v, *at, _part(head.tokens, part)).float()
+                out_BGND[at].addmm_(p_NT[:, part], v_TD)
         if self.lse_BGN is not None:
             self.lse_BGN[at] = logits_NT.logsumexp(1)
         if self.scores_GT is not None and head.start >= 0:
@@ -129,8 +152,10 @@ def _attended(
         yield from [(tokens_T, len(tokens_T))] * (G // lists)
 
 
-def _best_of_heads(scores_GT: torch.Tensor, starts: list[int], lengths: list[int]) -> torch.Tensor:
-    """[1, T], of the rows that are scored."""
+def _by_list(scores_GT: torch.Tensor, scoring: Scoring, starts: list[int], lengths: list[int]) -> torch.Tensor:
+    """[g, T], of the rows that are scored."""
+    if scoring.lists == len(scores_GT):
+        return scores_GT
     best_1T = scores_GT.new_empty((1, scores_GT.shape[1]))
     rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True) if start >= 0]
 

@@ -67,13 +67,31 @@ def decode(
         BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
         ShapeError: a stride is too long for 32-bit offsets inside a block.
     """
+    found_BHQD, lse_BHQ, scores_gT = _run(q_BHQD, keys, selection, scale, window, want_lse, scoring, launch)
+    return AttentionOutput(found_BHQD, lse_BHQ if want_lse else None, scores_gT)
+
+
+def score(
+    q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, launch: Launch | None = None
+) -> torch.Tensor:
+    """The scores alone, float32 [g, T]; arguments as in `decode_scores`, errors as in `decode`."""
+    _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, launch, attends=False)
+    assert scores_gT is not None
+    return scores_gT
+
+
+def _run(
+    q_BHQD: torch.Tensor, keys: KeyView, selection: Selection | None, scale: float, window: int | None, want_lse: bool,
+    scoring: Scoring | None, launch: Launch | None, attends: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
     check_device(q_BHQD)
     check_head_size(q_BHQD.shape[-1])
     check_row_strides(keys.k, keys.v)
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
     launch = launch or launch_for(device, B * G, q_BHQD.dtype, D)
-    part_BHPD = torch.empty((B, H, launch.splits, D), dtype=torch.float32, device=device)
+    part_BHPD = torch.empty((B, H, launch.splits, D if attends else 0), dtype=torch.float32, device=device)
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
@@ -87,18 +105,18 @@ def decode(
             scale * _LOG2_E, window or 0, G,
             GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
-            SCORED=scoring is not None, STAGES=launch.stages, PRECISION="ieee",
+            SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
             UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16, num_warps=launch.warps, **overlapping,
         )  # fmt: skip
         merge_kernel[(H, B)](
             part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, launch.splits,
             D=D, BLOCK_D=block_d, BLOCK_P=triton.next_power_of_2(launch.splits),
-            WANT_LSE=want_lse or scoring is not None, num_warps=4 if D <= 128 else 8, **overlapping,
+            WANT_LSE=want_lse or scoring is not None, ATTENDS=attends, num_warps=4 if D <= 128 else 8, **overlapping,
         )  # fmt: skip
     scores_gT = None
     if scoring is not None and logits_HT is not None:
         scores_gT = _scores(logits_HT, lse_BHQ, keys, scoring, overlapping)
-    return AttentionOutput(out_BHQD, lse_BHQ if want_lse else None, scores_gT)
+    return out_BHQD, lse_BHQ, scores_gT
 
 
 def _scores(
@@ -161,8 +179,8 @@ def _multiprocessors(device: torch.device) -> int:
 def _add_tokens(
     m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_page, v_page,
     logits_ptr, logits_at_R1, scored, real_R, scale_log2,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output with the tokens of one step added."""
     lanes_D = tl.arange(0, BLOCK_D)
@@ -177,10 +195,12 @@ def _add_tokens(
         k_at = k_base + (page_N * k_page + slot_N * k_step)[:, None]
         v_at = v_base + (page_N * v_page + slot_N * v_step)[:, None]
     k_ND = tl.load(k_at + lanes_D[None, :], mask=keep_ND, other=0.0)
-    v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+    if ATTENDS:
+        v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
+        if UPCAST:
+            v_ND = v_ND.to(tl.float32)
     if UPCAST:
         k_ND = k_ND.to(tl.float32)
-        v_ND = v_ND.to(tl.float32)
     s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
     if SCORED:
         tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
@@ -190,7 +210,8 @@ def _add_tokens(
     p_RN = tl.exp2(s_RN - base_R[:, None])
     decay_R = tl.exp2(m_R - base_R)
     l_R = l_R * decay_R + tl.sum(p_RN, 1)
-    acc_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, acc_RD * decay_R[:, None], input_precision=PRECISION)
+    if ATTENDS:
+        acc_RD = tl.dot(p_RN.to(v_ND.dtype), v_ND, acc_RD * decay_R[:, None], input_precision=PRECISION)
     return new_m_R, l_R, acc_RD
 
 
@@ -204,8 +225,8 @@ def decode_kernel(
     q_stride_B, q_stride_H, k_stride_B, k_stride_G, k_stride_S, v_stride_B, v_stride_G, v_stride_S,
     scale_log2, window, kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+    PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them.
 
@@ -273,7 +294,7 @@ def decode_kernel(
         keep_N = start + lanes_N < end
         m_R, l_R, acc_RD = _add_tokens(
             m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B, v_stride_B,
-            logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, PRECISION, UPCAST,
+            logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, UPCAST,
         )  # fmt: skip
     if SPARSE:
         for start in tl.range(tl.where(count < 0, end, begin), end, BLOCK_N, num_stages=STAGES):
@@ -286,7 +307,7 @@ def decode_kernel(
             m_R, l_R, acc_RD = _add_tokens(
                 m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B,
                 v_stride_B, logits_ptr, logits_at_R1, scored, real_R, scale_log2,
-                D, BLOCK_D, PAGE, SCORED, PRECISION, UPCAST,
+                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, UPCAST,
             )  # fmt: skip
 
     seen_R = l_R > 0.0
@@ -295,14 +316,16 @@ def decode_kernel(
     part_R = ((batch * kv_heads + kv_head) * GROUP + row_R) * splits + tl.program_id(0)
     part_at_RD = part_ptr + part_R[:, None] * D + lanes_D[None, :]
     tl.store(part_lse_ptr + part_R, lse_R, mask=real_R)
-    tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
+    if ATTENDS:
+        tl.store(part_at_RD, acc_RD / l_R[:, None], mask=real_RD & seen_R[:, None])
 
 
 @no_type_check
 @triton.jit(do_not_specialize=["splits", "heads"])
 def merge_kernel(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, out_stride_B, out_stride_H, heads, splits,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, WANT_LSE: tl.constexpr, ATTENDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (query heads, batch). Merges the splits of a head: each weighs by the exponential of its log-sum-exp."""
     if OVERLAP:
@@ -318,12 +341,13 @@ def merge_kernel(
     base = tl.where(m == float("-inf"), 0.0, m)
     weight_P = tl.exp2(lse_P - base)
     total = tl.sum(weight_P, 0)
-    keep_PD = (lanes_P < splits)[:, None] & (lanes_D < D)[None, :]
-    part_PD = tl.load(part_ptr + (part + lanes_P)[:, None] * D + lanes_D[None, :], mask=keep_PD, other=0.0)
-    part_PD = tl.where((weight_P > 0.0)[:, None], part_PD, 0.0)  # those without weight were not written
-    out_D = tl.sum(part_PD * weight_P[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    out_at = out_ptr + batch.to(tl.int64) * out_stride_B + head.to(tl.int64) * out_stride_H + lanes_D
-    tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=lanes_D < D)
+    if ATTENDS:
+        keep_PD = (lanes_P < splits)[:, None] & (lanes_D < D)[None, :]
+        part_PD = tl.load(part_ptr + (part + lanes_P)[:, None] * D + lanes_D[None, :], mask=keep_PD, other=0.0)
+        part_PD = tl.where((weight_P > 0.0)[:, None], part_PD, 0.0)  # those without weight were not written
+        out_D = tl.sum(part_PD * weight_P[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+        out_at = out_ptr + batch.to(tl.int64) * out_stride_B + head.to(tl.int64) * out_stride_H + lanes_D
+        tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=lanes_D < D)
     if WANT_LSE:
         lse = tl.where(total > 0.0, base + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
         tl.store(lse_ptr + batch * heads + head, lse * 0.6931471805599453)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -30,12 +30,12 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.planner.decode_candidates import anchor_layers
 from sparsekv.planner.eval_results import Spent
-from sparsekv.planner.filter_layers import WAIT, following, lost_mass, similar_layers
+from sparsekv.planner.filter_layers import WAIT, following, lost_mass, segment_of, similar_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
@@ -195,19 +195,8 @@ def segments_by_rule(
         filters = anchor_layers(kept_JI, reuse.importance, full, count)
     else:
         filters = tuple(full[1 + (len(full) - 1) * number // count] for number in range(count))
-    at_most = None if budget.fraction is None else budget.resolve(entry.length)
-    return tuple(
-        Segment(
-            filter=one.filter,
-            layers=one.layers,
-            budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
-            sink=reuse.sink,
-            recent=reuse.recent,
-            selector=reuse.selectors[selector].selector,
-            window=reuse.selectors[selector].window,
-        )
-        for one in following(filters, full, WAIT if rule == "omnikv" else 0)
-    )
+    found = following(filters, full, WAIT if rule == "omnikv" else 0)
+    return tuple(segment_of(replace(one, selector=selector), reuse, budget, entry.length) for one in found)
 
 
 def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -> tuple[np.ndarray, int]:

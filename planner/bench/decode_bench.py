@@ -43,10 +43,11 @@ from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf.apply import Handle, apply, check_plan
+from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.describe import device_name, dtype_name
 from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_plan
 from sparsekv.runtime.stores.store import Layout
 
 RANDOM_NOTE = (
@@ -248,7 +249,7 @@ class DecodeRuns:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            cache = handle.new_cache(length, batch)
+            cache = handle.new_cache(length, batch, chunk=1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
         return cache

@@ -41,7 +41,7 @@ from sparsekv.planner.progress import Progress, Step
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 from sparsekv.plans.types import format_length
-from sparsekv.runtime.hf.describe import device_name, dtype_name
+from sparsekv.runtime.model_config import device_name, dtype_name
 
 MIXED: tuple[str, ...] = ("vertical_slash", "a_shape", "block_sparse")  # what plans choose from by default
 PLANTED_NOTE = (

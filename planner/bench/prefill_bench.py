@@ -41,11 +41,13 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.stats import RunStats
-from sparsekv.runtime.hf.apply import Handle, apply, check_plan
+from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
-from sparsekv.runtime.hf.describe import attention_groups, decoder_of, device_name, dtype_name
+from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_plan
 
 SPARSE = "by the plan"
 _SDPA, _OURS, _FLASH_ATTN = "transformers, SDPA", "sparsekv dense", f"transformers, {FLASH_ATTN}"

@@ -33,9 +33,10 @@ from sparsekv.plans.phases import (
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids, format_length
-from sparsekv.runtime.hf.describe import check_supported, describe_config, describe_model
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import load_config
 from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.model_config import check_supported, describe_config
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
 
 _SIZES = (
@@ -128,7 +129,7 @@ def random_model(
             memory left.
         UnsupportedError: its architecture is not supported.
     """
-    config, notes = _config_of(name, shapes)
+    config, notes = config_of(name, shapes)
     notes = ["weights are random, so that attention is diffuse and answers mean nothing", *notes]
     if config.max_position_embeddings < longest:
         notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
@@ -171,10 +172,16 @@ def describe_named(name: str, random_weights: bool) -> ModelInfo:
     Raises:
         UsageError, UnsupportedError: as loading it, or `random_model`, would.
     """
-    return describe_config(_config_of(name, PUBLIC_SHAPES)[0] if random_weights else load_config(name), _short(name))
+    return describe_config(config_of(name)[0] if random_weights else load_config(name), _short(name))
 
 
-def _config_of(name: str, shapes: Mapping[str, dict[str, Any]]) -> tuple[Any, list[str]]:
+def config_of(name: str, shapes: Mapping[str, dict[str, Any]] = PUBLIC_SHAPES) -> tuple[Any, list[str]]:
+    """The config of a model, or one of its shape where it cannot be had; and what there is to say about that.
+
+    Raises:
+        UsageError: neither can be had.
+        UnsupportedError: its architecture is not supported.
+    """
     source = resolve_model(name)
     try:
         return load_config(source), []

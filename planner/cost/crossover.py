@@ -23,10 +23,9 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import (
     DENSE,
     Choice,
-    Floats,
     ScoreTables,
-    causal_tiles,
     families_of,
+    head_times,
     layer_times,
 )
 from sparsekv.planner.options import Family
@@ -104,7 +103,8 @@ class Savings:
 
     def __init__(self, cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> None:
         self._cost, self._tables, self._tile = cost, tables, tile
-        self._saved_LCH = self._saved()
+        times = head_times(cost, tables, tile)
+        self._saved_LCH = np.asarray(times.dense_us - times.sparse_LCH)
 
     def paying_candidates(self) -> Mask:
         """[L, C, H]: those that cost less than a dense head of the same launch."""
@@ -124,16 +124,3 @@ class Savings:
         times = layer_times(self._cost, self._tables, choice, self._tile)
         losing_L = np.array([not pays(*pair) for pair in zip(times.sparse_us, times.dense_us, strict=True)])
         return np.where(losing_L[:, None] & (choice >= 0), DENSE, choice)
-
-    def _saved(self) -> Floats:
-        tables, entry = self._tables, self._tables.entry
-        causal = causal_tiles(entry.length, self._tile)
-        _, _, tile_us, column_us = self._cost.prefill_sparse.prices
-        # Families that were profiled but not priced are not among those asked for (`check_cost`).
-        head_us = {
-            name: self._cost.index_us(name, 1, entry.length) - line.prices[0] for name, line in self._cost.index.items()
-        }
-        index_C = np.array([head_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
-        index_LCH = index_C[tables.candidate_LCH]
-        spent_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal + index_LCH
-        return np.asarray(causal * tile_us - spent_LCH)

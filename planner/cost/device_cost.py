@@ -24,6 +24,7 @@ _PRICES = {
     "decode_dense": 2,
     "decode_sparse": 2,
     "decode_choose": 2,
+    "decode_choose_alone": 2,
     "decode_host": 3,
 }
 
@@ -74,6 +75,8 @@ class DeviceCost(Part):
         decode_dense: of (1, tokens attended), one step.
         decode_sparse: the same, over chosen tokens.
         decode_choose: of (1, tokens scored): choosing tokens in a filter layer.
+        decode_choose_alone: of (1, tokens scored): the same in a filter layer that attends to its own choice, where no
+            attention comes before it; None where it was not measured.
         decode_host: of (1, tokens attended, tokens of these read from host memory): a step of an offloaded layer
             over chosen tokens; None where it was not asked for.
     """
@@ -92,6 +95,7 @@ class DeviceCost(Part):
     decode_dense: Line
     decode_sparse: Line
     decode_choose: Line
+    decode_choose_alone: Line | None = None
     decode_host: Line | None = None
     timings: tuple[Timing, ...] = ()
 

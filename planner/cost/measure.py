@@ -30,7 +30,7 @@ from sparsekv.planner.progress import Progress
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.core.decode import Resident, decode
+from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.stores.bank import HostStore
@@ -92,6 +92,7 @@ def measure_cost(
         decode_dense=fit_line(timings, "dense decode"),
         decode_sparse=fit_line(timings, "sparse decode"),
         decode_choose=fit_line(timings, "choose"),
+        decode_choose_alone=fit_line(timings, "choose alone"),
         decode_host=fit_line(timings, "host decode") if offload else None,
         timings=tuple(timings),
     )
@@ -215,6 +216,7 @@ class Bench:
         yield _timing("dense decode", length, (1.0, float(length)), dense_us)
         filter_us = self._step_us([step(_filter(length // 10, heads, view), view)[0] for view in views])
         yield _timing("choose", length, (1.0, float(length)), max(_LEAST_US, filter_us - dense_us))
+        yield _timing("choose alone", length, (1.0, float(length)), self._alone_us(length // 10, q_BH1D, views, scale))
         for count in (length // _FEW, length // 4):
             layer = _filter(count, heads, keys)
             assert layer.filters is not None
@@ -227,6 +229,20 @@ class Bench:
             yield _timing("sparse decode", length, (1.0, float(selection.most)), sparse_us)
             if self.offload:
                 yield from self._host(selection, q_BH1D, keys, scale)
+
+    def _alone_us(self, count: int, q_BH1D: torch.Tensor, views: Sequence[KeyView], scale: float) -> float:
+        """Choosing in a filter layer that attends to its own choice."""
+
+        def choice(layer: LayerProgram, keys: KeyView) -> Callable[[], object]:
+            state = DecodeState(Program(Rank(), (layer,)))
+
+            def run() -> None:
+                state.begin(keys.lengths_B, q_BH1D.device)
+                choose_alone(layer, q_BH1D, keys, state, scale=scale, backend=self.backend)
+
+            return run
+
+        return self._step_us([choice(_filter(count, self.shape.heads, view), view) for view in views])
 
     def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
         """The same step over rows in host memory, as an offloaded layer takes it, most and some of them there."""

@@ -137,6 +137,27 @@ def layer_times(
     return LayerTimes(dense_L, sparse_L)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadTimes:
+    """What a head adds to a sparse launch of its layer at the profiled length, its part of the index included, in
+    microseconds. The index launch itself is not a head's."""
+
+    dense_us: float  # all causal tiles
+    sparse_LCH: Floats  # by slot; infinite where its family was not priced
+
+
+def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTimes:
+    """Each slot at the prices of a device."""
+    entry = tables.entry
+    causal = causal_tiles(entry.length, tile)
+    _, _, tile_us, column_us = cost.prefill_sparse.prices
+    # Families that were profiled but not priced are not among those asked for (`check_cost`).
+    index_us = {name: cost.index_us(name, 1, entry.length) - line.prices[0] for name, line in cost.index.items()}
+    index_C = np.array([index_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
+    tiles_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal
+    return HeadTimes(causal * tile_us, np.asarray(tiles_LCH + index_C[tables.candidate_LCH]))
+
+
 def shares_at(tables: ScoreTables, choice: Choice, tile: TileShape, length: int) -> tuple[Floats, Floats]:
     """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
 
@@ -247,9 +268,11 @@ def visible_tokens(group: AttentionGroup, length: int) -> int:
 def step_us(
     segments: Sequence[Segment], cost: DeviceCost, length: int, model: ModelInfo, offload: Offload | None = None
 ) -> float | None:
-    """Attention of one decode step over all layers, in microseconds; None where rows in host memory have no price.
+    """Attention of one decode step over all layers, in microseconds; None where a choice of that kind, or rows in host
+    memory, have no price.
 
-    A filter layer costs what a dense one does, and its choice on top. The rest of a step, weights and sampling, is not
+    A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
+    choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
     in it. Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on
     the device, are chosen more often: the price is rather too high.
     """
@@ -263,7 +286,10 @@ def step_us(
         if chosen is None:  # all of the context is attended to, and nothing is chosen
             total += (len(segment.layers) - moved) * cost.decode_dense.us(length)
         else:
-            total += cost.decode_choose.us(length)
+            choose = cost.decode_choose_alone if segment.filter_is_sparse else cost.decode_choose
+            if choose is None:
+                return None
+            total += choose.us(length)
             total += (len(segment.layers) - moved) * cost.decode_sparse.us(attended_tokens(segment, length))
         if offload and moved:
             away = max(0, length - offload.hot.resolve(length)) / length
@@ -281,7 +307,7 @@ def attended_tokens(segment: Segment, length: int) -> int:
 
 
 def decode_share(segments: Sequence[Segment], length: int, model: ModelInfo) -> float:
-    """Tokens attended to over tokens that dense attends to, over all layers of one step."""
-    attended = {layer: attended_tokens(segment, length) for segment in segments for layer in segment.layers}
+    """Tokens read over tokens that dense reads, over all layers of one step."""
+    attended = {layer: segment.read_tokens(layer, length) for segment in segments for layer in segment.layers}
     visible = {layer: visible_tokens(group, length) for layer, group in model.by_layer.items()}
     return sum((visible | attended).values()) / sum(visible.values())

@@ -21,7 +21,7 @@ from sparsekv.planner.cost.predict import (
     prefill_estimate,
     step_us,
 )
-from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.options import ROUNDING, PlanOptions, lengths_up_to
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
@@ -138,14 +138,14 @@ def dense_decode_remarks(
         f"({cost.backend}, {cost.dtype}); --no-crossover keeps it sparse"
     ]
     why = f"the {options.filter_rule} rule found no layers that could share a choice"
-    if options.filter_rule == "dp" and any(entry.trials for entry in profile.lengths):
+    if takes_trials(profile, options):
         why = (
             f"none of the filter layers tried is known to stay within {options.decode_bound:g} nats of dense there; "
             "change --decode-kl or --decode-budget"
         )
     elif options.filter_rule == "dp":
         why = (
-            f"no choice of fewer tokens than all is known to lose at most {options.decode_loss:g} of the attention "
+            f"no choice of fewer tokens than all is known to lose at most {options.loss_bound:g} of the attention "
             "there; change --decode-loss or --decode-budget"
         )
     lines += [f"decode at {_listed(lossy)} runs dense, {budget}: {why}"]

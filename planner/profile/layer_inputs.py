@@ -25,15 +25,15 @@ class LayerInput:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, layer: nn.Module, hidden_BSE: torch.Tensor | None = None) -> torch.Tensor:
-        """The output of the layer for the same call; with another input where one is given: [B, S, E]."""
-        out = layer(self.hidden_BSE if hidden_BSE is None else hidden_BSE, *self.args, **self.kwargs)
+    def run(self, layer: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
+        """The output of the layer for the same call with these hidden states: [B, S, E]."""
+        out = layer(hidden_BSE, *self.args, **self.kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
 
 @contextmanager
-def kept_inputs(model: PreTrainedModel) -> Iterator[dict[int, LayerInput]]:
+def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, LayerInput]]:
     """Notes, in the first forward pass inside the `with`, what each layer is called with."""
     inputs: dict[int, LayerInput] = {}
     layers: Any = decoder_of(model).layers

@@ -28,10 +28,9 @@ from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
-from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, scouts, slots
+from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, screened, slots
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
-from sparsekv.planner.profile.similarity import Layer as SimilarLayer
-from sparsekv.planner.profile.similarity import ReuseScores, token_choice
+from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall
@@ -196,7 +195,7 @@ class Pass:
     def _decode(self, call: AttentionCall, o_proj: torch.nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:
             return {}
-        layer = SimilarLayer(call, _weight_of(o_proj, call.q_BHSD))
+        layer = DecodeLayer(call, _weight_of(o_proj, call.q_BHSD))
         self._reuse.choose(call.layer, layer)
         moved = self._reuse.moved(layer)
         residual = float(hidden_BSE[0, list(self._prompt.decode_rows)].float().norm())
@@ -210,7 +209,7 @@ class Pass:
             first = records[self._length, 0, number]
             candidates, patterns = np.array(first.candidates), first.patterns
         else:
-            candidates, known = self._finalists(layer)
+            candidates, known = self._screened(layer)
             patterns = tuple(self._patterns_of(row, prefix, known) for row in candidates.tolist())
         scores = score_candidates(layer, patterns)
         tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
@@ -224,12 +223,12 @@ class Pass:
         rows = Rows.of(end, self._prompt.tail_start, tile, self._options.row_stride or 1)
         return Layer(prefix, v_BGSD, found.gradient_BHSD[:, :, :end], rows, self._backend)
 
-    def _finalists(self, layer: Layer) -> tuple[Numbers, dict[int, Patterns]]:
+    def _screened(self, layer: Layer) -> tuple[Numbers, dict[int, Patterns]]:
         """[slot, H]: what is worth measuring on every prompt; and the patterns of the candidates that were compared."""
-        scouted = scouts(self._aims)
-        known = {number: self._patterns_of([number] * layer.prefix.heads, layer.prefix, {}) for number in scouted}
+        compared = screened(self._aims)
+        known = {number: self._patterns_of([number] * layer.prefix.heads, layer.prefix, {}) for number in compared}
         damage_CH = np.stack([score.damage_H for score in score_candidates(layer, list(known.values()))])
-        return slots(self._aims, scouted, damage_CH), known
+        return slots(self._aims, compared, damage_CH), known
 
     def _patterns_of(self, numbers: Sequence[int], prefix: Prefix, known: Mapping[int, Patterns]) -> Patterns:
         """Of each head the pattern of its candidate."""

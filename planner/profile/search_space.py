@@ -4,8 +4,8 @@ MInference 1.0, section 3.2, algorithm 1: every candidate is a family with a rat
 it computes the target number of tiles on the queries and keys at hand (`fit_to_target`). The paper's own numbers are
 in `_published`.
 
-A first prompt compares all ranges at a few densities (`scouts`); each head then goes on with the ranges that did least
-damage there, over the whole ladder of densities (`slots`).
+A first prompt compares all ranges at a few densities (`screened`); each head then goes on with the ranges that did
+least damage there, over the whole ladder of densities (`slots`).
 
 Shapes: B batch (always 1 here), H query heads, G KV heads, S queries, D head size, T query tiles.
 """
@@ -57,10 +57,6 @@ class Grid:
         """The size of that number, from 0 on."""
         return _OCTAVES[size] if self.step is None else self.start % self.step + size * self.step
 
-
-# Densities of the ladder that all ranges are compared at, as shares of its height, and how many ranges a head keeps.
-_SCOUTED = (0.35, 0.75)
-_FINALISTS = 2
 
 _OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
 
@@ -167,28 +163,33 @@ def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
     return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))
 
 
-def scouts(aims: Sequence[Aim]) -> tuple[int, ...]:
+# Densities of the ladder that all ranges are compared at, as shares of its height, and how many ranges a head keeps.
+_SCREENED_AT = (0.35, 0.75)
+_RANGES_A_HEAD = 2
+
+
+def screened(aims: Sequence[Aim]) -> tuple[int, ...]:
     """Which candidates the first prompt compares: of each range a few densities, the extremes left out."""
     densities = sorted({aim.density for aim in aims})
-    chosen = {densities[round(share * (len(densities) - 1))] for share in _SCOUTED}
+    chosen = {densities[round(share * (len(densities) - 1))] for share in _SCREENED_AT}
     return tuple(number for number, aim in enumerate(aims) if aim.density in chosen)
 
 
 Numbers = npt.NDArray[np.int64]
 
 
-def slots(aims: Sequence[Aim], scouted: Sequence[int], damage_CH: npt.NDArray[np.float64]) -> Numbers:
+def slots(aims: Sequence[Aim], compared: Sequence[int], damage_CH: npt.NDArray[np.float64]) -> Numbers:
     """[slot, H]: the candidates that each head goes on with: every density of its best ranges.
 
     Args:
-        scouted: the candidates that were compared.
+        compared: the candidates that were screened.
         damage_CH: what each of them did; a range counts by its geometric mean over them.
     """
     names = list(dict.fromkeys(aim.patterns.name for aim in aims))
     logs_CH = np.log(np.maximum(damage_CH, 1e-30))
-    scouted_of = [[n for n, number in enumerate(scouted) if aims[number].patterns.name == name] for name in names]
-    mean_RH = np.stack([logs_CH[rows].mean(0) for rows in scouted_of])
-    best_KH = np.argsort(mean_RH, axis=0, kind="stable")[:_FINALISTS]
+    rows_of = [[n for n, number in enumerate(compared) if aims[number].patterns.name == name] for name in names]
+    mean_RH = np.stack([logs_CH[rows].mean(0) for rows in rows_of])
+    best_KH = np.argsort(mean_RH, axis=0, kind="stable")[:_RANGES_A_HEAD]
     of_range = [[number for number, aim in enumerate(aims) if aim.patterns.name == name] for name in names]
     return np.asarray(np.array(of_range)[best_KH].swapaxes(1, 2).reshape(-1, damage_CH.shape[1]))
 

@@ -1,18 +1,18 @@
 """How much the model's answers move with the attention output of each head and row: one gradient a prompt.
 
-A candidate pattern changes the attention output of a head by delta. What that does to the next-token distributions of
-the answer, to second order and summed over the rows as if they were independent, is
+A candidate pattern changes the attention output of a head by delta. To second order, and summed over the rows as if
+they were independent, that moves the next-token distributions of the answer by
 
-    damage = 1/2 * sum over rows of (g . delta)^2  /  answer tokens,
+    1/2 * sum over rows of (g . delta)^2
 
-with g the gradient of the answer's score function (the squared score function is the Fisher information, whose
-quadratic form is the divergence to second order). It weighs heads, layers and rows by what they do to the output: a
-head that nobody reads costs nothing, whatever its error.
+nats a token, with g the gradient of the answer's score function by that output, over the root of the answer's tokens:
+the squared score function is the Fisher information, whose quadratic form is the divergence to second order. It weighs
+heads, layers and rows by what they do to the output. head_errors.py estimates damage with it.
 
 Distributions are softened by a temperature first: where the model is certain, the Fisher information vanishes, while an
 error that is large enough turns the answer.
 
-The pass keeps the input of every layer (S x E a layer) and differentiates one layer at a time, from the last to the
+The pass holds the input of every layer (S x E a layer) and differentiates one layer at a time, from the last to the
 first, so that its memory is that of one layer.
 
 Shapes: B batch (1), H query heads, G KV heads, S rows, D head size, E hidden size, T scored rows, V vocabulary.
@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from sparsekv.planner.profile.layer_inputs import LayerInput, kept_inputs
+from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
@@ -48,9 +48,9 @@ class Sensitivity:
     gradient_BHSD: torch.Tensor  # of the answer's score function, by the attention output; float32
 
 
-Forward = Callable[[AttentionCall, torch.Tensor], None]
+OnForward = Callable[[AttentionCall, torch.Tensor], None]
 """Sees a layer on the way up: its attention, and its input, [B, S, E]."""
-Backward = Callable[[Sensitivity], None]
+OnBackward = Callable[[Sensitivity], None]
 """Sees a layer on the way down."""
 
 
@@ -59,9 +59,8 @@ def walk_layers(
     ids_BS: torch.Tensor,
     scored: Sequence[int],
     seed: int,
-    up: Forward,
-    down: Backward | None,
-    temperature: float = TEMPERATURE,
+    up: OnForward,
+    down: OnBackward | None,
 ) -> None:
     """Runs a prompt through the model, and back down through its layers.
 
@@ -79,7 +78,7 @@ def walk_layers(
     with (
         capture_attention(model, walk.observe),
         _frozen(model),
-        kept_inputs(model) as walk.inputs,
+        captured_inputs(model) as walk.inputs,
         _last_output(model) as last,
     ):
         rows = torch.tensor(list(scored), device=ids_BS.device)
@@ -88,7 +87,7 @@ def walk_layers(
             return
         check_numbers(model, "logits", logits_BTV)
         scale = _FLOAT16_SCALE if model.dtype == torch.float16 else 1.0
-        (gradient_BSE,) = torch.autograd.grad(scale * _score(logits_BTV.float(), seed, temperature), last[0])
+        (gradient_BSE,) = torch.autograd.grad(scale * _score(logits_BTV.float(), seed), last[0])
         del logits_BTV
         layers: Any = decoder_of(model).layers
         for number in reversed(range(len(layers))):
@@ -98,16 +97,16 @@ def walk_layers(
             down(replace(found, gradient_BHSD=own_BHSD))
 
 
-def _score(logits_BTV: torch.Tensor, seed: int, temperature: float) -> torch.Tensor:
+def _score(logits_BTV: torch.Tensor, seed: int) -> torch.Tensor:
     """The log-likelihood of tokens drawn from the softened distributions: its gradient by a logit is 1 - p or -p."""
-    log_BTV = (logits_BTV / temperature).log_softmax(-1)
+    log_BTV = (logits_BTV / TEMPERATURE).log_softmax(-1)
     generator = torch.Generator().manual_seed(seed)
     drawn_T = torch.multinomial(log_BTV[0].detach().exp().cpu(), 1, generator=generator).to(log_BTV.device)
-    return temperature * log_BTV[0].gather(-1, drawn_T).sum()
+    return TEMPERATURE * log_BTV[0].gather(-1, drawn_T).sum()
 
 
 class _Walk:
-    def __init__(self, up: Forward) -> None:
+    def __init__(self, up: OnForward) -> None:
         self._up = up
         self.inputs: dict[int, LayerInput] = {}
         self._down: tuple[AttentionCall, torch.Tensor] | None = None

@@ -43,7 +43,7 @@ def token_choice(options: PlanOptions) -> TokenChoice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class DecodeLayer:
     """What a layer attends with over the whole prompt, and what its output goes through."""
 
     call: AttentionCall
@@ -58,12 +58,12 @@ class ReuseScores:
     choice: TokenChoice
     _chosen: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def choose(self, index: int, layer: Layer) -> None:
+    def choose(self, index: int, layer: DecodeLayer) -> None:
         """Notes the tokens that this layer would choose, best first, a list a selector and row."""
         for position, selector in enumerate(self.choice.selectors):
             self._chosen[index, position] = [self._choice(layer, selector, row) for row in self.rows]
 
-    def kept(self, layer: Layer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
+    def kept(self, layer: DecodeLayer, filters: Sequence[int]) -> npt.NDArray[np.float64]:
         """S[i, this layer] of filter layers i that were noted, for each selector and budget: [selector, budget, i].
 
         A filter of the layer's own (after `choose`) gives the mass of its own best tokens.
@@ -74,12 +74,12 @@ class ReuseScores:
             worst = np.minimum(worst, self._kept_in_row(layer, filters, position, row).reshape(shape))
         return worst
 
-    def moved(self, layer: Layer) -> float:
+    def moved(self, layer: DecodeLayer) -> float:
         """|| attention output || of this layer over all rows, after the output projection."""
         outputs = (_head_outputs(layer, _probabilities(layer, row), row).sum(0) for row in self.rows)
         return float(torch.stack(list(outputs)).norm())
 
-    def _choice(self, layer: Layer, selector: SelectorChoice, row: int) -> torch.Tensor:
+    def _choice(self, layer: DecodeLayer, selector: SelectorChoice, row: int) -> torch.Tensor:
         positions = range(max(0, row + 1 - selector.window), row + 1)
         scores_B1S = token_scores(
             layer.call.q_BHSD[:, :, positions.start : positions.stop],
@@ -98,7 +98,9 @@ class ReuseScores:
     def _counts(self, row: int) -> list[int]:
         return [min(budget.resolve(row + 1), len(self._candidates(row))) for budget in self.choice.budgets]
 
-    def _kept_in_row(self, layer: Layer, filters: Sequence[int], position: int, row: int) -> npt.NDArray[np.float64]:
+    def _kept_in_row(
+        self, layer: DecodeLayer, filters: Sequence[int], position: int, row: int
+    ) -> npt.NDArray[np.float64]:
         weights_HS = _probabilities(layer, row)
         share_H = _head_shares(layer, weights_HS, row)
         mass_S = (weights_HS * share_H[:, None]).sum(0)
@@ -113,17 +115,17 @@ class ReuseScores:
         return np.asarray(held_SIB).swapaxes(1, 2)
 
 
-def _probabilities(layer: Layer, row: int) -> torch.Tensor:
+def _probabilities(layer: DecodeLayer, row: int) -> torch.Tensor:
     q_BH1D, k_BGSD = layer.call.q_BHSD[:, :, row : row + 1], layer.call.k_BGKD[:, :, : row + 1]
     return token_scores(q_BH1D, k_BGSD, (row,), torch.ones(1), scale=layer.call.scale, heads=None)[0]
 
 
-def _head_shares(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
+def _head_shares(layer: DecodeLayer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
     norm_H: torch.Tensor = _head_outputs(layer, weights_HS, row).norm(dim=-1)
     return norm_H / norm_H.sum().clamp(min=1e-20)
 
 
-def _head_outputs(layer: Layer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
+def _head_outputs(layer: DecodeLayer, weights_HS: torch.Tensor, row: int) -> torch.Tensor:
     """What each head adds to the residual: [H, W]."""
     weights_GNS = weights_HS.reshape(layer.call.v_BGKD.shape[1], -1, row + 1)
     out_HD = (weights_GNS @ layer.call.v_BGKD[0, :, : row + 1].float()).flatten(0, 1)

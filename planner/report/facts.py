@@ -251,9 +251,10 @@ def _reads(plan: Plan, title: str, length: int, bucket: DecodeBucket) -> Iterato
         role: str = "dense" if shape.kind == "full" else shape.kind
         tokens = min(shape.window or length, length)
         if segment is not None:
-            chosen = segment.chosen_tokens(length)
             role = f"reads the choice of layer {segment.filter}"
-            tokens = length if chosen is None else segment.sink + chosen + segment.recent
+            tokens = segment.read_tokens(layer, length)
+            if layer == segment.filter:
+                role = f"chooses for {format_ids(segment.layers)}, itself included; all keys count half"
         elif layer in filters:
             role = f"filter layer of {format_ids(filters[layer].layers)}"
         yield LayerReads(layer, title, role, tokens, tokens / length)

@@ -1,4 +1,5 @@
-"""A decode step of one layer: dense, dense and choosing (a filter layer), or over selected tokens.
+"""A decode step of one layer: dense, dense and choosing (a filter layer), over selected tokens, or both choosing and
+over what it chose.
 
 Source: OmniKV (ICLR 2025), algorithm 1. The layers between a filter and the first layer of its segment are dense:
 they are the paper's wait layers.
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.core.budgets import counts_of
@@ -76,20 +77,35 @@ def decode(
         [B, H, 1, D].
     """
     state.remember_step(layer, q_BH1D)
-    selection = selected_for(layer, state) if layer.follows else None
     lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
     attend = partial(decode_attention, scale=scale, backend=backend)
+    if layer.chooses_for_itself:
+        choose_alone(layer, q_BH1D, source.view(lengths_B), state, scale=scale, backend=backend)
+    selection = selected_for(layer, state) if layer.follows else None
     if selection is not None:
         keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
         return attend(q_BH1D, keys, found, window=window).out_BHSD
     keys = source.view(lengths_B)
-    if layer.filters is None or _all_attend_to_everything(layer.filters, state):
+    if layer.filters is None or layer.follows or _all_attend_to_everything(layer.filters, state):
         return attend(q_BH1D, keys, window=layer.window).out_BHSD
     scoring = scoring_for(layer, keys, state, backend)
     in_passing = scoring if layer.filters.queries == 1 else None
     output = attend(q_BH1D, keys, scoring=in_passing)
     choose_tokens(layer, q_BH1D, keys, state, scoring, output.scores_gT, scale=scale, backend=backend)
     return output.out_BHSD
+
+
+def choose_alone(
+    layer: LayerProgram, q_BH1D: torch.Tensor, keys: KeyView, state: DecodeState, *, scale: float, backend: str
+) -> None:
+    """The choice of a filter layer before it attends to anything: only keys are read. Arguments as in `decode`."""
+    assert layer.filters is not None
+    if _all_attend_to_everything(layer.filters, state):
+        return
+    scoring, scores_gT = scoring_for(layer, keys, state, backend), None
+    if layer.filters.queries == 1:
+        scores_gT = decode_scores(q_BH1D, keys, scoring, scale=scale, backend=backend)
+    choose_tokens(layer, q_BH1D, keys, state, scoring, scores_gT, scale=scale, backend=backend)
 
 
 def _all_attend_to_everything(segment: SegmentProgram, state: DecodeState) -> bool:
@@ -102,10 +118,12 @@ def _all_attend_to_everything(segment: SegmentProgram, state: DecodeState) -> bo
 
 def count_step(program: Program, lengths: Sequence[int], meter: Meter) -> None:
     """Counts what one decode step attends to, at lengths with the new token included."""
-    for (segment, window), layers in program.alike_in_decode:
+    for layer, layers in program.alike_in_decode:
+        segment, window = layer.follows, layer.window
         counts = [ALL] * len(lengths) if segment is None else counts_of(segment, program, lengths)
         for length, chosen in zip(lengths, counts, strict=True):
             visible = attended = length if window is None else min(length, window)
             if segment is not None and chosen != ALL:
-                attended = min(visible, segment.sink + chosen + segment.recent)
+                scored = length // 2 if layer.chooses_for_itself else 0  # keys alone
+                attended = min(visible, scored + segment.sink + chosen + segment.recent)
             meter.add_decode(layers * attended, layers * visible)

@@ -8,7 +8,6 @@ Shapes: B batch, H query heads, G KV heads.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -89,6 +88,11 @@ class LayerProgram:
     follows: SegmentProgram | None = None  # the segment that this layer belongs to
     kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
 
+    @property
+    def chooses_for_itself(self) -> bool:
+        """Whether it is a filter layer that attends to its own choice."""
+        return self.filters is not None and self.filters is self.follows
+
     def patterns_at(self, length: int) -> tuple[Pattern, ...]:
         """One pattern a query head at a context of `length` tokens (past + chunk); none if all are dense."""
         return self.patterns[bisect_left(self.bounds, length)]
@@ -127,11 +131,13 @@ class Program:
         return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
 
     @cached_property
-    def alike_in_decode(self) -> tuple[tuple[tuple[SegmentProgram | None, int | None], int], ...]:
-        """How many layers follow the same segment with the same window."""
-        segments = {layer.follows.filter: layer.follows for layer in self.layers if layer.follows}
-        kinds = Counter((layer.follows.filter if layer.follows else -1, layer.window) for layer in self.layers)
-        return tuple(((segments.get(at), window), count) for (at, window), count in kinds.items())
+    def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
+        """One of the layers that read as much in every step, and how many of them there are."""
+        kinds: dict[object, list[LayerProgram]] = {}
+        for layer in self.layers:
+            segment = layer.follows.filter if layer.follows else None
+            kinds.setdefault((segment, layer.window, layer.chooses_for_itself), []).append(layer)
+        return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     @property
     def filters(self) -> tuple[LayerProgram, ...]:

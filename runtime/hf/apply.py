@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType, UnionType
+from typing import get_args
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
-from sparsekv.plans.errors import PlanWarning, UnsupportedError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, check_model, unsupported
+from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.decode import count_step, decode
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
@@ -26,14 +27,17 @@ from sparsekv.runtime.core.stats import Meter, RunStats
 from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
-from sparsekv.runtime.hf.describe import describe_model, device_name, dtype_name
+from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.hf.placement import Placement, layouts_of, place_layers
+from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of
+from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, KVStore
+from sparsekv.runtime.stores.store import Bytes, KVStore, grown
 
 
 class PlanEngine:
@@ -43,7 +47,7 @@ class PlanEngine:
         program: what every layer computes.
         model: that it is for.
         backend: the kernel backend's name; prefill goes on with another one should it fail.
-        placement: the layers whose keys and values live in host memory.
+        placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
     """
 
@@ -67,13 +71,13 @@ class PlanEngine:
         self.graphs: StepGraphs | None = None
         self._told = False
         self._program = program
-        self._placement = placement
+        self.placement = placement
         self._chunking = chunking
-        self._memory = HostMemory()
+        self.memory = HostMemory()
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
-        return HostStore(self._placement.hot, self._memory) if layer in self._placement.layers else DeviceStore()
+        return HostStore(self.placement.hot, self.memory) if layer in self.placement.layers else DeviceStore()
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
@@ -98,7 +102,7 @@ class PlanEngine:
 
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
-        self._memory.close()
+        self.memory.close()
         if self.graphs is not None:
             self.graphs.release()
 
@@ -124,58 +128,21 @@ class PlanEngine:
         )
 
 
-def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
-    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
-
-    Raises:
-        PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
-        UnsupportedError: the plan has a field that this version does not execute.
-    """
-    for line in check_model(plan, found, allow_mismatch):
-        warnings.warn(line, PlanWarning, stacklevel=3)
-    refused = unsupported(plan)
-    if refused:
-        listed = "\n".join(f"  {line}" for line in refused)
-        raise UnsupportedError(
-            f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
-        )
-
-
-def check_target(plan: Plan, device: str, backend: str, dtype: str) -> None:
-    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here.
-
-    Args:
-        plan: the plan; one without targets (an import) claims nothing.
-        device: where it is going to run, by its name.
-        backend: of its kernels.
-        dtype: of the model.
-    """
-    measured = [
-        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_devices(target.count)})"
-        for target in plan.targets
-    ]
-    here = f"{device} (transformers, {backend}, {dtype})"
-    if measured and here not in measured:
-        warnings.warn(
-            f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            "slower than dense here. `sparsekv plan MODEL --profile FILE -o PLAN` recompiles it for this device",
-            PlanWarning,
-            stacklevel=3,
-        )
-
-
-def _devices(count: int) -> str:
-    return "" if count == 1 else f", {count} devices"
-
-
 class Handle:
     """A plan at work. `close()`, or leaving its `with` block, gives the model back as it was."""
 
-    def __init__(self, model: PreTrainedModel, engine: PlanEngine, backend: BackendChoice, chunking: Chunking) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: PlanEngine,
+        backend: BackendChoice,
+        memory: MemoryModel,
+    ) -> None:
         self._backend = backend
         self._engine = engine
         self._layouts = layouts_of(model)
-        self._undo = attach(model, engine, chunking)
+        self._memory = memory
+        self._undo = attach(model, engine, memory.chunking)
 
     @property
     def backend(self) -> BackendChoice:
@@ -198,6 +165,11 @@ class Handle:
         return self._engine.graphs
 
     @property
+    def host_layers(self) -> frozenset[int]:
+        """The layers whose keys and values are in host memory, in caches to come; see `new_cache`."""
+        return self._engine.placement.layers
+
+    @property
     def closed(self) -> bool:
         """Whether the model is back as it was."""
         return not self._engine.open
@@ -207,8 +179,19 @@ class Handle:
         self._undo()
         self._engine.release()
 
-    def new_cache(self, tokens: int, batch: int = 1) -> Cache:
+    def new_cache(
+        self,
+        tokens: int,
+        batch: int = 1,
+        *,
+        chunk: int | None = None,
+        at_most: int | None = None,
+        on_bytes: Callable[[int, int], object] | None = None,
+    ) -> Cache:
         """An empty cache with its memory in place: `past_key_values` of what runs under this handle.
+
+        With `offload="auto"` it is decided here which layers go to host memory: as few as it takes for the device to
+        hold the rest. The decision holds until the next one, also for caches that are made elsewhere or reset.
 
         Page-locking host memory takes a second or so for each 2 GB; this does it before the prompt runs, and once:
         a later cache of this handle takes over the memory of one that is gone or was reset. Without it, caches
@@ -217,19 +200,65 @@ class Handle:
         Args:
             tokens: prompt and answer together; the cache may grow beyond, which copies it.
             batch: rows.
+            chunk: most tokens of a row that run through the model at once, which bounds what they need besides the
+                cache; None is all of them.
+            at_most: tokens that it may grow to, for the decision of `offload="auto"`; `tokens` when None.
+            on_bytes: is told of host memory as it is had, large blocks in steps: how many bytes more, and of how many
+                in all; may raise.
 
         Raises:
-            UsageError: host memory does not suffice, or the handle is closed, or that is no size.
+            UsageError: the memory of the device or the host does not suffice (the message says for which prompt it
+                would), or the handle is closed, or that is no size. Whatever is raised, the memory is free again.
         """
         check_owner_open(self._engine)
-        for name, count in (("tokens", tokens), ("batch", batch)):
-            if type(count) is not int or count < 1:
+        sizes = {"tokens": tokens, "batch": batch, "chunk": chunk, "at_most": at_most}
+        for name, count in sizes.items():
+            if count is not None and (type(count) is not int or count < 1):
                 raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
+        request, available = Request(tokens, batch=batch, chunk=chunk), self._available()
+        self._engine.placement = self._memory.place(replace(request, prompt=max(tokens, at_most or 0)), available)
+        self._memory.check(request, self._engine.placement, available)
+        total = self._memory.use(request, self._engine.placement).kv_host
         cache = sparse_cache(None, self._engine, len(self._layouts))
-        for layer, layout in zip(cache.layers, self._layouts, strict=True):
-            assert isinstance(layer, SparseLayer)
-            layer.reserve(tokens, replace(layout, batch=batch))
+        try:
+            with self._engine.memory.telling(on_bytes and partial(_tell_of, on_bytes, total)):
+                for layer, layout in zip(cache.layers, self._layouts, strict=True):
+                    assert isinstance(layer, SparseLayer)
+                    layer.reserve(tokens, replace(layout, batch=batch))
+        except BaseException:
+            cache.layers.clear()  # gives their blocks back
+            self._engine.bytes = []
+            self._engine.memory.trim()
+            raise
         return cache
+
+    def check_growth(self, cache: Cache, tokens: int, batch: int = 1, chunk: int | None = None) -> None:
+        """Refuses what a cache of this handle, as for a next turn, cannot grow to.
+
+        Args:
+            tokens: in all, those that are cached included.
+            batch: rows of the cache.
+            chunk: most tokens of a row that run through the model at once; None is all new ones.
+
+        Raises:
+            UsageError: the memory of the device or the host does not suffice.
+        """
+        layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+        held, new = [layer.store.bytes for layer in layers], tokens - cache.get_seq_length()
+        request = Request(grown(0, tokens), batch=batch, chunk=max(1, new if chunk is None else min(chunk, new)))
+        host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
+        available = self._available(sum(one.device for one in held), sum(one.host for one in held))
+        self._memory.check(request, replace(self._engine.placement, layers=host_layers), available)
+
+    def _available(self, held_on_device: int = 0, held_on_host: int = 0) -> Available:
+        """For a cache that takes over what is held, and blocks that are free."""
+        found = Available.here({layout.device for layout in self._layouts})
+        on_cpu = found.device is None
+        ours = held_on_host + self._engine.memory.free_bytes + (held_on_device if on_cpu else 0)
+        return Available(
+            None if found.device is None else found.device + held_on_device,
+            None if found.host is None else found.host + ours,
+        )
 
     def stats(self) -> RunStats:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
@@ -265,6 +294,7 @@ def apply(
     info: ModelInfo | None = None,
     backend: str = "auto",
     allow_mismatch: bool = False,
+    offload: OffloadMode | None = None,
     kv_host_layers: int | Sequence[int] | None = None,
     chunking: Chunking | None = None,
 ) -> Handle:
@@ -278,9 +308,13 @@ def apply(
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
-        kv_host_layers: the layers whose keys and values go to host memory, or how many (those that decode reads
-            least of come first), in place of the plan's `decode.offload`; None leaves it to the plan. Decode of a
-            layer in no segment copies all of its keys and values back at every step: 80 ms a layer at 1M tokens.
+        offload: which of the layers that the plan permits to offload (`decode.offload`) have their keys and values in
+            host memory: "always" all of them, "never" none, "auto" as few as the device's memory asks for, which
+            `Handle.new_cache` decides, where the length is known; until then all of them, and on a CPU none. None is
+            "always".
+        kv_host_layers: in place of `offload`: the layers that go there, whatever the plan permits, or how many (those
+            that decode reads least of come first). Decode of a layer in no segment copies all of its keys and values
+            back at every step: 80 ms a layer at 1M tokens.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
 
     Returns:
@@ -301,6 +335,7 @@ def apply(
     _check_type(str, "a name", backend=backend)
     _check_type(ModelInfo | None, "a ModelInfo", info=info)
     _check_type(Chunking | None, "a Chunking", chunking=chunking)
+    _check_offload(offload, kv_host_layers)
     info = info or describe_model(model)
     check_plan(plan, info, allow_mismatch)
     phases = plan.prefill if prefill else None, plan.decode if decode else None
@@ -308,10 +343,24 @@ def apply(
     choice = choose_backend(model.device, model.dtype, info.attention[0].head_dim, backend, tile)
     if prefill or decode:
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
-    chunking = chunking or Chunking()
-    placement = place_layers(phases[1], info.layers, kv_host_layers)
-    engine = PlanEngine(Program.of(*phases, info), model, choice.name, placement, chunking)
-    return Handle(model, engine, choice, chunking)
+    loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
+    on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
+    memory = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
+    engine = PlanEngine(Program.of(*phases, info), model, choice.name, memory.permitted, chunking)
+    return Handle(model, engine, choice, memory)
+
+
+def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
+    on_bytes(more, total)
+
+
+def _check_offload(mode: object, host_layers: object) -> None:
+    if mode is None:
+        return
+    if mode not in get_args(OffloadMode):
+        raise UsageError(f"expected offload to be {', '.join(get_args(OffloadMode))}, found {mode!r:.40}")
+    if host_layers is not None:
+        raise UsageError(f"expected offload or kv_host_layers, found both: {mode} and {host_layers!r:.40}")
 
 
 def _check_type(kind: type | UnionType, expected: str, **arguments: object) -> None:

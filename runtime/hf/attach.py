@@ -24,8 +24,9 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.hf.attention import CONTEXT, NAME, Context, Engine, Executor, Phase, register
 from sparsekv.runtime.hf.cache import check_even, sparse_cache
-from sparsekv.runtime.hf.describe import attention_modules, check_supported, decoder_of
+from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
+from sparsekv.runtime.model_config import check_supported
 
 # What a forward pass may be given: equally long rows without padding, positions in a row, no custom mask.
 

@@ -22,8 +22,8 @@ from transformers import (
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.hf.cache import reserve
-from sparsekv.runtime.hf.describe import dtype_name
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.model_config import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def generate_stream(
         UsageError: the chunk is too small to be sensible.
         UnsupportedError: the model overflows in its dtype.
     """
-    room = _room(loaded, len(prompt_ids))
+    room = room_for_answer(loaded.info.context_length, len(prompt_ids))
     _check_vocabulary(loaded.model, prompt_ids)
     stream = _TimedStream(loaded.tokenizer, on_text)
     chosen = sampling or Sampling()
@@ -168,8 +168,12 @@ def piece_sizes(tokens: int, chunk: int) -> list[int]:
     return [*sizes, tokens]
 
 
-def _room(loaded: LoadedModel, prompt_tokens: int) -> int:
-    context = loaded.info.context_length
+def room_for_answer(context: int, prompt_tokens: int) -> int:
+    """Most new tokens behind a prompt of so many, in a model of this context.
+
+    Raises:
+        PromptError: the prompt is empty, or leaves no room.
+    """
     if prompt_tokens == 0:
         raise PromptError("expected at least one token, found an empty prompt; give it some text")
     if prompt_tokens >= context:

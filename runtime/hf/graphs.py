@@ -304,8 +304,10 @@ class StepGraphs:
             if self._parts is not None and self._parts.numbers_changed():
                 self.release()
             rows, needed = ids_B1.shape[0], max(store.tensors[0].shape[2] for store in stores)
-            fitting = [at for batch, at in self._graphs if batch == rows and needed <= at <= 4 * _bucket(needed)]
-            key = rows, min(fitting, default=_bucket(needed))
+            fitting = [
+                at for batch, at in self._graphs if batch == rows and needed <= at <= 4 * bucketed_capacity(needed)
+            ]
+            key = rows, min(fitting, default=bucketed_capacity(needed))
             graph = self._graphs.pop(key, None)
             if graph is not None:
                 graph.bind(stores)
@@ -367,7 +369,7 @@ def can_capture(device: torch.device, backend: str) -> bool:
     return device.type == "cuda" and torch.version.hip is None and backend in ("flash", "triton")
 
 
-def _bucket(tokens: int) -> int:
+def bucketed_capacity(tokens: int) -> int:
     """Capacities are powers of two: few graphs serve all contexts."""
     return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 

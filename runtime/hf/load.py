@@ -25,8 +25,9 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.hf.describe import check_supported, describe_model
-from sparsekv.runtime.hf.hub import needs_cache, without_model
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hub import needs_cache, without_model
+from sparsekv.runtime.model_config import check_supported
 from sparsekv.runtime.settings import check_device
 
 _NAMED = 3  # tensors that a message names
@@ -72,7 +73,7 @@ def load_model(
         options["revision"] = revision
         options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
     config = _read_config(found, options)
-    precision = _torch_dtype(str(dtype).removeprefix("torch."), config, target)
+    precision = torch_dtype(str(dtype).removeprefix("torch."), config, target)
     tokenizer = _read_tokenizer(found, options, config.vocab_size)
     model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
     model = model.to(target).eval()
@@ -88,10 +89,24 @@ def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfi
         UnsupportedError: its architecture is not supported.
     """
     found = source if isinstance(source, ModelSource) else resolve_model(source)
-    options: dict[str, Any] = {}
-    if not Path(found.path_or_id).is_dir():
-        options["local_files_only"] = needs_cache(found.path_or_id, None, False)
-    return _read_config(found, options)
+    return _read_config(found, _options(found))
+
+
+def load_tokenizer(source: ModelSource | str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, without its weights.
+
+    Raises:
+        UsageError: there is no such model, or no access to it, or it has no tokenizer.
+        UnsupportedError: its architecture is not supported.
+    """
+    found = source if isinstance(source, ModelSource) else resolve_model(source)
+    options = _options(found)
+    return _read_tokenizer(found, options, _read_config(found, options).vocab_size)
+
+
+def _options(found: ModelSource) -> dict[str, Any]:
+    is_folder = Path(found.path_or_id).is_dir()
+    return {} if is_folder else {"local_files_only": needs_cache(found.path_or_id, None, False)}
 
 
 def torch_device(device: str) -> torch.device:
@@ -114,7 +129,12 @@ def torch_device(device: str) -> torch.device:
     return target
 
 
-def _torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
+def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:
+    """What `load_model` loads a model of this config in: "auto" depends on the type of the device.
+
+    Raises:
+        UsageError: there is no such dtype.
+    """
     if dtype in _DTYPES:
         return _DTYPES[dtype]
     if dtype != "auto":

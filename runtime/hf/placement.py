@@ -1,14 +1,16 @@
 """Which layers keep their keys and values in host memory.
 
-A plan's `decode.offload` names layers whose decode attends to chosen tokens only. At extreme lengths a caller may
-have to move more, or other, layers than that, or have no decode plan at all: 1M tokens of an 8B model are 137 GB.
+A plan's `decode.offload` permits it for layers whose decode attends to chosen tokens only; a run chooses: `always` all
+of these, `never` none, `auto` as few as the device's memory asks for (memory.py knows how many those are). At extreme
+lengths a caller may have to move more, or other, layers than that, or have no decode plan at all: 1M tokens of an 8B
+model are 137 GB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -16,11 +18,15 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
-from sparsekv.runtime.hf.describe import attention_groups, decoder_of
+from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.model_config import attention_groups
 from sparsekv.runtime.stores.store import Layout
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
 _HOT = tokens(1024)
+
+
+OffloadMode = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,10 @@ class Placement:
     hot: Budget = _HOT
 
 
-def place_layers(decode: DecodePlan | None, count: int, asked: int | Sequence[int] | None) -> Placement:
-    """Where the keys and values of a model go.
+def place_layers(
+    decode: DecodePlan | None, count: int, asked: int | Sequence[int] | None, mode: OffloadMode = "always"
+) -> Placement:
+    """Where the keys and values of a model go, as far as that does not depend on a length.
 
     Args:
         decode: the decode phase that runs, or None.
@@ -40,13 +48,15 @@ def place_layers(decode: DecodePlan | None, count: int, asked: int | Sequence[in
         asked: which layers go to the host, or how many, in place of what the plan says; None leaves it to the plan.
             Of a number, layers that the plan offloads come first, then those whose decode is sparse at the longest
             contexts (they read only chosen tokens back), then others; among each, the last ones.
+        mode: what is made of the plan's permission; with "auto", the layers are those that may go.
 
     Raises:
         UsageError: there are no such layers, or they are no whole numbers.
     """
     offload = decode.offload if decode else None
     if asked is None:
-        return Placement(frozenset(offload.layers), offload.hot) if offload else Placement()
+        permitted = offload.layers if offload and mode != "never" else ()
+        return Placement(frozenset(permitted), offload.hot if offload else _HOT)
     hot = offload.hot if offload else _HOT
     numbers = tuple(asked) if isinstance(asked, Sequence | Set) and not isinstance(asked, str) else (asked,)
     if any(type(number) is not int for number in numbers):  # True is none either
@@ -54,13 +64,31 @@ def place_layers(decode: DecodePlan | None, count: int, asked: int | Sequence[in
     if isinstance(asked, int):
         if not 0 <= asked <= count:
             raise UsageError(f"expected 0 to {count} layers in host memory, found {asked}")
-        first, sparse = set(offload.layers if offload else ()), decode.sparse_layers if decode else ()
+        first = set(offload.layers if offload else ())
+        sparse = decode.sparse_layers - decode.filter_layers if decode else ()
         ranked = sorted(range(count), key=lambda layer: (layer not in first, layer not in sparse, -layer))
         return Placement(frozenset(ranked[:asked]), hot)
     unknown = {layer for layer in asked if not 0 <= layer < count}
     if unknown:
         raise UsageError(f"expected layers of 0-{count - 1} in host memory, found {format_ids(unknown)}")
     return Placement(frozenset(asked), hot)
+
+
+def spill_order(decode: DecodePlan | None, length: int) -> tuple[int, ...]:
+    """The layers that a plan permits to offload, those first of which a decode step reads least.
+
+    Args:
+        decode: the decode phase that runs, or None.
+        length: cached tokens of the step. Of layers that read equally many, the last come first.
+    """
+    if decode is None or decode.offload is None:
+        return ()
+    reads = dict.fromkeys(decode.offload.layers, length)
+    for segment in decode.bucket(length).segments:
+        chosen = segment.chosen_tokens(length)
+        if chosen is not None:
+            reads |= dict.fromkeys(segment.layers, segment.sink + chosen + segment.recent)
+    return tuple(sorted(decode.offload.layers, key=lambda layer: (reads[layer], -layer)))
 
 
 def layouts_of(model: PreTrainedModel) -> list[Layout]:

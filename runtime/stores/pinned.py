@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,11 @@ def stream_for(device: torch.device) -> CopyStream:
 _MAY_BE_LARGER = 1.25  # a free block serves for smaller ones down to this
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _ASK_FROM = 1 << 30  # blocks from this size on are compared with what the machine has left
-_SPARE = 1 << 30  # of which this much is left alone
+SPARE = 1 << 30  # of which this much is left alone
+_STEP = 1 << 30  # of a block, between which progress is told and Ctrl-C ends it
+
+OnBytes = Callable[[int], None]
+"""Is told how many bytes more are had."""
 
 
 class Block:
@@ -115,6 +119,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._keeps = True
+        self._on_bytes: OnBytes | None = None
         self._free: dict[torch.device, list[Block]] = {}
         self._streams: dict[torch.device, CopyStream] = {}
 
@@ -123,6 +128,20 @@ class HostMemory:
         if device not in self._streams:
             self._streams[device] = stream_for(device)
         return self._streams[device]
+
+    @property
+    def free_bytes(self) -> int:
+        """Of blocks that nobody uses."""
+        return sum(len(block.data) for blocks in self._free.values() for block in blocks)
+
+    @contextmanager
+    def telling(self, on_bytes: OnBytes | None) -> Iterator[None]:
+        """Tells of the bytes of every block that is taken inside, in steps; what it raises ends the taking."""
+        self._on_bytes = on_bytes
+        try:
+            yield
+        finally:
+            self._on_bytes = None
 
     def take(self, nbytes: int, device: torch.device) -> Block:
         """A block of at least `nbytes` that `device` can copy to without waiting; its contents are anything.
@@ -138,34 +157,48 @@ class HostMemory:
         if fitting:
             block = min(fitting, key=lambda block: len(block.data))
             free.remove(block)
+            self._tell(nbytes)
             return block
         free[:] = [block for block in free if len(block.data) > nbytes]
         if not has_room(nbytes, available_bytes()):
             self._free.clear()
-        return _pinned(nbytes, device) if device.type == "cuda" else Block(torch.empty(nbytes, dtype=torch.uint8))
+        if device.type == "cuda":
+            return _pinned(nbytes, device, self._tell)
+        self._tell(nbytes)
+        return Block(torch.empty(nbytes, dtype=torch.uint8))
+
+    def _tell(self, nbytes: int) -> None:
+        if self._on_bytes is not None:
+            self._on_bytes(nbytes)
 
     def give(self, block: Block, device: torch.device) -> None:
         """Takes a block back for reuse."""
         if self._keeps:
             self._free.setdefault(device, []).append(block)
 
+    def trim(self) -> None:
+        """Gives blocks that nobody uses back to the system."""
+        self._free.clear()
+
     def close(self) -> None:
         """Gives blocks that nobody uses back to the system, and from here on those that come back."""
         self._keeps = False
-        self._free.clear()
+        self.trim()
 
 
-def _pinned(nbytes: int, device: torch.device) -> Block:
+def _pinned(nbytes: int, device: torch.device, on_bytes: OnBytes) -> Block:
     check_room(nbytes, available_bytes())
-    data = _pages(nbytes)
+    data = _pages(nbytes, on_bytes)
+    block = Block(data, registered=True)
+    unpin = weakref.finalize(block, _unpin, data, device)  # before it is pinned: Ctrl-C may come right after
+    unpin.atexit = False  # the end of the process unpins everything
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         failed = int(cudart.cudaHostRegister(data.data_ptr(), nbytes, _PORTABLE))
     if failed:  # some sandboxes only know memory that the driver itself allocates
+        unpin.detach()
         _forget_error(device)
         return Block(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
-    block = Block(data, registered=True)
-    weakref.finalize(block, _unpin, data, device).atexit = False  # the end of the process unpins everything
     return block
 
 
@@ -178,20 +211,25 @@ def _forget_error(device: torch.device) -> None:
 def _unpin(data: torch.Tensor, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # no copy may still be on its way
     cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(data.data_ptr())
+    if int(cudart.cudaHostUnregister(data.data_ptr())):  # it was not pinned yet
+        _forget_error(device)
 
 
-def _pages(nbytes: int) -> torch.Tensor:
+def _pages(nbytes: int, on_bytes: OnBytes = lambda nbytes: None) -> torch.Tensor:
     """Fresh memory, already backed by pages: touching them from all cores is faster than pinning them untouched."""
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].zero_()
+    data = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+    for piece in data.split(_STEP):
+        piece.zero_()
+        on_bytes(len(piece))
+    return data
 
 
 def has_room(nbytes: int, available: int | None) -> bool:
     """Whether a block of this size leaves the machine some memory; small ones are not asked about."""
-    return available is None or nbytes < _ASK_FROM or nbytes + _SPARE <= available
+    return available is None or nbytes < _ASK_FROM or nbytes + SPARE <= available
 
 
 def check_room(nbytes: int, available: int | None) -> None:
@@ -204,35 +242,62 @@ def check_room(nbytes: int, available: int | None) -> None:
         return
     raise UsageError(
         f"expected {nbytes / 2**30:.1f} GiB more of host memory for keys and values (and 1 GiB to spare), "
-        f"found {available / 2**30:.1f} GiB available; keep more layers on the device (--kv-host-layers, or a plan's "
-        f"decode.offload), or use a shorter context"
+        f"found {available / 2**30:.1f} GiB available; keep more layers on the device (--offload, --kv-host-layers), "
+        f"or use a shorter context"
     )
 
 
-def available_bytes() -> int | None:
-    """Memory that the machine and this process's control group have left; None where neither tells."""
-    found = [left for left in (_of_machine(), _of_group()) if left is not None]
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that the machine and this process's control groups have left; None where nobody tells.
+
+    Args:
+        root: of the file system that is asked.
+    """
+    found = [left for left in (_of_machine(root), _of_group(root)) if left is not None]
     return min(found, default=None)
 
 
-def _of_machine() -> int | None:
-    found = _fields("/proc/meminfo").get("MemAvailable:")
+def _of_machine(root: Path) -> int | None:
+    found = _fields(root / "proc/meminfo").get("MemAvailable:")
     return None if found is None else found * 1024
 
 
-def _of_group() -> int | None:
-    group = Path("/sys/fs/cgroup")
+# Limit, use, and what of that the kernel gives up by itself: of control groups of version 2 and 1.
+_UNIFIED = ("memory.max", "memory.current", "inactive_file")
+_LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _of_group(root: Path) -> int | None:
+    """The least that the process's own group and those around it have left; None where none has a limit."""
+    found: list[int] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = top / path.strip("/")  # which a container may see as the top
+        groups = [group for group in (own, *own.parents) if group.is_relative_to(top)]
+        left = (_left_in(group, *(_LEGACY if controllers else _UNIFIED)) for group in groups)
+        found += (count for count in left if count is not None)
+    return min(found, default=None)
+
+
+def _left_in(group: Path, limit: str, used: str, reclaimable: str) -> int | None:
     try:
-        limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no control group, or no limit
+        left = int((group / limit).read_text()) - int((group / used).read_text())
+    except (OSError, ValueError):  # no such group, or no limit
         return None
-    return limit - used + _fields(str(group / "memory.stat")).get("inactive_file", 0)
+    return left + _fields(group / "memory.stat").get(reclaimable, 0)
 
 
-def _fields(path: str) -> dict[str, int]:
-    """The first number of each line, by its first word."""
+def _lines(path: Path) -> list[str]:
     try:
-        lines = [line.split() for line in Path(path).read_text().splitlines()]
+        return path.read_text().splitlines()
     except OSError:
-        return {}
+        return []
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The first number of each line, by its first word."""
+    lines = [line.split() for line in _lines(path)]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -266,13 +266,3 @@ def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, full_disk
     assert "No space left" in done.data["error"]["message"]
     assert (copy / "sparsekv.yaml").read_bytes() == before
     assert not list(copy.glob("*.tmp")) + list(copy.glob(".*.tmp"))
-
-
-def test_doctor_names_the_backend_and_why_not_the_others(sparsekv):
-    data = sparsekv("doctor", "--device", "cpu", "--json").data
-    assert data["backend"]["name"] == "cpu"
-    assert data["backend"]["rejected"].keys() == {"flash", "triton"}
-    assert data["versions"]["torch"]
-    text = sparsekv("doctor", "--device", "cpu").out
-    assert "not triton: " in text
-    assert sparsekv("doctor", "--device", "cpu", "--backend", "triton").code == 2

@@ -44,7 +44,7 @@ def copy(folder, tmp_path) -> Path:
 
 
 def test_a_plan_committed_in_a_model_folder_is_found_and_run(sparsekv, folder):
-    done = sparsekv("run", folder, "--prompt", PROMPT, "--json", *FEW)
+    done = sparsekv("run", folder, "--prompt", PROMPT, "--offload", "always", "--json", *FEW)
     assert done.code == 0, done.err
     assert done.data.keys() == KEYS
     assert done.data["prompt_tokens"] == len(PROMPT)
@@ -231,9 +231,10 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
 
 
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):
-    sparse = sparsekv("run", copy, "--prompt", PROMPT, "--json", *FEW).data
-    prefill_off = sparsekv("run", copy, "--prompt", PROMPT, "--dense-prefill", "--json", *FEW).data
-    decode_off = sparsekv("run", copy, "--prompt", PROMPT, "--dense-decode", "--json", *FEW).data
+    moved = ("--prompt", PROMPT, "--offload", "always", "--json", *FEW)
+    sparse, prefill_off, decode_off = (
+        sparsekv("run", copy, *off, *moved).data for off in ((), ("--dense-prefill",), ("--dense-decode",))
+    )
     assert (prefill_off["prefill_density"], prefill_off["kv_bytes_host"]) == (1, sparse["kv_bytes_host"])
     assert (decode_off["prefill_density"], decode_off["kv_bytes_host"]) == (sparse["prefill_density"], 0)
     (copy / "sparsekv.yaml").unlink()
@@ -311,7 +312,7 @@ def test_a_template_keeps_the_cache_over_turns(tmp_path):
 
 def test_ctrl_c_while_generating_ends_with_130(sparsekv, folder, on_output):
     on_output(lambda: signal.default_int_handler(signal.SIGINT, None))
-    done = sparsekv("run", folder, "--prompt", "a")
+    done = sparsekv("run", folder, "--offload", "never", "--prompt", "a")
     assert (done.code, done.out) == (130, "")
     assert done.err.startswith("interrupted")
 

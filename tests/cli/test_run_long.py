@@ -1,5 +1,6 @@
-"""run --kv-host-layers: where keys and values lie is up to the caller, and changes no token."""
+"""run --offload, --kv-host-layers, --dry-run: where keys and values lie is up to the caller, and changes no token."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layers_go_to_the_host_by_number_or_by_name(sparsekv, folder):
-    plain = sparsekv("run", folder, *FEW).data
+    plain = sparsekv("run", folder, "--offload", "always", *FEW).data
     found = {}
     for asked in ("0", "1", "3", "0-1", "0,2"):
         done = sparsekv("run", folder, "--kv-host-layers", asked, *FEW)
@@ -47,9 +48,55 @@ def test_a_dense_run_places_them_too(sparsekv, folder):
         (("--kv-host-layers", "2-5"), "found 3-5"),
         (("--kv-host-layers", "all"), "--kv-host-layers: expected ids"),
         (("--kv-host-layers", "1", "--dense"), "--dense-prefill and --dense-decode"),
+        (("--offload", "auto", "--dense"), "--dense-prefill and --dense-decode"),
+        (("--offload", "never", "--kv-host-layers", "1"), "found both"),
+        (("--offload", "sometimes"), "--offload"),
+        (("--dry-run", "--dense"), "--dry-run with a plan"),
+        (("--dry-run", "--compare"), "--dry-run with a plan"),
     ],
 )
 def test_layers_that_cannot_be_meant_are_usage_errors(sparsekv, folder, arguments, word):
     done = sparsekv("run", folder, *arguments, *SAID)
     assert (done.code, done.out) == (2, "")
     assert word in done.err
+
+
+def test_what_the_plan_permits_is_a_choice_of_the_run(sparsekv, folder):
+    never, always, auto, default = (
+        sparsekv("run", folder, *how, *FEW)
+        for how in (("--offload", "never"), ("--offload", "always"), ("--offload", "auto"), ())
+    )
+    assert never.data["kv_bytes_host"] == 0 < always.data["kv_bytes_host"]
+    assert never.data["text"] == always.data["text"]
+    assert "offload auto" not in never.err + always.err
+    for done in (auto, default):  # on a CPU nothing is won by moving
+        assert done.data["kv_bytes_host"] == 0
+        assert "offload auto: keys and values of all 3 layers on the device" in done.err
+
+
+def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, folder, monkeypatch):
+    assert "host memory, GB" not in sparsekv("run", folder, "--offload", "always", *FEW).err
+    monkeypatch.setattr("sparsekv.cli.chat._SHOWN_FROM", 1)
+    assert "host memory, GB: done" in sparsekv("run", folder, "--offload", "always", *FEW).err
+    assert "host memory, GB" not in sparsekv("run", folder, "--offload", "never", *FEW).err
+
+
+@pytest.mark.parametrize(
+    "how", [("--offload", "always"), ("--kv-host-layers", "2"), ("--offload", "never"), ()], ids=str
+)
+def test_a_dry_run_says_what_a_run_then_takes_and_reads_no_weights(sparsekv, folder, tmp_path, how):
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    said, ran = sparsekv("run", bare, "--dry-run", *how, *FEW), sparsekv("run", folder, *how, *FEW)
+    assert said.code == 0, said.err
+    data = said.data
+    assert (data["prompt_tokens"], data["new_tokens"]) == (len(PROMPT), 6)
+    assert data["device"]["kv"] + data["device"]["hot_set"] == ran.data["kv_bytes_device"]
+    assert data["host"]["kv"] == ran.data["kv_bytes_host"]
+    assert data["fits"]
+    assert data["longest_prompt"] > len(PROMPT)
+
+
+def test_a_dry_run_of_a_prompt_beyond_the_context_is_what_the_run_would_be(sparsekv, folder):
+    texts = [sparsekv("run", folder, "--prompt", "a" * 4096, *how) for how in ((), ("--dry-run",))]
+    assert [done.code for done in texts] == [2, 2]
+    assert texts[0].err == texts[1].err

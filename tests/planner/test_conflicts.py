@@ -50,6 +50,8 @@ DECODE_ONLY = made_up_profile(
         ({"decode_budget": "10%", "only": "prefill"}, ("--decode-budget", "--only prefill")),
         ({"offload": True, "only": "prefill"}, ("--offload", "--only prefill")),
         ({"decode_loss": 0.1, "filter_rule": "omnikv"}, ("--decode-loss", "--filter-rule omnikv")),
+        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("--decode-kl", "--decode-loss", "both")),
+        ({"decode_kl": 0.1, "filter_rule": "omnikv"}, ("--decode-kl", "--filter-rule omnikv")),
         ({"decode_loss": 0.1, "filter_layers": (2,)}, ("--decode-loss", "--filter-layers")),
         ({"filter_layers": (2,), "filter_rule": "dp"}, ("--filter-layers", "--filter-rule dp")),
         ({"filter_layers": (2,), "only": "prefill"}, ("--filter-layers", "--only prefill")),

@@ -150,6 +150,28 @@ def test_a_guess_is_surer_of_what_it_knows_better() -> None:
     assert Guess(0.002, 0.15).chance(0.002) == pytest.approx(0.5)
 
 
+def test_every_dense_layer_may_choose_for_itself_alone_or_with_all_others(space: CandidateSpace) -> None:
+    start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
+    found = space.alone(start)
+    for one in found:
+        check_legal(one)
+        assert space.share(one) < space.share(start) - 0.03
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in found}
+    assert ((0, (0, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a filter layer
+    assert ((0, (0, 2, 3)), (4, (4, 5, 7)), (8, (8, 9))) in shapes  # all of them
+    assert len(shapes) == 4  # layers 1 and 6 lie inside the segments of others
+    outside = [[(part.filter, part.layers) for part in one] for one in space.alone((segment(2, (3, 4)),))]
+    assert [(1, (1,)), (2, (3, 4))] in outside
+    assert [(0, (0,)), (1, (1,)), (2, (2, 3, 4)), *((layer, (layer,)) for layer in range(5, LAYERS))] in outside
+
+
+def test_what_chooses_for_itself_is_refined_like_the_others(space: CandidateSpace) -> None:
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in space.alone((segment(0, (0, 1, 2)),))}
+    assert ((0, (1, 2)),) in shapes
+    assert ((0, (0, 1)),) in shapes
+    assert ((0, (0, 1, 2, 3)),) in shapes
+
+
 def test_larger_budgets_keep_the_segments(space: CandidateSpace) -> None:
     start = (segment(0, (1, 2)), segment(4, (5, 6)))
     grown = list(space.larger(start))
@@ -193,13 +215,22 @@ def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, pro
 
 
 @pytest.mark.parametrize("selector", ["last", "exponential"])
-@pytest.mark.parametrize("heads", ["max", "per_kv_head", {1: (1, 0), 2: (1, 1)}])
+@pytest.mark.parametrize(
+    ("heads", "layers"),
+    [
+        ("max", (1, 2)),
+        ("per_kv_head", (1, 2)),
+        ({1: (1, 0), 2: (1, 1)}, (1, 2)),
+        ("max", (0, 1, 2)),
+        ("per_kv_head", (0, 2)),
+    ],
+)
 def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
-    loaded: LoadedModel, prompt: CalibrationPrompt, selector: str, heads: Any
+    loaded: LoadedModel, prompt: CalibrationPrompt, selector: str, heads: Any, layers: tuple[int, ...]
 ) -> None:
     window = 1 if selector == "last" else WINDOW
     changes = {"heads": heads, "selector": selector, "window": window}
-    sparse = segment(0, (1, 2), 0.02, 1024).model_copy(update=changes)
+    sparse = segment(0, layers, 0.02, 1024).model_copy(update=changes)
     options = replace(SETTLED, decode_selectors=(selector,))
     with decode_trials(loaded) as trials:
         prefix = trials.prefilled(prompt, 4, options)
@@ -273,6 +304,19 @@ def test_the_sparsest_trial_inside_the_gate_is_planned() -> None:
     assert stricter.bucket(LENGTH).segments == denser.segments
 
 
+def test_a_bound_on_lost_mass_that_was_asked_for_counts_in_place_of_the_trials() -> None:
+    entry = tried(trial(segment(0, (1, 2, 3)), bound=0.001))
+    plan = chosen(entry, options=replace(ALWAYS, decode_loss=0.0))  # all similarities in this profile are 1
+    assert [one.layers for one in plan.bucket(LENGTH).segments] == [tuple(range(1, LAYERS))]
+    assert chosen(entry).bucket(LENGTH).segments[0].layers == (1, 2, 3)
+
+
+def test_nothing_is_tried_where_a_bound_on_lost_mass_is_asked_for(loaded: LoadedModel, measured: Profile) -> None:
+    bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
+    options = replace(QUICK, decode_kl=None, decode_loss=0.02).settled(4096, "cpu")
+    assert measure_decode(loaded, bare, options, effort=EFFORT) is bare
+
+
 def test_a_trial_that_was_given_up_proves_nothing() -> None:
     given_up = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.01, prompts=1)
     whole = trial(segment(0, (1, 2)), bound=0.001)
@@ -305,6 +349,23 @@ def test_the_cheapest_trial_on_a_device_where_choosing_is_dear_chooses_less_ofte
     assert chosen(tried(often, once), options=device).bucket(LENGTH).segments == often.segments
     dear = chosen(tried(often, once), options=device, decode_choose=Line(prices=(12.0, 0.0)))
     assert dear.bucket(LENGTH).segments == once.segments
+
+
+def test_a_layer_chooses_for_itself_where_a_pass_over_the_keys_is_cheaper_than_dense() -> None:
+    own, other = trial(segment(0, (0, 1, 2, 3)), bound=0.001), trial(segment(0, (1, 2, 3)), bound=0.001)
+    for line, segments in (
+        (None, other.segments),  # without a price it cannot be told
+        (Line(prices=(0.0, 0.0006)), own.segments),  # dense takes 0.001 a token, sparse as much for a tenth of them
+        (Line(prices=(3.0, 0.001)), other.segments),
+    ):
+        plan = chosen(tried(own, other), options=PlanOptions(), decode_choose_alone=line)
+        assert plan.bucket(LENGTH).segments == segments
+    assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments  # fewer tokens, whatever they cost
+
+
+def test_a_layer_that_chooses_for_itself_is_not_offloaded() -> None:
+    own = trial(segment(0, (0, 1, 2, 3)), bound=0.001)
+    assert chosen(tried(own), options=replace(ALWAYS, offload=True)).offload.layers == (1, 2, 3)
 
 
 def test_a_budget_that_was_asked_for_bounds_the_trials() -> None:

@@ -171,14 +171,10 @@ def test_a_short_length_that_no_shared_choice_serves_goes_dense_and_costs_the_lo
 
 
 def test_a_fraction_says_how_many_tokens_it_comes_to_at_most() -> None:
-    options = PlanOptions(crossover=False, decode_sink=2, decode_recent=64)
-    (segment,) = (
-        choose_filter_layers(profile_of(np.ones((3, 3)), np.ones((3, 3))), made_up_cost(), options)
-        .bucket(8192)
-        .segments
-    )
+    options, profile = PlanOptions(crossover=False), profile_of(np.ones((3, 3)), np.ones((3, 3)))
+    (segment,) = choose_filter_layers(profile, made_up_cost(), options).bucket(8192).segments
     assert segment.budget == DecodeBudget(fraction=0.1, at_most=1639)
-    assert (segment.sink, segment.recent) == (2, 64)
+    assert (segment.sink, segment.recent) == (profile.lengths[0].reuse.sink, profile.lengths[0].reuse.recent)
 
 
 def test_windows_of_queries_are_used_when_asked_for() -> None:

@@ -24,7 +24,7 @@ from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
 
 LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0)
-OPTIONS = quick_options(gate=LOOSE, decode_loss=1.0, decode_kl=100.0)
+OPTIONS = quick_options(gate=LOOSE, decode_kl=100.0)
 OPTIONS_REFINED = replace(OPTIONS, refine_rounds=1)
 MEASURING = ("profile", "refine", "decode trials")  # the model; what they find is in the profile
 

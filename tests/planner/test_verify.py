@@ -200,7 +200,7 @@ BASE = replace(PlanOptions(), lengths=(4096, 8192), target_density=(0.2, 0.2))
 def test_only_the_lengths_that_missed_get_denser() -> None:
     stricter = tightened(BASE, PROFILE, {"prefill": (8192,), "both": (8192,)})
     assert stricter.target_density == (0.2, 0.26)
-    assert stricter.decode_loss == BASE.decode_loss
+    assert stricter.loss_bound == BASE.loss_bound
 
 
 def test_decode_loses_less_first_and_spends_more_at_last() -> None:
@@ -228,7 +228,7 @@ def test_decode_that_was_tried_is_tightened_to_a_trial_that_diverged_half_as_muc
 def test_both_are_tightened_when_only_together_they_missed() -> None:
     stricter = tightened(BASE, PROFILE, {"both": (4096,)})
     assert stricter.target_density == (0.26, 0.2)
-    assert stricter.decode_loss < BASE.decode_loss
+    assert stricter.loss_bound < BASE.loss_bound
 
 
 def test_a_density_grows_until_the_next_would_be_dense() -> None:

@@ -109,8 +109,8 @@ REJECTED = {
     "full with window": (("model", "attention", 0, "window"), 5, "window"),
     "uneven groups": (("model", "attention", 0, "kv_heads"), 3, "multiple"),
     "a bad digest": (("model", "fingerprint", "architecture"), "abc", "pattern"),
-    "filter after its segment": ((*SEGMENTS, 0, "filter"), 2, "before its segment"),
-    "filter inside a segment": ((*SEGMENTS, 1, "filter"), 2, "outside every segment"),
+    "filter after its segment": ((*SEGMENTS, 0, "filter"), 3, "before the other layers"),
+    "filter inside a segment": ((*SEGMENTS, 1, "filter"), 2, "outside the segments of others"),
     "segments descending": (
         (*SEGMENTS, 0),
         {"filter": 3, "layers": "7", "budget": {"tokens": 1}, "recent": 1},

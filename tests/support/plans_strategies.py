@@ -87,18 +87,21 @@ def segments(draw: st.DrawFn) -> tuple[Segment, ...]:
     """Filter layers and what they choose for, ascending."""
     marks = sorted(draw(st.sets(st.integers(0, LAYERS - 1), min_size=2, max_size=4)))
     pairs = list(zip(marks[::2], marks[1::2], strict=False))
-    maps = st.sampled_from(["max", "per_kv_head", None])
+    maps, alone = (
+        st.sampled_from(["max", "per_kv_head", None]),
+        draw(st.booleans()),
+    )  # filters choose for themselves too
     return tuple(
         Segment(
             filter=first,
-            layers=tuple(range(first + 1, last + 1)),
+            layers=tuple(range(first + (not alone), last + 1)),
             budget=draw(decode_budgets),
             sink=draw(st.integers(0, 64)),
             recent=draw(st.integers(1, 512)),
             selector=draw(st.sampled_from(["last", "uniform", "exponential"])),
             window=draw(st.integers(1, 64)),
             scope=draw(st.sampled_from(["global", "local"])),
-            heads=draw(maps) or {layer: (1,) * KV_HEADS for layer in range(first + 1, last + 1)},
+            heads=draw(maps) or {layer: (1,) * KV_HEADS for layer in range(first + (not alone), last + 1)},
         )
         for first, last in pairs
     )
@@ -112,7 +115,8 @@ def decode_plans(draw: st.DrawFn) -> DecodePlan:
         chosen = tuple(part.model_copy(update={"budget": draw(decode_budgets)}) for part in shared)
         chosen = chosen if draw(st.booleans()) else ()
         buckets.append(DecodeBucket(up_to=bound, segments=chosen) if chosen else DecodeBucket(up_to=bound, dense=True))
-    sparse = sorted({layer for bucket in buckets for layer in bucket.sparse_layers})
+    filters = {part.filter for part in shared}
+    sparse = sorted({layer for bucket in buckets for layer in bucket.sparse_layers} - filters)
     offload = Offload(layers=tuple(sparse), hot=draw(budgets)) if sparse and draw(st.booleans()) else None
     return DecodePlan(lengths=tuple(buckets), offload=offload)
 

@@ -8,7 +8,7 @@ from decode_cases import DecodeCase, DecodeProblem, assert_close, draw
 from torch_threads import torch_threads
 
 from sparsekv.kernels import cpu_threads
-from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring
 from sparsekv.kernels.tiles import AttentionOutput
@@ -29,15 +29,18 @@ GPU_CASES = [
 ]
 
 
-def scored(problem: DecodeProblem, backend: str, lists: int, skip: int = 1) -> tuple[AttentionOutput, Scoring]:
-    """Attention with scores of every row but `skip`, in a scratch that is larger than it need be."""
-    lengths = problem.case.lengths
+def scoring_of(problem: DecodeProblem, lists: int, skip: int = 1) -> Scoring:
+    """Of every row but `skip`, in a scratch that is larger than it need be."""
     starts, total = [], 0
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(problem.case.lengths):
         starts.append(-1 if b == skip else total)
         total += 0 if b == skip else length
-    starts_B = torch.tensor(starts, dtype=torch.int32, device=problem.q_BHQD.device)
-    scoring = Scoring(starts_B, total + 7, lists)
+    return Scoring(torch.tensor(starts, dtype=torch.int32, device=problem.q_BHQD.device), total + 7, lists)
+
+
+def scored(problem: DecodeProblem, backend: str, lists: int) -> tuple[AttentionOutput, Scoring]:
+    """Attention with scores."""
+    scoring = scoring_of(problem, lists)
     found = decode_attention(
         problem.q_BHQD, problem.keys, scale=problem.scale, want_lse=True, scoring=scoring, backend=backend
     )
@@ -62,6 +65,32 @@ def check_scores(case: DecodeCase, backend: str, device: str = "cpu") -> None:
             if start >= 0:
                 own = found.scores_gT[:, start : start + case.lengths[b]]
                 torch.testing.assert_close(own, expected_scores(problem, b, lists), rtol=1e-3, atol=1e-7)
+
+
+def check_scores_alone(case: DecodeCase, backend: str, device: str = "cpu") -> None:
+    """Without attention they are the same, and values are not looked at."""
+    problem = draw(case, device)
+    problem.keys.v.fill_(float("nan"))
+    for lists in {1, case.kv_heads}:
+        scoring = scoring_of(problem, lists)
+        found_gT = decode_scores(problem.q_BHQD, problem.keys, scoring, scale=problem.scale, backend=backend)
+        assert (found_gT.shape, found_gT.dtype) == ((lists, scoring.tokens), torch.float32)
+        for b, start in enumerate(scoring.starts_B.tolist()):
+            if start >= 0:
+                own = found_gT[:, start : start + case.lengths[b]]
+                torch.testing.assert_close(own, expected_scores(problem, b, lists), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
+def test_scores_without_attention_are_the_same_and_read_no_values(case: DecodeCase, backend: str) -> None:
+    check_scores_alone(case, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_gpu_scores_without_attention_are_the_same_and_read_no_values(case: DecodeCase) -> None:
+    check_scores_alone(case, "triton", "cuda")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

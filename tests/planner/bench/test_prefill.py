@@ -15,7 +15,8 @@ from sparsekv.planner.bench.random_model import random_model as make
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, TileShape, tokens
-from sparsekv.runtime.hf.describe import SUPPORTED, attention_modules
+from sparsekv.runtime.hf.describe import attention_modules
+from sparsekv.runtime.model_config import SUPPORTED
 
 CPU, TILE = torch.device("cpu"), TileShape(query=64, key=64)
 STATIC = AShape(sink=tokens(64), window=tokens(64))

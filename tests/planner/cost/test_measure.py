@@ -86,6 +86,7 @@ def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(meas
     assert all(0 <= cold < chosen for _, chosen, cold in timed)
     assert all(many > few for (_, _, many), (_, _, few) in zip(timed[::2], timed[1::2], strict=True))
     assert measured.decode_host.us(200, 100.0) > 0
+    assert measured.decode_choose_alone.us(1000) > 0
     assert measured.decode_host.us(200, 200.0) >= measured.decode_host.us(200, 100.0)
 
 

@@ -22,7 +22,7 @@ from sparsekv.planner.profile.search_space import (
     aims,
     block_sparse_range,
     fit_to_target,
-    scouts,
+    screened,
     search_space,
     slots,
     vertical_slash_range,
@@ -188,7 +188,9 @@ NAMES = list(dict.fromkeys(aim.patterns.name for aim in LADDER))
 def test_the_first_prompt_compares_every_range_at_the_same_densities_within_the_ladder() -> None:
     densities = sorted({aim.density for aim in LADDER})
     assert len(densities) == 5
-    of_range = {name: [LADDER[n].density for n in scouts(LADDER) if LADDER[n].patterns.name == name] for name in NAMES}
+    of_range = {
+        name: [LADDER[n].density for n in screened(LADDER) if LADDER[n].patterns.name == name] for name in NAMES
+    }
     assert len(set(map(tuple, of_range.values()))) == 1
     compared = of_range[NAMES[0]]
     assert len(compared) == 2
@@ -196,17 +198,17 @@ def test_the_first_prompt_compares_every_range_at_the_same_densities_within_the_
 
 
 def test_each_head_goes_on_with_every_density_of_its_two_best_ranges() -> None:
-    scouted = scouts(LADDER)
-    names = [LADDER[number].patterns.name for number in scouted]
+    compared = screened(LADDER)
+    names = [LADDER[number].patterns.name for number in compared]
     best = [(NAMES[1], NAMES[4]), (NAMES[5], NAMES[0]), (NAMES[2], NAMES[3])]
-    damage_CH = np.ones((len(scouted), 3))
+    damage_CH = np.ones((len(compared), 3))
     for head, (first, second) in enumerate(best):
         for row, name in enumerate(names):
             damage_CH[row, head] = {first: 0.1, second: 0.2}.get(name, 1.0)
     # One density at which another range does much better does not outweigh the other, at which it does much worse.
     rows = [row for row, name in enumerate(names) if name == NAMES[2]]
     damage_CH[rows, 0] = 1e-3, 1e3
-    found_KH = slots(LADDER, scouted, damage_CH)
+    found_KH = slots(LADDER, compared, damage_CH)
     assert found_KH.shape == (10, 3)
     for head, pair in enumerate(best):
         wanted = {n for n, aim in enumerate(LADDER) if aim.patterns.name in pair}
@@ -214,9 +216,9 @@ def test_each_head_goes_on_with_every_density_of_its_two_best_ranges() -> None:
 
 
 def test_ranges_that_do_the_same_damage_are_taken_in_the_order_of_the_search() -> None:
-    scouted = scouts(LADDER)
+    compared = screened(LADDER)
     for damage in (0.0, 0.5):
-        found_KH = slots(LADDER, scouted, np.full((len(scouted), 2), damage))
+        found_KH = slots(LADDER, compared, np.full((len(compared), 2), damage))
         assert {LADDER[n].patterns.name for n in found_KH.reshape(-1).tolist()} == set(NAMES[:2])
         assert np.array_equal(found_KH[:, 0], found_KH[:, 1])
 
@@ -225,6 +227,6 @@ def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
     for changes in ({"families": ("block_sparse",)}, {"levels": (1.0,)}):
         options = quick_options(**({"lengths": (LENGTH,), "families": ("a_shape", "block_sparse")} | changes))
         found = aims(options, LENGTH)
-        scouted = scouts(found)
-        found_KH = slots(found, scouted, np.ones((len(scouted), 2)))
+        compared = screened(found)
+        found_KH = slots(found, compared, np.ones((len(compared), 2)))
         assert sorted(found_KH[:, 0].tolist()) == list(range(len(found)))

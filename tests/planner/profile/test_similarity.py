@@ -6,7 +6,7 @@ import torch
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
-from sparsekv.planner.profile.similarity import Layer, ReuseScores
+from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.capture import AttentionCall
 
@@ -21,7 +21,7 @@ SELECTORS = (
 CHOICE = TokenChoice(sink=2, recent=5, budgets=BUDGETS, selectors=SELECTORS)
 
 
-def random_layer(seed: int) -> Layer:
+def random_layer(seed: int) -> DecodeLayer:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -29,10 +29,10 @@ def random_layer(seed: int) -> Layer:
 
     q, k, v = draw(1, HEADS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE), draw(1, GROUPS, LENGTH, SIZE)
     call = AttentionCall(seed, q, k, v, Chunk.uniform(1, 0, LENGTH), scale=0.6, window=None)
-    return Layer(call, draw(WIDTH, HEADS * SIZE))
+    return DecodeLayer(call, draw(WIDTH, HEADS * SIZE))
 
 
-def attention(layer: Layer) -> torch.Tensor:
+def attention(layer: DecodeLayer) -> torch.Tensor:
     """[H, S, S]"""
     k_HSD = layer.call.k_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
     scores = layer.call.q_BHSD[0] @ k_HSD.transpose(1, 2) * layer.call.scale
@@ -48,7 +48,7 @@ def weights_of(selector: SelectorChoice) -> list[float]:
 
 
 def expected(
-    chooser: Layer, user: Layer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
+    chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
 ) -> float:
     worst = 1.0
     v_HSD = user.call.v_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
@@ -68,7 +68,7 @@ def expected(
 
 
 @pytest.fixture(scope="module")
-def scores() -> tuple[ReuseScores, list[Layer]]:
+def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
     layers = [random_layer(seed) for seed in range(3)]
     reuse = ReuseScores(ROWS, CHOICE)
     for place, layer in enumerate(layers):

@@ -8,6 +8,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
+from sparsekv.planner.cost.predict import decode_share
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.core.program import Program
@@ -101,6 +102,9 @@ SEGMENTS = {
     "head map": [segment(0, (1, 2, 3), 12, heads={1: (1, 0), 2: (1, 1), 3: (0, 1)})],
     "wait layers and two segments": [segment(0, (2,), 9), segment(3, (4, 5), 15)],
     "no chosen tokens at all": [segment(0, (1, 2, 3), 0)],
+    "filter layers attend to their own choice": [segment(0, (0, 1, 2), 12), segment(3, (3,), 20), segment(4, (5,), 9)],
+    "its own choice, per KV head": [segment(1, (1, 2), 12, heads="per_kv_head")],
+    "its own choice, a window of queries": [segment(1, (1, 2), 12, selector="uniform", window=5)],
 }
 
 
@@ -115,7 +119,7 @@ def test_decode_is_what_the_plan_says(model, name: str, offload: bool):
     turns = [random_tokens(2, 100), random_tokens(2, 40, seed=1)]
     with capture_attention(model, BruteForce(SEGMENTS[name])):
         expected = run(model, turns)
-    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers)
+    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers if layer != part.filter)
     with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse if offload else (), hot=10))):
         torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
 
@@ -220,6 +224,16 @@ def test_statistics_count_what_decode_attended_to(model):
         stats = handle.stats()
         assert stats.decode_tokens_cached == 6 * 51
         assert stats.decode_tokens_attended == 3 * 51 + 3 * (2 + 4 + 3)
+
+
+def test_a_filter_layer_that_attends_to_its_own_choice_counts_the_keys_that_it_scores_as_half(model):
+    plan = plan_for(model, None, decode_plan(segment(0, (0, 1, 2), 4)))
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache = model(random_tokens(1, 50)).past_key_values
+        model(random_tokens(1, 1), past_key_values=cache)
+        stats = handle.stats()
+    assert stats.decode_tokens_attended == 3 * 51 + 51 // 2 + 3 * (2 + 4 + 3)
+    assert stats.decode_share == pytest.approx(decode_share(plan.decode.lengths[0].segments, 51, plan.model))
 
 
 def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):

@@ -34,7 +34,10 @@ def expected(model, plan, prompt, new):
         return steps(model, prompt, new)[0]
 
 
-@pytest.mark.parametrize("plan", [None, SPARSE], ids=["dense", "sparse"])
+OWN = decode_plan(segment(0, (0, 1), 12, sink=4, recent=10))
+
+
+@pytest.mark.parametrize("plan", [None, SPARSE, OWN], ids=["dense", "sparse", "a filter layer that is sparse"])
 def test_logits_are_those_of_the_cpu(model, captured, plan):
     prompt, new = random_tokens(2, 60), random_tokens(2, 4, 1)
     with apply(model, plan_for(model, None, plan), backend="triton") as handle:

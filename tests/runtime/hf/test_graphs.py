@@ -26,7 +26,8 @@ GROWING = DecodePlan(
         DecodeBucket(up_to=None, segments=(segment(0, (1, 2), 90, sink=4, recent=30),)),
     )
 )
-PLANS = {"dense": None, "sparse": SPARSE, "across buckets": GROWING}
+OWN = decode_plan(segment(0, (0, 1, 2), 60, sink=4, recent=30))
+PLANS = {"dense": None, "sparse": SPARSE, "across buckets": GROWING, "a filter layer that is sparse": OWN}
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

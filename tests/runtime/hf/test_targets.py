@@ -10,8 +10,9 @@ from tiny_plans import every_head, plan_for
 from sparsekv.plans.errors import PlanWarning
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.schema import Plan, Target
-from sparsekv.runtime.hf.apply import apply, check_target
-from sparsekv.runtime.hf.describe import device_name, dtype_name
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.model_config import device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_target
 
 CPU = device_name(torch.device("cpu"))
 H200 = Target(device="NVIDIA H200", backend="flash", dtype="bfloat16")

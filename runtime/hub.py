@@ -55,6 +55,17 @@ def download_plan(repository: str) -> Path:
         raise UsageError(without_plan(repository, f"no {PLAN_NAME} of {repository}: {_reason(error)}")) from error
 
 
+def find_plan(repository: str, revision: str | None = None) -> Path | None:
+    """The plan in a hub repository at a revision, from the local cache or else the hub; None where neither has one."""
+    cached = try_to_load_from_cache(repository, PLAN_NAME, revision=revision)
+    if cached is not None:  # a path, or the mark of a file that the hub is known not to have
+        return Path(cached) if isinstance(cached, str) else None
+    try:
+        return Path(hf_hub_download(repository, PLAN_NAME, revision=revision))
+    except Exception:  # whatever the HTTP library of the hub client raises, and its offline mode
+        return None
+
+
 def _trouble(repository: str) -> str | None:
     try:
         HfApi().auth_check(repository)

@@ -1,0 +1,362 @@
+"""Bytes of device and host memory that a run takes, part by part, before it runs, and the longest prompt that fits.
+
+Arithmetic on shapes alone, so that it needs no weights and no GPU: keys and values as the stores allocate them, what a
+layer of a long prompt makes as long_inputs.py runs it, the scores of a filter layer as core/select.py computes them. On
+a CPU there is one memory, which is the host's.
+
+Symbols: B batch, S tokens of a forward pass over all rows, K keys of a row, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import AttentionGroup, ModelInfo
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
+from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.budgets import scored_tokens
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.hf.graphs import bucketed_capacity
+from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
+from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
+from sparsekv.runtime.stores.store import Bytes
+
+_LONGEST = 1 << 30  # tokens: where the search for a length ends
+_FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What memory depends on of a model.
+
+    Attributes:
+        info: its layers.
+        dtype: of weights, keys and values.
+        weights: bytes of all its tensors.
+        hidden: size of a hidden state.
+        intermediate: width of the MLP.
+    """
+
+    info: ModelInfo
+    dtype: torch.dtype
+    weights: int
+    hidden: int
+    intermediate: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, info: ModelInfo) -> ModelSize:
+        """That of a model, which may be on the meta device."""
+        tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        config: Any = model.config
+        return cls(info, model.dtype, sum(tensors.values()), config.hidden_size, config.intermediate_size)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:
+        """That of a model with this config, once loaded in `dtype`.
+
+        Raises:
+            UnsupportedError: its architecture is not supported.
+        """
+        info = describe_config(config, source)
+        with torch.device("meta"):
+            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return cls.of(model, info)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to run.
+
+    Attributes:
+        prompt: tokens of each row.
+        answer: most new tokens of each row.
+        batch: rows.
+        chunk: most tokens of a row that run through the model at once; None is the whole prompt.
+    """
+
+    prompt: int
+    answer: int = 0
+    batch: int = 1
+    chunk: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of a row in the end."""
+        return self.prompt + self.answer
+
+    @property
+    def piece(self) -> int:
+        """Most tokens of a row in one forward pass."""
+        return self.prompt if self.chunk is None else min(self.chunk, self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes by part.
+
+    Attributes:
+        weights: of the model; 0 where they are loaded already.
+        kv_device: keys and values of layers that are on the device.
+        hot_set: what layers in host memory have on the device all the same.
+        kv_host: keys and values in host memory.
+        prefill: most that a forward pass of the prompt makes on its way, let go of before decode.
+        decode: most that a decode step makes.
+        spare: left alone on the device: workspaces of libraries, compiled kernels, rounding of blocks.
+    """
+
+    weights: int
+    kv_device: int
+    hot_set: int
+    kv_host: int
+    prefill: int
+    decode: int
+    spare: int = 0
+
+    @property
+    def device(self) -> int:
+        """All that is on the device at once at most."""
+        return self.weights + self.kv_device + self.hot_set + max(self.prefill, self.decode) + self.spare
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Bytes that can be had; None where nobody tells.
+
+    Attributes:
+        device: of a GPU's memory; None on a CPU as well.
+        host: of the memory that can be pinned.
+    """
+
+    device: int | None
+    host: int | None
+
+    @classmethod
+    def here(cls, devices: Iterable[torch.device]) -> Available:
+        """Those of this moment: what the devices have free, with what torch holds of it without need, and what the
+        machine and this process's control group have left."""
+        free = [_free_on(device) for device in devices if device.type == "cuda"]
+        return cls(sum(free) if free else None, available_bytes())
+
+
+def _free_on(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """What runs of a plan on a model take of memory.
+
+    Args:
+        size: of the model.
+        prefill: the prefill phase that runs, or None.
+        decode: the decode phase that runs, or None.
+        on_cpu: whether the device is the host.
+        mode: what is made of the plan's permission to offload.
+        host_layers: layers in host memory, or how many, in place of the plan's.
+        chunking: how long inputs are cut.
+
+    Raises:
+        UsageError, UnsupportedError: as `place_layers` and `Program.of` do.
+    """
+
+    size: ModelSize
+    prefill: PrefillPlan | None
+    decode: DecodePlan | None
+    on_cpu: bool
+    mode: OffloadMode = "always"
+    host_layers: int | Sequence[int] | None = None
+    chunking: Chunking = field(default_factory=Chunking)
+
+    def __post_init__(self) -> None:
+        assert self.mode != "auto" or self.host_layers is None
+        _ = self.permitted  # what is wrong with the arguments is said here
+
+    @cached_property
+    def permitted(self) -> Placement:
+        """The layers in host memory; with `auto`, those that may go there: none on a CPU, where nothing is won."""
+        mode = "never" if self.mode == "auto" and self.on_cpu else self.mode
+        return place_layers(self.decode, self.size.info.layers, self.host_layers, mode)
+
+    def place(self, request: Request, available: Available) -> Placement:
+        """The layers in host memory for this request: with `auto` as few as it takes for the device to hold the rest,
+        those first of which decode reads least. All of them where even that does not do."""
+        if self.mode != "auto" or self.on_cpu:
+            return self.permitted
+        order = spill_order(self.decode, request.tokens)
+        placements = [Placement(frozenset(order[:count]), self.permitted.hot) for count in range(len(order) + 1)]
+        return next((one for one in placements if self._fits_device(self.use(request, one), available)), placements[-1])
+
+    def use(self, request: Request, placement: Placement) -> MemoryUse:
+        """The bytes of a request, part by part."""
+        stores = {layer: self._store(layer, request, placement) for layer in self._groups}
+        on_host = [layer for layer in stores if layer in placement.layers]
+        prefill = self._prefill(request, on_host)
+        return MemoryUse(
+            weights=self.size.weights,
+            kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers),
+            hot_set=sum(stores[layer].device for layer in on_host),
+            kv_host=sum(stores[layer].host for layer in on_host),
+            prefill=prefill,
+            decode=self._decode(request, on_host),
+            spare=0 if self.on_cpu else SPARE + prefill // _FRAGMENTS,
+        )
+
+    def fits(self, use: MemoryUse, available: Available) -> bool:
+        """Whether both memories suffice."""
+        return self._fits_device(use, available) and has_room(self.host(use), available.host)
+
+    def host(self, use: MemoryUse) -> int:
+        """Bytes of host memory: on a CPU, all there is."""
+        return use.kv_host + (use.device if self.on_cpu else 0)
+
+    def longest(self, request: Request, available: Available) -> int | None:
+        """The most tokens of a prompt that fit, all else being as in `request`: 0 where none does, None where nobody
+        tells how much memory there is."""
+
+        def fits(prompt: int) -> bool:
+            longer = replace(request, prompt=prompt)
+            return self.fits(self.use(longer, self.place(longer, available)), available)
+
+        return None if fits(_LONGEST) else _last(fits, _LONGEST)
+
+    def check(self, request: Request, placement: Placement, available: Available) -> None:
+        """Refuses what does not fit.
+
+        Raises:
+            UsageError: it does not; the message says what would.
+        """
+        use = self.use(request, placement)
+        if self.fits(use, available):
+            return
+        longest = self.longest(request, available)
+        where, needed, found = "host memory", self.host(use), available.host
+        if not self._fits_device(use, available):
+            where, needed, found = "device memory", use.device, available.device
+        assert found is not None, "unknown memory suffices"
+        raise UsageError(
+            f"expected {needed / 2**30:.1f} GiB of {where} for {request.tokens:,} tokens"
+            + (f" in each of {request.batch} rows" if request.batch > 1 else "")
+            + (f", layers {format_ids(placement.layers)} in host memory" if placement.layers else "")
+            + f", found {found / 2**30:.1f} GiB available; "
+            + (f"a prompt of {longest:,} tokens fits: shorten it" if longest else "no prompt fits")
+            + ", or run longer ones in pieces (--prefill-chunk), or move layers (--offload, --kv-host-layers)"
+        )
+
+    def _fits_device(self, use: MemoryUse, available: Available) -> bool:
+        return self.on_cpu or available.device is None or use.device <= available.device
+
+    def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
+        """As DeviceStore and HostStore allocate them."""
+        each = request.batch * self._token_bytes(layer)
+        hot = placement.hot.resolve(request.tokens) if layer in placement.layers else request.tokens
+        return Bytes(hot * each, (request.tokens - hot) * each)
+
+    def _token_bytes(self, layer: int) -> int:
+        """Of the keys and values of one token."""
+        group = self._groups[layer]
+        return 2 * group.kv_heads * group.head_dim * self.size.dtype.itemsize
+
+    @cached_property
+    def _groups(self) -> dict[int, AttentionGroup]:
+        return self.size.info.by_layer
+
+    @cached_property
+    def _program(self) -> Program:
+        return Program.of(self.prefill, self.decode, self.size.info)
+
+    # --- what is made on the way --------------------------------------------------------------------------------------
+
+    def _prefill(self, request: Request, on_host: list[int]) -> int:
+        """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
+        item, rows = self.size.dtype.itemsize, request.piece * request.batch
+        group, width = self._groups[0], self.size.hidden
+        cut = self.chunking.applies(request.batch, request.piece)
+        worked_on = min(rows, self.chunking.rows) if cut else rows
+        always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
+        queries = rows * group.heads * group.head_dim * item
+        output, heads = queries, group.heads
+        if cut and queries > self.chunking.output_bytes:
+            together = max(1, self.chunking.output_bytes * group.kv_heads // queries)
+            output, heads = queries * together // group.kv_heads, heads * together // group.kv_heads
+        attending = queries + output + self._index(request, heads) + self._moved(request, on_host)
+        in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
+        return always + max(attending, in_mlp)
+
+    def _moved(self, request: Request, on_host: list[int]) -> int:
+        """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
+        tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
+        return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
+
+    def _index(self, request: Request, heads: int) -> int:
+        """The tile lists of the layer that has the widest, for so many heads."""
+        layers = {layer.patterns_at(request.prompt): layer for layer in self._program.layers}
+        rows = [_index_bytes(layer, request) for layer in layers.values()]
+        return request.batch * heads * max(rows)
+
+    def _decode(self, request: Request, on_host: list[int]) -> int:
+        """The logits and scores of a filter layer; of a layer in host memory what a step reads."""
+        tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
+        scratch = max((_score_bytes(layer, request.batch * tokens) for layer in self._program.filters), default=0)
+        reads = [self._read(self._program.layers[layer], request.tokens) for layer in on_host]
+        return scratch + request.batch * max(reads, default=0)
+
+    def _read(self, layer: LayerProgram, length: int) -> int:
+        segment, chosen = layer.follows, -1
+        if segment is not None:
+            chosen = segment.count(length)
+        read = length if segment is None or chosen < 0 else segment.sink + segment.most + segment.recent
+        return read * self._token_bytes(layer.layer)
+
+
+def _score_bytes(layer: LayerProgram, tokens: int) -> int:
+    assert layer.filters is not None
+    lists = 1 if layer.filters.heads == "max" else layer.kv_heads
+    return 4 * (layer.heads + lists) * min(scored_tokens(layer.heads), tokens)
+
+
+def _index_bytes(layer: LayerProgram, request: Request) -> int:
+    """Of one head and batch row: a list of tiles a row tile, and columns with a bit a row tile."""
+    patterns, keys = set(layer.patterns_at(request.prompt)), request.prompt
+    if not patterns:
+        return 0
+    row_tiles = -(-request.piece // layer.tile.query)
+    width = max(_tiles(pattern, keys, layer.tile) for pattern in patterns)
+    columns = max(pattern.vertical.resolve(keys) if isinstance(pattern, VerticalSlash) else 0 for pattern in patterns)
+    lines = 2 * keys if columns else 0  # scores of columns and diagonals
+    return 4 * (row_tiles * (width + 1 + columns // 32) + columns + lines)
+
+
+def _tiles(pattern: Pattern, keys: int, tile: TileShape) -> int:
+    """Tiles of a row at most."""
+    if isinstance(pattern, VerticalSlash | Adaptive):
+        tokens = pattern.max_tiles.resolve(keys)
+    elif isinstance(pattern, BlockSparse):
+        tokens = pattern.keep.resolve(keys)
+    elif isinstance(pattern, AShape):
+        tokens = pattern.sink.resolve(keys) + pattern.window.resolve(keys) + tile.query
+    else:
+        return 1
+    return min(-(-tokens // tile.key) + 2, -(-keys // tile.key))
+
+
+def _last(holds: Callable[[int], bool], bound: int) -> int:
+    """The largest number below `bound` for which it holds, which it does up to there; 0 where it never does."""
+    low, high = 0, 1
+    while high < bound and holds(high):
+        low, high = high, 2 * high
+    high = min(high, bound)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

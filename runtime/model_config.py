@@ -1,0 +1,112 @@
+"""What a config alone says of a model, whichever host loads it, and what plans call a device and a precision."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
+from sparsekv.plans.schema import DtypeName
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Each of them calls its attention through `AttentionInterface`, passes unknown keyword arguments on to it from the
+# decoder down, and has `q_proj` and `k_proj` as two modules.
+SUPPORTED = ("glm", "llama", "mistral", "qwen2", "qwen3")
+
+
+def check_supported(model_type: str) -> None:
+    """Raises UnsupportedError for a model type that this version cannot run, naming those it can."""
+    if model_type not in SUPPORTED:
+        raise UnsupportedError(
+            f"expected one of the supported architectures ({', '.join(SUPPORTED)}), found {model_type!r}; "
+            f"choose a model of a supported architecture"
+        )
+
+
+def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
+    """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`."""
+    check_supported(config.model_type)
+    groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
+    facts = {
+        "model_type": config.model_type,
+        "hidden_size": config.hidden_size,
+        "attention": [group.model_dump(mode="json") for group in groups],
+        "rope": rope,
+    }
+    return ModelInfo(
+        id=_identifier(source or config.name_or_path or config.model_type),
+        revision=revision,
+        model_type=config.model_type,
+        context_length=config.max_position_embeddings,
+        rope=rope,
+        attention=groups,
+        fingerprint=Fingerprint(architecture=architecture_fingerprint(facts)),
+    )
+
+
+def attention_groups(config: PreTrainedConfig) -> tuple[AttentionGroup, ...]:
+    """Layers of equal attention, as the config has them."""
+    layers: dict[int | None, list[int]] = {}
+    for layer in range(config.num_hidden_layers):
+        layers.setdefault(_window(config, layer), []).append(layer)
+    heads = config.num_attention_heads
+    return tuple(
+        AttentionGroup(
+            layers=tuple(members),
+            kind="full" if window is None else "sliding",
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            window=window,
+        )
+        for window, members in layers.items()
+    )
+
+
+def _window(config: PreTrainedConfig, layer: int) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = window is not None if kinds is None else kinds[layer] == "sliding_attention"
+    return int(window) if slides and window is not None else None
+
+
+def _identifier(source: str) -> str:
+    """A hub id as it is; of a path only the last name, so that a plan holds no path of the machine it was made on."""
+    path = Path(source)
+    if is_model_id(source) and not path.is_dir():
+        return source
+    return path.resolve().name.lstrip("~") or "model"
+
+
+def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON data that does not depend on how a config spells a number or an absent value."""
+    data: dict[str, Any] = json.loads(json.dumps(dict(rope), sort_keys=True, default=str), parse_float=_number)
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+# What plans, profiles and cost files call a device and a precision. No machine names.
+
+
+def device_name(device: torch.device) -> str:
+    """ "NVIDIA H200", "cpu x86_64"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}".strip()
+
+
+def dtype_name(dtype: torch.dtype) -> DtypeName:
+    """ "bfloat16" for torch.bfloat16, and so on."""
+    return cast(DtypeName, str(dtype).removeprefix("torch."))

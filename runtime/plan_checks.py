@@ -1,0 +1,54 @@
+"""Whether a plan may run on a model: what every host refuses, and what it warns of, before anything runs."""
+
+from __future__ import annotations
+
+import warnings
+
+from sparsekv.plans.errors import PlanWarning, UnsupportedError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import HostName, Plan, check_model, unsupported
+
+
+def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> None:
+    """Refuses a plan that would run wrongly, and warns (`PlanWarning`) of one whose quality was measured elsewhere.
+
+    Raises:
+        PlanMismatchError: `found` is of another architecture and `allow_mismatch` is off, or lacks layers or heads.
+        UnsupportedError: the plan has a field that this version does not execute.
+    """
+    for line in check_model(plan, found, allow_mismatch):
+        warnings.warn(line, PlanWarning, stacklevel=3)
+    refused = unsupported(plan)
+    if refused:
+        listed = "\n".join(f"  {line}" for line in refused)
+        raise UnsupportedError(
+            f"expected a plan that this version executes in full, found:\n{listed}\nMake a plan without it."
+        )
+
+
+def check_target(plan: Plan, device: str, backend: str, dtype: str, host: HostName = "transformers") -> None:
+    """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here.
+
+    Args:
+        plan: the plan; one without targets (an import) claims nothing.
+        device: where it is going to run, by its name.
+        backend: of its kernels.
+        dtype: of the model.
+        host: the program that runs it.
+    """
+    measured = [
+        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_devices(target.count)})"
+        for target in plan.targets
+    ]
+    here = f"{device} ({host}, {backend}, {dtype})"
+    if measured and here not in measured:
+        warnings.warn(
+            f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
+            "slower than dense here. `sparsekv plan MODEL --profile FILE -o PLAN` recompiles it for this device",
+            PlanWarning,
+            stacklevel=3,
+        )
+
+
+def _devices(count: int) -> str:
+    return "" if count == 1 else f", {count} devices"

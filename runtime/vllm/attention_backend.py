@@ -1,0 +1,172 @@
+"""vLLM's own attention backend with sparse prefill by a plan; without a plan it is vLLM's own in every call.
+
+Prefill rows go request by request through the core where the plan is sparse at their length; all other rows of a step,
+decode rows among them, go to vLLM's kernel together.
+
+Shapes: T tokens of the step, H query heads, G KV heads, N pages, S tokens of a page, D head size.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
+from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, prefill_rows, split_rows
+
+_STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
+
+
+class SparseBackend(vllm.CPUAttentionBackend):
+    """vLLM's CPU backend, by the same name: the platform chooses it whatever is asked for."""
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseImpl]:
+        """What attends."""
+        return SparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseBuilder]:
+        """What prepares a step."""
+        return SparseBuilder
+
+
+class SparseImpl(vllm.CPUAttentionBackendImpl):
+    """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan_host = _host_of(vllm.get_current_vllm_config())
+        self.program: LayerProgram | None = None  # known once vLLM names its layers
+        if self.plan_host is not None:
+            self._check()
+
+    def _check(self) -> None:
+        found = [
+            name
+            for name, present in (
+                ("attention that is not a decoder's", self.attn_type != vllm.AttentionType.DECODER),
+                ("ALiBi", self.alibi_slopes is not None),
+                ("capped scores", bool(self.logits_soft_cap)),
+                ("learned sinks", self.sinks is not None),
+                ("keys and values of another layer", self.kv_sharing_target_layer_name is not None),
+            )
+            if present
+        ]
+        if found:
+            raise UnsupportedError(
+                f"expected plain causal attention in every layer, found {', '.join(found)}; run without a plan"
+            )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a step's rows, [T, H, D], into `output`; the cache has their keys and values already."""
+        dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
+        step: StepRows | None = getattr(attn_metadata, _STEP, None)
+        if self.plan_host is None or self.program is None or step is None or not step.prefill:
+            return dense(layer, query, key, value, kv_cache, attn_metadata, output)
+        done = self._sparse(self.plan_host, self.program, step, (query, key, value), kv_cache, output)
+        if not done:
+            return dense(layer, query, key, value, kv_cache, attn_metadata, output)
+        rest = step.rest(done)
+        if rest is not None:
+            q_THD, k_TGD, v_TGD = (x[rest.tokens_T] for x in (query, key, value))
+            out_THD = torch.empty_like(q_THD)
+            dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
+            output[rest.tokens_T] = out_THD
+        return output
+
+    def _sparse(
+        self, host: PlanHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
+        kv_cache: torch.Tensor, output: torch.Tensor,
+    ) -> frozenset[int]:  # fmt: skip
+        """Computes what the plan runs sparse in this layer; which requests that were."""
+        sparse, dense = split_rows(program, step.prefill)
+        pages, done = vllm.pages_of(kv_cache), set()
+        for rows in sparse:
+            q_THD, k_TGD, v_TGD = (x[rows.tokens] for x in qkv)
+            try:
+                keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table)
+                output[rows.tokens] = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
+            except Exception as error:  # one request must not end the engine, and with it all others
+                host.counters.failures += 1
+                vllm.logger.warning_once("sparsekv: sparse prefill failed, such chunks run dense: %s", repr(error))
+                dense += (rows,)
+            else:
+                done.add(rows.request)
+        for rows in dense:
+            host.count_dense(program, rows.chunk)
+        return frozenset(done)
+
+
+class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
+    """Prepares the steps of layers with one kind of cache."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = vllm.layers_so_far(vllm_config)
+        own = [layers[name] for name in layer_names if isinstance(getattr(layers[name], "impl", None), SparseImpl)]
+        self._host: PlanHost | None = own[0].impl.plan_host if own else None
+        if self._host is None:
+            return
+        vllm.check_pages(own[0].impl, own[0], kv_cache_spec)
+        for layer in own:
+            layer.impl.program = self._host.program.layers[vllm.layer_number(layer.layer_name)]
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """vLLM's metadata of a step, with the prefill rows beside it."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self._host is not None:
+            self._log(self._host)  # of the steps before: the layers of this one have not run yet
+            prefill = prefill_rows(*vllm.requests_of(common_attn_metadata))
+            self._host.count_step(prefill)
+            rest_of = partial(self._rest_of, common_attn_metadata)
+            setattr(metadata, _STEP, StepRows(prefill, common_attn_metadata.block_table_tensor, rest_of))
+        return metadata
+
+    def _rest_of(self, common: Any, done: frozenset[int]) -> Rest | None:
+        part = vllm.part_without(common, done)
+        return None if part is None else Rest(part.rows_T, super().build(0, part.common))
+
+    @staticmethod
+    def _log(host: PlanHost) -> None:
+        line = host.counters.line(time.monotonic())
+        if line is not None:
+            vllm.logger.info("sparsekv: %s", line)
+
+
+def _host_of(config: Any) -> PlanHost | None:
+    """The plan of an engine: that of its other layers, or a new one for the first."""
+    others = (getattr(layer, "impl", None) for layer in vllm.layers_so_far(config).values())
+    first = next((impl for impl in others if isinstance(impl, SparseImpl)), None)
+    if first is not None:
+        return first.plan_host
+    return start_host(config.additional_config, vllm.engine_facts(config), vllm.engine_model(config))
+
+
+def _keys(
+    host: PlanHost, rows: PrefillRows, new: tuple[torch.Tensor, torch.Tensor],
+    pages: tuple[torch.Tensor, torch.Tensor], table: torch.Tensor,
+) -> KeyView:  # fmt: skip
+    """All keys of a request so far. Without a past its new rows are all there is."""
+    if rows.chunk.past[0] == 0:
+        k_BGTD, v_BGTD = (x_TGD.transpose(0, 1)[None] for x_TGD in new)
+        return full_view(k_BGTD, v_BGTD)
+    return host.scratch.copy(pages, table[rows.request], rows.chunk.longest)

@@ -1,0 +1,117 @@
+"""What an engine prefilled by a plan: counters, and the line that an engine logs now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.core.stats import Meter, RunStats
+
+LOG_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServingStats:
+    """Counts since the engine started or the last reset."""
+
+    tiles_computed: float  # of prefill, over all heads and layers
+    tiles_causal: int  # what dense prefill would have computed
+    sparse_tokens: int  # prefilled at lengths where the plan is sparse
+    dense_tokens: int  # prefilled at lengths where the plan is dense
+    failures: int  # chunks of a layer that were to be sparse, and that vLLM's own kernel computed after an error
+
+    @property
+    def prefill_density(self) -> float | None:
+        """Computed tiles over causal tiles; None before the first prompt."""
+        return self.tiles_computed / self.tiles_causal if self.tiles_causal else None
+
+    def since(self, before: ServingStats) -> ServingStats:
+        """The counts that came after `before`."""
+        return ServingStats(
+            self.tiles_computed - before.tiles_computed,
+            self.tiles_causal - before.tiles_causal,
+            self.sparse_tokens - before.sparse_tokens,
+            self.dense_tokens - before.dense_tokens,
+            self.failures - before.failures,
+        )
+
+    def __str__(self) -> str:
+        density = "none" if self.prefill_density is None else f"{self.prefill_density:.3f}"
+        failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
+        return (
+            f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
+            f"{self.dense_tokens:,} at lengths where the plan is dense{failed}"
+        )
+
+
+_NONE = ServingStats(0.0, 0, 0, 0, 0)
+
+
+class Counters:
+    """The running counts of one engine."""
+
+    def __init__(self) -> None:
+        self.reset()
+        self._logged, self._logged_at = _NONE, 0.0
+
+    def reset(self) -> None:
+        """Starts counting anew."""
+        self.meter = Meter()
+        self.sparse_tokens = self.dense_tokens = self.failures = 0
+        self._logged = _NONE
+
+    def read(self) -> ServingStats:
+        """The counts so far; waits for the device."""
+        run: RunStats = self.meter.read()
+        return ServingStats(
+            run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures
+        )
+
+    def line(self, now: float) -> str | None:
+        """What to log at this time in seconds: at most once in LOG_SECONDS, and only after prompts."""
+        tokens = self.sparse_tokens + self.dense_tokens
+        if now - self._logged_at < LOG_SECONDS or tokens == self._logged.sparse_tokens + self._logged.dense_tokens:
+            return None
+        stats = self.read()
+        said = str(stats.since(self._logged))
+        self._logged, self._logged_at = stats, now
+        return said
+
+
+def serving_stats(llm: Any) -> ServingStats:
+    """The counts of a `vllm.LLM`'s engine that runs a plan.
+
+    With the engine in another process (the default of vLLM), set VLLM_ALLOW_INSECURE_SERIALIZATION=1: vLLM sends the
+    function that reads them there.
+
+    Raises:
+        UsageError: the engine runs no plan.
+    """
+    found: list[ServingStats | None] = llm.apply_model(_read)
+    if found[0] is None:
+        raise UsageError("expected an engine that runs a plan, found one without; give it one, or a model with one")
+    return found[0]
+
+
+def reset_stats(llm: Any) -> None:
+    """Starts counting anew in a `vllm.LLM`'s engine. See `serving_stats`."""
+    llm.apply_model(_reset)
+
+
+def _counters(model: Any) -> Counters | None:
+    """Those that the attention layers of a model share."""
+    hosts = (getattr(getattr(module, "impl", None), "plan_host", None) for module in model.modules())
+    host = next((host for host in hosts if host is not None), None)
+    return None if host is None else host.counters
+
+
+def _read(model: Any) -> ServingStats | None:
+    counters = _counters(model)
+    return None if counters is None else counters.read()
+
+
+def _reset(model: Any) -> None:
+    counters = _counters(model)
+    if counters is not None:
+        counters.reset()

@@ -1,0 +1,104 @@
+"""What of an engine's configuration decides whether it can run a plan, and the refusals.
+
+Everything is checked when the engine starts: a server that came up never dies of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan
+
+TESTED = {"cpu": ("0.32.0",)}  # releases of vLLM by device
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One engine, in words that do not depend on the release of vLLM."""
+
+    release: str
+    device: str  # cpu, cuda, ...
+    dtype: str = "float32"  # of the model
+    kv_cache_dtype: str = "auto"
+    tensor_parallel: int = 1
+    context_parallel: int = 1  # of prefill times that of decode
+    stages: tuple[range, ...] = field(default=())  # the layers of each pipeline stage; empty where there is one
+    speculative: str | None = None  # the method
+    kv_connector: str | None = None
+    encoder_decoder: bool = False
+    latent: bool = False  # multi-head latent attention
+
+
+def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:
+    """Refuses an engine that would run the plan wrongly, or that this version was not tested on.
+
+    Raises:
+        UnsupportedError: it names everything that stands in the way, and what to do.
+    """
+    obstacles = [*_untested(facts, allow_untested), *_obstacles(facts), *_cut_segments(facts, plan)]
+    if obstacles:
+        listed = "\n".join(f"  {line}" for line in obstacles)
+        raise UnsupportedError(
+            f"expected an engine that can run the plan of {plan.model.id}, found:\n{listed}\nChange these settings, or "
+            'run without the plan: --additional-config \'{"sparsekv": {"dense": true}}\''
+        )
+
+
+def check_layers(plan: Plan, model: ModelInfo) -> None:
+    """Refuses sparse prefill in layers with a sliding window: vLLM frees the pages behind the window.
+
+    Raises:
+        UnsupportedError: it names the layers.
+    """
+    sliding = {layer for group in model.attention if group.kind != "full" for layer in group.layers}
+    sparse = {group.layer for bucket in (plan.prefill.lengths if plan.prefill else ()) for group in bucket.heads}
+    if sliding & sparse:
+        layers = ", ".join(map(str, sorted(sliding & sparse)))
+        raise UnsupportedError(
+            f"expected prefill patterns in layers with full attention alone, found them in layers with a sliding "
+            f"window ({layers}), which the vLLM host does not run sparse yet; make a plan that leaves these dense"
+        )
+
+
+def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
+    tested = TESTED.get(facts.device, ())
+    if facts.release not in tested and not allowed:
+        known = " and ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
+        yield (
+            f"vLLM {facts.release} on {facts.device}: sparsekv was tested with vLLM {known}; use that, or take the "
+            'risk with "allow_untested": true'
+        )
+
+
+def _obstacles(facts: EngineFacts) -> Iterator[str]:
+    if facts.speculative is not None:
+        yield f"speculative decoding ({facts.speculative}): remove --speculative-config"
+    if facts.kv_cache_dtype not in ("auto", facts.dtype):
+        yield f"a KV cache of {facts.kv_cache_dtype} beside a model in {facts.dtype}: use --kv-cache-dtype auto"
+    if facts.context_parallel > 1:
+        yield f"context parallelism over {facts.context_parallel} ranks: set its sizes to 1"
+    if facts.tensor_parallel > 1:
+        yield f"tensor parallelism over {facts.tensor_parallel} ranks, not yet: use --tensor-parallel-size 1"
+    if facts.kv_connector is not None:
+        yield f"the KV connector {facts.kv_connector}: remove --kv-transfer-config"
+    if facts.encoder_decoder:
+        yield "cross-attention: only decoders can be run by a plan"
+    if facts.latent:
+        yield "multi-head latent attention (MLA): plans are for attention with keys and values of each head"
+
+
+def _cut_segments(facts: EngineFacts, plan: Plan) -> Iterator[str]:
+    segments = {
+        (segment.filter, segment.layers)
+        for bucket in (plan.decode.lengths if plan.decode else ())
+        for segment in bucket.segments
+    }
+    for chosen_by, layers in sorted(segments):
+        if facts.stages and not any({chosen_by, *layers} <= set(stage) for stage in facts.stages):
+            yield (
+                f"pipeline stages that part filter layer {chosen_by} from layers of its segment (up to "
+                f"{max(layers)}): use --pipeline-parallel-size 1, or set VLLM_PP_LAYER_PARTITION to keep them together"
+            )

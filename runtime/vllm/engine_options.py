@@ -1,0 +1,83 @@
+"""What `--additional-config '{"sparsekv": {...}}'` may hold, and where the plan of an engine is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictStr, ValidationError
+
+from sparsekv.plans.aliases import PLAN_NAME, is_hub_id
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.hub import find_plan
+
+KEY = "sparsekv"
+
+
+class Options(BaseModel):
+    """The settings of an engine.
+
+    `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
+    where there is one. `allow_untested` runs on releases and devices of vLLM that this version was not tested on,
+    `allow_mismatch` takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything
+    to vLLM, whatever plan lies beside the model.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan: StrictStr | None = None
+    allow_untested: StrictBool = False
+    allow_mismatch: StrictBool = False
+    dense: StrictBool = False
+
+
+def read_options(additional_config: Any) -> Options:
+    """The options in vLLM's additional config; the defaults where it has none of ours.
+
+    Raises:
+        UsageError: an option is unknown or of another type.
+    """
+    given = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    try:
+        return Options.model_validate({} if given is None else given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join((KEY, *map(str, first["loc"])))
+        known = ", ".join(Options.model_fields)
+        raise UsageError(
+            f"expected {KEY} in --additional-config to be an object of {known}; found at {where}: {first['msg']}; "
+            "correct or remove it"
+        ) from None
+
+
+def plan_path(options: Options, model: str, revision: str | None) -> Path | None:
+    """Where the plan of an engine is; None where none was asked for and none lies beside the model.
+
+    Args:
+        options: of the engine.
+        model: the folder or hub id that the engine loads.
+        revision: of the hub repository.
+
+    Raises:
+        UsageError: a plan was asked for, and is not there.
+    """
+    if options.dense:
+        return None
+    if options.plan is None:
+        return _beside(model, revision)
+    asked = Path(options.plan).expanduser()
+    path = asked / PLAN_NAME if asked.is_dir() else asked
+    if not path.is_file():
+        raise UsageError(
+            f"expected a plan at {path}, as --additional-config asks, found no such file; correct the path, or remove "
+            f'"plan" to use the {PLAN_NAME} beside the model'
+        )
+    return path
+
+
+def _beside(model: str, revision: str | None) -> Path | None:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        path = folder / PLAN_NAME
+        return path if path.is_file() else None
+    return find_plan(model, revision) if is_hub_id(model) else None

@@ -1,0 +1,180 @@
+"""A plan in an engine: what its layers compute, and the scratch that a request's past is copied into.
+
+Shapes: G KV heads, H query heads, T rows of a request's chunk, N pages in memory, S tokens of a page, P pages of a
+request, K tokens of a request, D head size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.backends import Fallback, choose_backend
+from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import PlanMismatchError, PlanWarning
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.prefill import prefill
+from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
+from sparsekv.runtime.plan_checks import check_plan, check_target
+from sparsekv.runtime.vllm.counters import Counters
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
+from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """The model that an engine loads, and the room it needs."""
+
+    name: str  # a folder or a hub id
+    revision: str | None
+    config: Any  # of transformers
+    dtype: torch.dtype
+    device: torch.device
+    longest: int  # tokens of the longest request
+    page: int  # tokens
+
+
+class Scratch:
+    """One request's keys and values, contiguous: memory for the longest request of one layer, used by all in turn.
+
+    Args:
+        tokens: of the longest request, whole pages.
+        numbers: of one token's keys in one layer, at most.
+    """
+
+    def __init__(self, tokens: int, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._k, self._v = torch.empty(2, tokens * numbers, dtype=dtype, device=device).unbind()
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Of its memory."""
+        return self._k.dtype, self._k.device
+
+    @property
+    def bytes(self) -> int:
+        """What it holds."""
+        return 2 * self._k.nbytes
+
+    def copy(self, pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, length: int) -> KeyView:
+        """The first `length` tokens of a request, until the next copy.
+
+        Args:
+            pages: keys and values, [N, G, S, D] each, of any strides.
+            table_P: the request's pages; entries behind its end may hold anything.
+        """
+        used_P = table_P[: -(-length // pages[0].shape[2])]
+        k_GKD, v_GKD = (self._gather(x, into, used_P) for x, into in zip(pages, (self._k, self._v), strict=True))
+        return full_view(k_GKD[None, :, :length], v_GKD[None, :, :length])
+
+    def _gather(self, x_NGSD: torch.Tensor, into: torch.Tensor, used_P: torch.Tensor) -> torch.Tensor:
+        _, heads, page, size = x_NGSD.shape
+        into_GPSD = into[: heads * len(used_P) * page * size].view(heads, len(used_P), page, size)
+        for number, one in enumerate(used_P.tolist()):  # index_select would copy the whole cache: keys are transposed
+            into_GPSD[:, number].copy_(x_NGSD[one])
+        return into_GPSD.flatten(1, 2)
+
+
+class PlanHost:
+    """A plan at work in one worker of an engine; all layers share it.
+
+    Args:
+        program: what every layer computes.
+        backend: of prefill; another one follows should it fail.
+        scratch: for requests with a past.
+    """
+
+    def __init__(self, program: Program, backend: str, scratch: Scratch) -> None:
+        self.program = program
+        self.scratch = scratch
+        self.counters = Counters()
+        self._fallback = Fallback(backend)
+
+    def is_sparse(self, length: int) -> bool:
+        """Whether any layer prefills sparse at a context of `length` tokens."""
+        return any(layer.patterns_at(length) for layer in self.program.layers)
+
+    def count_step(self, prefill: Sequence[PrefillRows]) -> None:
+        """Counts the prompt tokens of a step."""
+        for rows in prefill:
+            if self.is_sparse(rows.chunk.longest):
+                self.counters.sparse_tokens += rows.chunk.rows[0]
+            else:
+                self.counters.dense_tokens += rows.chunk.rows[0]
+
+    def prefill(
+        self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float
+    ) -> torch.Tensor:
+        """[T, H, D]: attention of one request's chunk by the plan. Query tiles count from the chunk's first row, and
+        patterns are estimated from its own last queries, so that any cut of a prompt runs sparse.
+
+        Args:
+            layer: what the layer computes.
+            q_THD: the chunk's queries.
+            keys: all keys of the request so far, contiguous.
+            chunk: where the rows lie.
+            scale: softmax scale.
+        """
+        q_BHTD = q_THD.transpose(0, 1)[None]
+        meter = self.counters.meter
+        out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self._fallback, meter=meter)
+        return out_BHTD[0].transpose(0, 1)
+
+    def count_dense(self, layer: LayerProgram, chunk: Chunk) -> None:
+        """Counts a chunk that vLLM's own kernel computes in a layer."""
+        self.counters.meter.add_dense_prefill(layer.heads * causal_tiles(chunk, layer.tile))
+
+
+def start_host(additional_config: Any, facts: EngineFacts, model: EngineModel) -> PlanHost | None:
+    """The plan of an engine that starts; None where none was asked for and none lies beside the model.
+
+    Raises:
+        UsageError: an option is wrong, or the plan that was asked for is not there.
+        PlanError: the file holds no plan.
+        PlanMismatchError: it is another model's.
+        UnsupportedError: the plan or the engine has something that this host cannot run; the message names it.
+        BackendError: no kernel runs here.
+    """
+    options = read_options(additional_config)
+    path = plan_path(options, model.name, model.revision)
+    if path is None:
+        return None
+    plan = load_plan(path)
+    check_engine(facts, plan, options.allow_untested)
+    found = describe_config(model.config, model.name, model.revision)
+    _check_model(plan, found, options.allow_mismatch)
+    check_layers(plan, found)
+    group = max(found.attention, key=lambda group: group.kv_heads * group.head_dim)
+    tile = plan.prefill.tile if plan.prefill else None
+    choice = choose_backend(model.device, model.dtype, group.head_dim, "auto", tile)
+    check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm")
+    _announce(plan, path)
+    scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
+    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch)
+
+
+def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
+    try:
+        check_plan(plan, found, allow_mismatch)
+    except PlanMismatchError as error:  # its way out is a flag of the command line, which is not at work here
+        raise PlanMismatchError(
+            str(error).replace("--allow-mismatch", '--additional-config \'{"sparsekv": {"allow_mismatch": true}}\'')
+        ) from None
+
+
+def _announce(plan: Plan, path: Path) -> None:
+    if plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths):
+        warnings.warn(
+            f"the decode phase of {path} is not executed under vLLM yet: decode runs dense", PlanWarning, stacklevel=2
+        )
+    if plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths):
+        warnings.warn(f"the prefill phase of {path} is dense at every length: it changes nothing here", PlanWarning, 2)

@@ -1,0 +1,118 @@
+"""doctor: what is installed and which backend runs, and with --memory what a run takes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from model_folders import save_model
+from tiny_models import tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+
+from sparsekv.plans.files import write_plan
+
+GPU = ("--device-memory", "1.5GiB", "--host-memory", "1.25 GiB", "--dtype", "float32")
+
+HOSTED = (1, 2, 3, 4, 5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its plan, which permits to offload five layers of six, beside it, and without weights."""
+    model = tiny_model(context=1 << 20, layers=6)
+    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
+    write_plan(plan_for(model, None, decode_plan(segment(0, HOSTED, 64), offload=HOSTED)), folder / "sparsekv.yaml")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def test_doctor_names_the_backend_and_why_not_the_others(sparsekv):
+    data = sparsekv("doctor", "--device", "cpu", "--json").data
+    assert data["backend"]["name"] == "cpu"
+    assert data["backend"]["rejected"].keys() == {"flash", "triton"}
+    assert data["versions"]["torch"]
+    text = sparsekv("doctor", "--device", "cpu").out
+    assert "not triton: " in text
+    assert "host memory" in text
+    assert data["host"]["available_bytes"] is None or data["host"]["available_bytes"] > 0
+    assert sparsekv("doctor", "--device", "cpu", "--backend", "triton").code == 2
+
+
+def test_the_longest_prompt_fits_and_a_longer_one_does_not(sparsekv, folder):
+    first = sparsekv("doctor", "--memory", folder, "1k", *GPU, "--json").data
+    assert first["fits"]
+    longest = first["longest_prompt"]
+    fits, fails = (sparsekv("doctor", "--memory", folder, length, *GPU, "--json") for length in (longest, longest + 1))
+    assert (fits.code, fails.code) == (0, 1)
+    assert (fits.data["fits"], fails.data["fits"]) == (True, False)
+    assert fits.data["longest_prompt"] == fails.data["longest_prompt"] == longest
+    assert fits.data["device"]["needed"] <= fits.data["device"]["available"] == 3 << 29
+
+
+def test_auto_moves_what_the_plan_permits_once_the_device_is_full(sparsekv, folder):
+    auto, never, always = (
+        sparsekv("doctor", "--memory", folder, "1k", *GPU, "--offload", how, "--json").data
+        for how in ("auto", "never", "always")
+    )
+    assert auto["host_layers"] == never["host_layers"] == []
+    assert always["host_layers"] == list(HOSTED)
+    assert never["longest_prompt"] < auto["longest_prompt"] == always["longest_prompt"]
+    longest = auto["longest_prompt"]
+    full = sparsekv("doctor", "--memory", folder, longest, *GPU)
+    assert full.code == 0
+    assert "5 of 6 layers (1-5) in host memory" in full.out
+    assert f"longest prompt that fits: {longest:,} tokens" in full.out
+    dense = sparsekv("doctor", "--memory", folder, "1k", *GPU, "--kv-host-layers", "0-1", "--json").data
+    assert dense["host_layers"] == [0, 1]
+
+
+def test_more_rows_longer_answers_and_whole_prompts_take_more(sparsekv, folder):
+    def longest(*options):
+        return sparsekv("doctor", "--memory", folder, "64", *GPU, *options, "--json").data["longest_prompt"]
+
+    plain = longest()
+    assert longest("--batch", 4) < plain / 3
+    assert longest("--max-new-tokens", 100_000) < plain < longest("--prefill-chunk", 4096)
+
+
+def test_a_cpu_has_one_memory(sparsekv, folder):
+    call = ("doctor", "--memory", folder, "4k", "--device", "cpu", "--host-memory", "2GiB")
+    data = sparsekv(*call, "--json").data
+    assert data["device"]["available"] is None
+    assert data["host"]["needed"] == data["device"]["needed"]
+    assert (data["device"]["hot_set"], data["device"]["spare"], data["host"]["kv"]) == (0, 0, 0)
+    assert "available" in sparsekv(*call).out
+    assert sparsekv("doctor", "--memory", folder, "1m", "--device", "cpu", "--host-memory", "2GiB").code == 1
+
+
+def test_without_a_plan_all_layers_are_dense(sparsekv, folder, tmp_path):
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("sparsekv.yaml"))
+    done = sparsekv("doctor", "--memory", bare, "1k", *GPU)
+    assert "no plan: all layers are dense" in done.out
+    named = ("--plan", folder / "sparsekv.yaml", "--offload", "always", "--json")
+    assert sparsekv("doctor", "--memory", bare, "1k", *GPU, *named).data["host_layers"] == list(HOSTED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--memory", "{}", "soon"), "--memory: expected a length"),
+        (("--memory", "{}", "1k", "--device-memory", "much"), "--device-memory: expected an amount"),
+        (("--memory", "{}", "1k", "--host-memory", "0GiB"), "--host-memory: expected an amount"),
+        (("--memory", "{}", "1k", "--device", "cpu", "--device-memory", "1GiB"), "found cpu"),
+        (("--memory", "{}", "1k", "--offload", "auto", "--kv-host-layers", "1"), "found both"),
+        (("--memory", "/nowhere/model", "1k"), "/nowhere/model"),
+        (("--batch", "2"), "beside --batch"),
+        (("--prefill-chunk", "64"), "beside --prefill-chunk"),
+    ],
+)
+def test_questions_that_cannot_be_meant_are_usage_errors(sparsekv, folder, arguments, word):
+    done = sparsekv("doctor", *(part.format(folder) for part in arguments))
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+
+
+def test_a_plan_of_another_model_is_refused(sparsekv, folder, tmp_path):
+    other = save_model(tiny_model(layers=7), tmp_path / "other")
+    call = ("doctor", "--memory", other, "1k", "--plan", folder / "sparsekv.yaml", *GPU)
+    assert sparsekv(*call).code == 3
+    assert sparsekv(*call, "--allow-mismatch").code == 0

@@ -1,0 +1,185 @@
+"""What a run takes of memory is known before it runs: exactly for keys and values, closely for the rest."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import random_tokens, tiny_model
+from tiny_plans import decode_plan, info_of, plan_for, segment
+from transformers import AutoConfig
+
+from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, hand_plan
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape, fraction, tokens
+from sparsekv.plans.phases import Offload
+from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.stores.pinned import Block
+
+GIB = 1 << 30
+OFFLOADED = (2, 3, 5)
+DECODE = decode_plan(segment(1, (2, 3), 64), segment(4, (5, 6), 32), offload=OFFLOADED, hot=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=7)
+
+
+@pytest.fixture(scope="module")
+def size(model):
+    return ModelSize.of(model, info_of(model))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return ModelSize.from_config(AutoConfig.for_model(**PUBLIC_SHAPES["llama3-8b-1m"]), torch.bfloat16, "llama")
+
+
+def test_the_size_of_a_config_is_that_of_the_model_made_of_it(model, size):
+    found = ModelSize.from_config(model.config, model.dtype, "tests/tiny")
+    assert found.weights == size.weights == model.get_memory_footprint()
+    assert (found.hidden, found.intermediate, found.dtype) == (64, 96, torch.float32)
+
+
+@pytest.mark.parametrize("hot", [tokens(16), tokens(5000), fraction(0.3)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"offload": "always"}, {"offload": "never"}, {"offload": "auto"}, {"kv_host_layers": 4}, {}],
+    ids=str,
+)
+def test_keys_and_values_take_what_was_said_to_the_byte(model, size, options, hot):
+    decode = DECODE.model_copy(update={"offload": Offload(layers=OFFLOADED, hot=hot)})
+    request = Request(300, 7, batch=2)
+    mode, layers = options.get("offload", "always"), options.get("kv_host_layers")
+    estimate = MemoryModel(size, None, decode, on_cpu=True, mode=mode, host_layers=layers)
+    use = estimate.use(request, estimate.place(request, Available(None, None)))
+    with torch.no_grad(), apply(model, plan_for(model, decode=decode), **options) as handle:
+        cache = handle.new_cache(request.tokens, request.batch)
+        made = handle.stats()
+        model(random_tokens(2, 300), past_key_values=cache)
+        ran = handle.stats()
+    assert (made.kv_bytes_device, made.kv_bytes_host) == (use.kv_device + use.hot_set, use.kv_host)
+    assert (ran.kv_bytes_device, ran.kv_bytes_host) == (made.kv_bytes_device, made.kv_bytes_host)
+    assert (use.kv_host > 0) == (options not in ({"offload": "never"}, {"offload": "auto"}) and hot != tokens(5000))
+
+
+# Peak memory of the sparse rows of "Whole models at long prompts" in benchmarks/RESULTS.md, on an H200.
+@pytest.mark.parametrize(
+    ("length", "density", "host_layers", "peak"),
+    [(1 << 15, 0.2, 0, 20.9), (1 << 17, 0.08, 0, 34.5), (1 << 19, 0.04, 0, 89.4), (1 << 20, 0.03, 12, 117.7)],
+)
+def test_peaks_of_long_prompts_are_as_they_were_measured(llama, length, density, host_layers, peak):
+    plan, _ = hand_plan(llama.info, [length], [density], TileShape())
+    estimate = MemoryModel(llama, plan.prefill, None, on_cpu=False, host_layers=host_layers)
+    use = estimate.use(Request(length), estimate.permitted)
+    assert (use.device - use.spare) / GIB == pytest.approx(peak, rel=0.02)
+    assert use.kv_host == host_layers * (length - 1024) * 2 * 8 * 128 * 2
+
+
+@given(
+    device=st.integers(0, 1 << 26),
+    host=st.integers(0, 3 << 30),
+    answer=st.integers(0, 50),
+    chunk=st.none() | st.just(64),
+)
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+def test_the_longest_prompt_fits_and_one_token_more_does_not(size, mode, device, host, answer, chunk):
+    estimate, available = MemoryModel(size, None, DECODE, False, mode), Available(GIB + device, host)
+    longest = estimate.longest(Request(1, answer, chunk=chunk), available)
+
+    def fits(prompt):
+        request = Request(prompt, answer, chunk=chunk)
+        return estimate.fits(estimate.use(request, estimate.place(request, available)), available)
+
+    assert longest == 0 or fits(longest)
+    assert not fits(longest + 1)
+
+
+@given(free=st.integers(0, 1 << 26), prompt=st.integers(1, 20_000))
+def test_auto_moves_as_few_layers_as_it_can_and_none_that_the_plan_does_not_permit(size, free, prompt):
+    estimate, request = MemoryModel(size, None, DECODE, False, "auto"), Request(prompt)
+    never = MemoryModel(size, None, DECODE, False, "never")
+    available = Available(GIB + free, None)
+    found, tighter = (estimate.place(request, one).layers for one in (available, Available(GIB + free // 2, None)))
+    assert found <= tighter <= set(OFFLOADED)
+    assert (not found) == never.fits(never.use(request, never.permitted), available) or not OFFLOADED
+    if found:
+        assert 5 in found  # its segment chooses fewer tokens
+
+
+def test_a_request_that_does_not_fit_is_refused_with_the_prompt_that_would(size):
+    estimate, available = MemoryModel(size, None, DECODE, False, "never"), Available(2 * GIB, None)
+    longest = estimate.longest(Request(1), available)
+    estimate.check(Request(longest), estimate.permitted, available)
+    with pytest.raises(
+        UsageError, match=rf"device memory for {longest + 1:,} tokens.*2\.0 GiB.*a prompt of {longest:,}"
+    ):
+        estimate.check(Request(longest + 1), estimate.permitted, available)
+    with pytest.raises(UsageError, match="no prompt fits"):
+        estimate.check(Request(1), estimate.permitted, Available(0, None))
+    hosted = MemoryModel(size, None, DECODE, False, "always")
+    with pytest.raises(UsageError, match=r"of host memory .*layers 2-3,5 in host memory"):
+        hosted.check(Request(1 << 22), hosted.permitted, Available(None, GIB))
+
+
+def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(model):
+    with apply(model, plan_for(model, decode=DECODE)) as handle:
+        with pytest.raises(UsageError, match="GiB of host memory"):
+            handle.new_cache(1 << 34)
+        assert handle.stats().kv_bytes_host == 0
+
+
+def test_a_turn_that_memory_cannot_hold_is_refused_before_it_runs(model):
+    with torch.no_grad(), apply(model, plan_for(model, decode=DECODE)) as handle:
+        cache = handle.new_cache(100)
+        model(random_tokens(1, 90), past_key_values=cache)
+        handle.check_growth(cache, 95)
+        handle.check_growth(cache, 400, chunk=64)
+        with pytest.raises(UsageError, match=r"GiB of host memory .* a prompt of"):
+            handle.check_growth(cache, 1 << 34)
+        assert cache.get_seq_length() == 90
+        model(random_tokens(1, 5), past_key_values=cache)
+
+
+def blocks():
+    return sum(type(thing) is Block for thing in gc.get_objects())
+
+
+def test_ctrl_c_while_memory_is_had_frees_all_of_it(model):
+    told = []
+
+    def press(more, total):
+        told.append((more, total))
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    before = blocks()
+    with apply(model, plan_for(model, decode=DECODE)) as handle:
+        with pytest.raises(KeyboardInterrupt):
+            handle.new_cache(1000, on_bytes=press)
+        assert blocks() == before
+        stats = handle.stats()
+        assert (stats.kv_bytes_device, stats.kv_bytes_host) == (0, 0)
+        told.clear()
+        cache = handle.new_cache(1000, on_bytes=lambda more, total: told.append((more, total)))
+        assert sum(more for more, _ in told) == handle.stats().kv_bytes_host == told[0][1]
+        assert blocks() == before + len(OFFLOADED)
+        del cache
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"offload": "sometimes"}, "auto, always, never"),
+        ({"offload": ["auto"]}, "auto, always, never"),
+        ({"offload": "auto", "kv_host_layers": 1}, "found both"),
+    ],
+    ids=str,
+)
+def test_offloading_that_cannot_be_meant_is_refused(model, options, word):
+    with pytest.raises(UsageError, match=word):
+        apply(model, plan_for(model), **options)
+    assert model.config._attn_implementation == "sdpa"

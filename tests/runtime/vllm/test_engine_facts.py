@@ -1,0 +1,83 @@
+"""Engines that cannot run a plan are refused when they start, each by name and with a way out."""
+
+from typing import Any
+
+import pytest
+from plans_samples import model_info, small_plan
+
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.model import AttentionGroup
+from sparsekv.plans.patterns import AShape, TileShape, tokens
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
+
+FACTS: dict[str, Any] = {"release": "0.32.0", "device": "cpu"}
+
+
+def refusal(plan: Plan | None = None, allow_untested: bool = False, **facts: Any) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(EngineFacts(**(FACTS | facts)), plan or small_plan(), allow_untested)
+    return str(caught.value)
+
+
+def test_a_plain_engine_is_taken() -> None:
+    check_engine(EngineFacts(**FACTS), small_plan(), False)
+    check_engine(EngineFacts(**FACTS, dtype="bfloat16", kv_cache_dtype="bfloat16"), small_plan(), False)
+
+
+@pytest.mark.parametrize(
+    ("fact", "named", "way_out"),
+    [
+        ({"speculative": "eagle"}, "speculative decoding (eagle)", "--speculative-config"),
+        ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8 beside a model in float32", "--kv-cache-dtype auto"),
+        ({"context_parallel": 2}, "context parallelism over 2 ranks", "set its sizes to 1"),
+        ({"tensor_parallel": 4}, "tensor parallelism over 4 ranks, not yet", "--tensor-parallel-size 1"),
+        ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
+        ({"encoder_decoder": True}, "cross-attention", "only decoders"),
+        ({"latent": True}, "MLA", "keys and values of each head"),
+        ({"release": "0.31.0"}, "vLLM 0.31.0 on cpu", '"allow_untested": true'),
+        ({"release": "0.26.0", "device": "cuda"}, "vLLM 0.26.0 on cuda", "tested with vLLM 0.32.0 on cpu"),
+    ],
+    ids=str,
+)
+def test_what_the_host_cannot_run_is_refused_by_name(fact: dict[str, Any], named: str, way_out: str) -> None:
+    message = refusal(**fact)
+    assert named in message
+    assert way_out in message
+    assert '"dense": true' in message
+
+
+def test_everything_that_stands_in_the_way_is_named_at_once() -> None:
+    message = refusal(speculative="ngram", tensor_parallel=2)
+    assert "speculative decoding" in message
+    assert "tensor parallelism" in message
+
+
+def test_an_untested_release_runs_where_it_is_allowed_and_nothing_else_with_it() -> None:
+    check_engine(EngineFacts(**(FACTS | {"release": "0.40.0"})), small_plan(), True)
+    assert "vLLM" not in refusal(allow_untested=True, release="0.40.0", speculative="ngram").partition("found:")[2]
+
+
+def test_pipeline_stages_that_cut_a_segment_are_refused_and_others_are_not() -> None:
+    plan = small_plan()  # layer 2 chooses for layers 4 to 7
+    assert "part filter layer 2 from layers of its segment" in refusal(plan, stages=(range(5), range(5, 12)))
+    check_engine(EngineFacts(**FACTS, stages=(range(8), range(8, 12))), plan, False)
+
+
+def test_patterns_in_sliding_layers_are_refused_and_dense_sliding_layers_are_not() -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+    groups = (
+        AttentionGroup(layers=(0,), kind="sliding", window=512, **shape),
+        AttentionGroup(layers=(1,), kind="full", **shape),
+    )
+    model = model_info(attention=groups)
+
+    def plan(layer: int) -> Plan:
+        group = HeadGroup(layer=layer, heads=(0,), pattern=AShape(sink=tokens(128), window=tokens(128)))
+        prefill = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=(group,)),))
+        return Plan(status="unverified", model=model, prefill=prefill)
+
+    check_layers(plan(1), model)
+    with pytest.raises(UnsupportedError, match=r"sliding window \(0\)"):
+        check_layers(plan(0), model)

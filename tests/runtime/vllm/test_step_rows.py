@@ -1,0 +1,32 @@
+"""Which rows of an engine step are prefill, and which of those run sparse."""
+
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows, prefill_rows, split_rows
+
+SPARSE = (AShape(sink=tokens(64), window=tokens(64)),) * 2
+LAYER = LayerProgram(0, heads=2, kv_heads=1, window=None, bounds=(512,), patterns=((), SPARSE))
+
+
+def test_decode_rows_and_padding_are_no_prefill_and_single_prompt_tokens_are() -> None:
+    # a decode row, a chunk behind 300 tokens, padding, the last token of a prompt, a prompt computed again
+    rows = prefill_rows([0, 1, 101, 101, 102, 152], [80, 400, 0, 513, 50], [False, True, False, True, False])
+    assert rows == (
+        PrefillRows(1, slice(1, 101), Chunk((300,), (400,))),
+        PrefillRows(3, slice(101, 102), Chunk((512,), (513,))),
+        PrefillRows(4, slice(102, 152), Chunk((0,), (50,))),
+    )
+
+
+def test_a_chunk_is_sparse_by_the_length_at_its_end() -> None:
+    before, behind = (PrefillRows(n, slice(0, 100), Chunk((end - 100,), (end,))) for n, end in enumerate((512, 513)))
+    assert split_rows(LAYER, (before, behind)) == ((behind,), (before,))
+
+
+def test_what_is_left_to_the_dense_kernel_is_built_once_a_step(tmp_path) -> None:
+    asked: list[frozenset[int]] = []
+    step = StepRows((), None, lambda done: asked.append(done))
+    for done in ({1}, {1}, {1, 2}, {1}):
+        assert step.rest(frozenset(done)) is None
+    assert asked == [{1}, {1, 2}]

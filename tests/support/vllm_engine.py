@@ -1,0 +1,109 @@
+"""An engine of vLLM on the CPU, which chunks it makes, and the transformers host given the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.apply import apply
+
+BUDGET = 512  # tokens of a step
+LONGEST = 3072
+PAGES = 64  # of 128 tokens
+NEW = 8  # tokens of an answer
+CROSSOVER = 384
+
+
+def make_engine(model: str, **settings: Any) -> Any:
+    """An engine on the CPU."""
+    from vllm import LLM
+
+    given = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": LONGEST,
+        "max_num_batched_tokens": BUDGET,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": PAGES,
+        "disable_log_stats": False,
+    }
+    return LLM(model, **(given | settings))
+
+
+def generate(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """The engine's outputs for prompts that it gets at once: NEW tokens each, greedy."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+    return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, use_tqdm=False)
+
+
+def tokens_of(output: Any) -> list[int]:
+    """The answer."""
+    return list(output.outputs[0].token_ids)
+
+
+def chunks_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Where the engine cuts prompts that it gets at once: a step spends BUDGET tokens, requests that run come first."""
+    done, made, cuts = [0] * len(lengths), [0] * len(lengths), [[] for _ in lengths]
+    while any(new < NEW for new in made):
+        left = BUDGET
+        for number, length in enumerate(lengths):
+            if made[number] == NEW or not left:
+                continue
+            rows = min(length - done[number], left) if done[number] < length else 1
+            left -= rows
+            if done[number] < length:
+                done[number] += rows
+                cuts[number].append(done[number])
+            made[number] += done[number] == length
+    return [ends[:-1] for ends in cuts]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, the log-probability of each, and the density of prefill."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    density: float | None
+
+
+class Oracle:
+    """The transformers host, given the same chunks."""
+
+    def __init__(self, model: Any, plan: Plan | None) -> None:
+        self._model, self._plan = model, plan
+
+    def __call__(self, prompt: Sequence[int], cuts: Sequence[int]) -> Answer:
+        """NEW tokens, where chunks end at `cuts` and at the end of the prompt."""
+        if self._plan is None:
+            return Answer(*self._decode(prompt, cuts), None)
+        with apply(self._model, self._plan, decode=False) as handle:
+            return Answer(*self._decode(prompt, cuts), handle.stats().prefill_density)
+
+    @torch.no_grad()
+    def _decode(self, prompt: Sequence[int], cuts: Sequence[int]) -> tuple[list[int], list[float]]:
+        cache, new, logprobs = None, [], []
+        for first, end in pairwise((0, *cuts, len(prompt))):
+            out = self._model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+        for _ in range(NEW):
+            best = out.logits[0, -1].log_softmax(0).max(0)
+            new.append(int(best.indices))
+            logprobs.append(float(best.values))
+            out = self._model(torch.tensor([new[-1:]]), past_key_values=cache, use_cache=True)
+        return new, logprobs
+
+
+def same(output: Any, answer: Answer) -> bool:
+    """Whether the engine gave the same tokens, with the same probabilities within float32's reach."""
+    chosen = output.outputs[0]
+    logprobs = [at[token].logprob for at, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
+    return tokens_of(output) == answer.tokens and logprobs == pytest.approx(answer.logprobs, abs=1e-3)

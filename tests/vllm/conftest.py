@@ -1,0 +1,102 @@
+"""vLLM's engine on the CPU, in this process. Without vLLM nothing here is collected: `make test-vllm` has it."""
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports vLLM.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a line that counts log-probabilities: a minute
+
+from vllm_engine import CROSSOVER, Oracle, make_engine
+
+from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.load import LoadedModel, load_model
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def reference() -> LoadedModel:
+    return load_model("tiny-retriever", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def plan(reference: LoadedModel) -> Plan:
+    """Sparse from CROSSOVER on, in all layers but one, which is sparse from 1536 on; a decode phase nobody runs."""
+    lines = VerticalSlash(vertical=tokens(64), slash=tokens(256), last_q=64, max_tiles=fraction(0.4))
+    patterns = (lines, BlockSparse(keep=fraction(0.3)), AShape(sink=tokens(64), window=tokens(256)), Dense())
+
+    def heads(layers: Sequence[int]) -> tuple[HeadGroup, ...]:
+        return tuple(
+            HeadGroup(layer=layer, heads=(head,), pattern=patterns[head]) for layer in layers for head in range(4)
+        )
+
+    everywhere = range(reference.info.layers)
+    prefill = PrefillPlan(
+        tile=TileShape(query=64, key=64),
+        lengths=(
+            PrefillBucket(up_to=CROSSOVER, dense=True),
+            PrefillBucket(up_to=1536, heads=heads([layer for layer in everywhere if layer != 3])),
+            PrefillBucket(up_to=None, heads=heads(everywhere)),
+        ),
+    )
+    chosen = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=64), sink=4, recent=32)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(chosen,)),))
+    return Plan(status="unverified", model=reference.info, prefill=prefill, decode=decode)
+
+
+@pytest.fixture(scope="session")
+def plan_file(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    write_plan(plan, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def llm(reference: LoadedModel, plan_file: Path) -> Any:
+    """One engine with the plan for all tests: it takes the better part of a minute to start."""
+    return make_engine(str(reference.model.name_or_path), additional_config={"sparsekv": {"plan": str(plan_file)}})
+
+
+@pytest.fixture
+def engine(llm: Any) -> Any:
+    """The engine with nothing cached and nothing counted."""
+    from sparsekv.runtime.vllm.counters import reset_stats
+
+    assert llm.reset_prefix_cache()
+    reset_stats(llm)
+    return llm
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: LoadedModel) -> dict[int, list[int]]:
+    """Questions about a number hidden in a document, by length."""
+    kit = prepare(reference.tokenizer, Split.EVALUATION)
+    lengths = (200, 700, 1100, 1500, 2000, 2700)
+    samples = {n: make_sample(TASKS["niah_single"], kit, n + 8, 0, n).prompt_ids for n in lengths}  # 8 for the answer
+    assert {n: len(ids) for n, ids in samples.items()} == {n: n for n in lengths}
+    return {n: [int(token) for token in ids] for n, ids in samples.items()}
+
+
+@pytest.fixture(scope="session")
+def sparse(reference: LoadedModel, plan: Plan) -> Iterator[Oracle]:
+    """The plan in the transformers host."""
+    return Oracle(reference.model, plan)
+
+
+@pytest.fixture(scope="session")
+def dense(reference: LoadedModel) -> Oracle:
+    """The unmodified model."""
+    return Oracle(reference.model, None)

@@ -1,0 +1,74 @@
+"""Every name of vLLM that `runtime/vllm/internals.py` uses is there, and takes what we give it."""
+
+import ast
+import inspect
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+import sparsekv.runtime.vllm.internals as internals
+from sparsekv.runtime.vllm.engine_facts import TESTED
+
+IMPORTS = [
+    (node.module, alias.name)
+    for node in ast.walk(ast.parse(Path(inspect.getfile(internals)).read_text()))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+    for alias in node.names
+]
+FIELDS = {
+    VllmConfig: {
+        "additional_config", "cache_config", "compilation_config", "kv_transfer_config", "model_config",
+        "parallel_config", "speculative_config",
+    },
+    ModelConfig: {"model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len"},
+    ParallelConfig: {
+        "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    },
+    CacheConfig: {"cache_dtype", "block_size"},
+    CommonAttentionMetadata: {
+        "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
+        "block_table_tensor", "slot_mapping", "positions", "is_prefilling", "seq_lens_cpu_upper_bound", "req_idx",
+        "_num_computed_tokens_cache", "_token_to_req_indices_cache",
+    },
+}  # fmt: skip
+CALLS = {
+    CPUAttentionBackendImpl.forward: (
+        "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
+    ),
+    CPUAttentionBackendImpl.do_kv_cache_update: ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    CPUAttentionMetadataBuilder.__init__: ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    CPUAttentionMetadataBuilder.build: ("common_prefix_len", "common_attn_metadata", "fast_build"),
+}  # fmt: skip
+
+
+def test_the_installed_release_is_one_of_the_tested() -> None:
+    assert internals.release.partition("+")[0] in TESTED["cpu"]
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTS)
+def test_what_is_imported_is_there(module: str, name: str) -> None:
+    assert hasattr(import_module(module), name)
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
+def test_configurations_and_metadata_have_the_fields_that_are_read(kind: type) -> None:
+    assert FIELDS[kind] <= {field.name for field in fields(kind)}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
+def test_what_is_overridden_is_called_as_we_expect(call: object) -> None:
+    assert tuple(inspect.signature(call).parameters)[1:] == CALLS[call]
+
+
+def test_the_backend_attends_after_the_cache_was_written() -> None:
+    assert CPUAttentionBackend.forward_includes_kv_cache_update is False

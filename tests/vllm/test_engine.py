@@ -1,0 +1,160 @@
+"""Plans in vLLM's engine, held against the transformers host given the same chunks."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, chunks_of, generate, make_engine, same, tokens_of
+
+from sparsekv.plans.errors import PlanMismatchError, UsageError
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+from sparsekv.runtime.vllm.plan_host import PlanHost, Scratch
+
+Prompts = dict[int, list[int]]
+
+
+@pytest.mark.parametrize("length", [700, 1500, 2700])
+def test_a_prompt_is_answered_as_by_the_transformers_host_with_the_same_chunks(
+    engine: Any, sparse: Oracle, prompts: Prompts, length: int
+) -> None:
+    (output,) = generate(engine, [prompts[length]])
+    answer = sparse(prompts[length], range(BUDGET, length, BUDGET))
+    assert same(output, answer)
+    stats = serving_stats(engine)
+    assert stats.prefill_density == pytest.approx(answer.density, rel=1e-3)
+    assert stats.prefill_density < 0.9
+    assert (stats.sparse_tokens, stats.dense_tokens, stats.failures) == (length, 0, 0)
+
+
+def test_prompts_at_once_are_answered_as_by_the_transformers_host_with_the_same_chunks(
+    engine: Any, sparse: Oracle, prompts: Prompts
+) -> None:
+    outputs = generate(engine, list(prompts.values()))
+    cuts = chunks_of([len(prompt) for prompt in prompts.values()])
+    answers = [sparse(prompt, ends) for prompt, ends in zip(prompts.values(), cuts, strict=True)]
+    assert [same(output, answer) for output, answer in zip(outputs, answers, strict=True)] == [True] * len(prompts)
+    stats = serving_stats(engine)
+    assert stats.prefill_density < 0.75
+    assert stats.sparse_tokens + stats.dense_tokens == sum(prompts)
+    assert stats.dense_tokens <= 200 + CROSSOVER * (len(prompts) - 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cut_of_a_prompt_runs_sparse_and_is_answered_as_by_the_transformers_host(
+    engine: Any, sparse: Oracle, prompts: Prompts, seed: int
+) -> None:
+    """Each request but the first finds the one before it in the prefix cache: so the cuts are known."""
+    source = random.Random(seed)
+    prompt = prompts[source.choice((1100, 2000, 2700))]
+    hits = sorted(source.sample(range(128, len(prompt), 128), 4))
+    outputs = [generate(engine, [prompt[:end]])[0] for end in (*hits, len(prompt))]
+    assert [output.num_cached_tokens for output in outputs] == [0, *hits]
+    cuts = sorted(
+        {
+            *hits,
+            *(cut for first, end in pairwise((0, *hits, len(prompt))) for cut in range(first + BUDGET, end, BUDGET)),
+        }
+    )
+    answer = sparse(prompt, cuts)
+    assert same(outputs[-1], answer)
+    stats = serving_stats(engine)
+    assert stats.prefill_density == pytest.approx(answer.density, rel=1e-3)
+    ends = [*cuts, len(prompt)]
+    assert stats.sparse_tokens == len(prompt) - max((end for end in ends if end <= CROSSOVER), default=0)
+
+
+def test_a_chunk_of_a_single_token_is_prefill(engine: Any, prompts: Prompts) -> None:
+    prompt = prompts[2000]
+    generate(engine, [prompt[:1536]])
+    reset_stats(engine)
+    (output,) = generate(engine, [prompt[:1537]])
+    assert output.num_cached_tokens == 1536
+    stats = serving_stats(engine)
+    assert stats.sparse_tokens == 1
+    assert stats.prefill_density < 0.9
+
+
+def test_short_prompts_and_decode_rows_are_dense(engine: Any, dense: Oracle, prompts: Prompts) -> None:
+    asked = [prompts[200], prompts[700][:CROSSOVER]]
+    for output, prompt in zip(generate(engine, asked), asked, strict=True):
+        assert same(output, dense(prompt, ()))
+    stats = serving_stats(engine)
+    assert stats.prefill_density == 1.0
+    assert (stats.sparse_tokens, stats.dense_tokens) == (0, 200 + CROSSOVER)
+
+
+def test_a_cancelled_request_leaves_the_others_as_they_were(engine: Any, sparse: Oracle, prompts: Prompts) -> None:
+    asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
+    inner, outputs = engine.llm_engine, {}
+    for name, length in (("gone", 2700), ("stays", 2000)):
+        inner.add_request(name, {"prompt_token_ids": prompts[length]}, asked)
+    inner.step()
+    inner.abort_request(["gone"])
+    while inner.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in inner.step() if output.finished}
+    assert outputs.keys() == {"stays"}
+    assert same(outputs["stays"], sparse(prompts[2000], range(BUDGET, 2000, BUDGET)))
+    assert engine.reset_prefix_cache(), "pages of the cancelled request are still taken"
+
+
+def preemptions(engine: Any) -> int:
+    return next(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def test_preempted_requests_end_and_run_sparse_again(engine: Any, prompts: Prompts) -> None:
+    longer = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
+    many = [prompts[1500][shift:] for shift in range(5)]  # they fit, but not with their answers
+    before = preemptions(engine)
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in many], longer, use_tqdm=False)
+    assert preemptions(engine) > before
+    assert [len(tokens_of(output)) for output in outputs] == [140] * 5
+    assert serving_stats(engine).prefill_density < 0.8
+    assert engine.reset_prefix_cache()
+
+
+def host_of(engine: Any) -> PlanHost:
+    (host,) = engine.apply_model(lambda model: model.model.layers[0].self_attn.attn.impl.plan_host)
+    return host
+
+
+def test_a_chunk_that_fails_runs_dense_and_is_counted_and_the_engine_goes_on(
+    engine: Any, dense: Oracle, prompts: Prompts
+) -> None:
+    host = host_of(engine)
+    whole, host.scratch = host.scratch, Scratch(1, 1, *host.scratch.kind)
+    try:
+        generate(engine, [prompts[700]])
+        failed = serving_stats(engine)
+    finally:
+        host.scratch = whole
+    assert failed.failures == 11  # the chunk from 512 on, in all layers that are sparse there
+    reset_stats(engine)
+    assert engine.reset_prefix_cache()
+    generate(engine, [prompts[700]])
+    assert serving_stats(engine).failures == 0
+
+
+def test_without_a_plan_the_engine_is_as_without_us(reference: LoadedModel, dense: Oracle, prompts: Prompts) -> None:
+    plain = make_engine(str(reference.model.name_or_path))
+    outputs = generate(plain, [prompts[700], prompts[2000]])
+    assert [same(output, dense(prompts[n], ())) for output, n in zip(outputs, (700, 2000), strict=True)] == [True, True]
+    with pytest.raises(UsageError, match="engine that runs a plan"):
+        serving_stats(plain)
+
+
+def test_another_models_plan_beside_the_model_is_refused_when_the_engine_starts(
+    reference: LoadedModel, plan: Plan, tmp_path: Path
+) -> None:
+    for file in Path(reference.model.name_or_path).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    group = plan.model.attention[0].model_copy(update={"head_dim": 32})
+    other = plan.model.model_copy(update={"id": "example/other", "attention": (group,)})
+    write_plan(plan.model_copy(update={"model": other}), tmp_path / "sparsekv.yaml")
+    with pytest.raises(PlanMismatchError, match="head dim: plan 32, model 64"):
+        make_engine(str(tmp_path))
