@@ -134,6 +134,14 @@ def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(mode
         assert handle.stats().kv_bytes_host == 0
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"tokens": None}, {"tokens": 9, "chunk": 0}, {"tokens": 9, "at_most": True}], ids=str
+)
+def test_sizes_that_are_none_are_refused(model, sizes):
+    with apply(model, plan_for(model)) as handle, pytest.raises(UsageError, match="of 1 or more"):
+        handle.new_cache(**sizes)
+
+
 def test_a_turn_that_memory_cannot_hold_is_refused_before_it_runs(model):
     with torch.no_grad(), apply(model, plan_for(model, decode=DECODE)) as handle:
         cache = handle.new_cache(100)
