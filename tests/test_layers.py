@@ -117,6 +117,14 @@ def test_the_core_and_the_stores_know_no_host(path: Path) -> None:
     assert hostless_breaches(path) == []
 
 
+def test_the_hosts_do_not_know_each_other() -> None:
+    other = {"hf": "sparsekv.runtime.vllm", "vllm": "sparsekv.runtime.hf"}
+    files = [(path, name) for host, name in other.items() for path in (ROOT / "runtime" / host).glob("*.py")]
+    assert len(files) > 2
+    breaches = [path for path, name in files for module, _ in imported(ast.parse(path.read_text())) if name in module]
+    assert breaches == []
+
+
 def test_one_file_alone_imports_vllm_which_promises_nothing_of_its_inside() -> None:
     users = [
         path for path in SOURCES if any(m.split(".")[0] == "vllm" for m, _ in imported(ast.parse(path.read_text())))

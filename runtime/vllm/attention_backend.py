@@ -134,8 +134,10 @@ class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
         """vLLM's metadata of a step, with the prefill rows beside it."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._host is not None:
-            self._log(self._host)  # of the steps before: the layers of this one have not run yet
             prefill = prefill_rows(*vllm.requests_of(common_attn_metadata))
+            line = self._host.counters.line(time.monotonic(), bool(prefill))  # of the steps before this one
+            if line is not None:
+                vllm.logger.info("sparsekv: %s", line)
             self._host.count_step(prefill)
             rest_of = partial(self._rest_of, common_attn_metadata)
             setattr(metadata, _STEP, StepRows(prefill, common_attn_metadata.block_table_tensor, rest_of))
@@ -144,12 +146,6 @@ class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
     def _rest_of(self, common: Any, done: frozenset[int]) -> Rest | None:
         part = vllm.part_without(common, done)
         return None if part is None else Rest(part.rows_T, super().build(0, part.common))
-
-    @staticmethod
-    def _log(host: PlanHost) -> None:
-        line = host.counters.line(time.monotonic())
-        if line is not None:
-            vllm.logger.info("sparsekv: %s", line)
 
 
 def _host_of(config: Any) -> PlanHost | None:

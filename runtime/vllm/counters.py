@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ class Counters:
 
     def __init__(self) -> None:
         self.reset()
-        self._logged, self._logged_at = _NONE, 0.0
+        self._logged_at = -math.inf
+        self._waiting_since: float | None = None
 
     def reset(self) -> None:
         """Starts counting anew."""
@@ -68,14 +70,22 @@ class Counters:
             run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures
         )
 
-    def line(self, now: float) -> str | None:
-        """What to log at this time in seconds: at most once in LOG_SECONDS, and only after prompts."""
-        tokens = self.sparse_tokens + self.dense_tokens
-        if now - self._logged_at < LOG_SECONDS or tokens == self._logged.sparse_tokens + self._logged.dense_tokens:
+    def line(self, now: float, prefilling: bool) -> str | None:
+        """What to log at this time in seconds: at most once in LOG_SECONDS, after prompts, and while prompts go on
+        without end in between.
+
+        Args:
+            now: of a clock that never goes back.
+            prefilling: whether the step that begins prefills as well.
+        """
+        if self.sparse_tokens + self.dense_tokens == self._logged.sparse_tokens + self._logged.dense_tokens:
+            return None
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        if now - (self._waiting_since if prefilling else self._logged_at) < LOG_SECONDS:
             return None
         stats = self.read()
         said = str(stats.since(self._logged))
-        self._logged, self._logged_at = stats, now
+        self._logged, self._logged_at, self._waiting_since = stats, now, None
         return said
 
 

@@ -1,0 +1,60 @@
+"""What is read of vLLM's own configuration, and the backend that it is given."""
+
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import UnsupportedError
+from sparsekv.runtime.vllm.attention_backend import SparseBackend
+from sparsekv.runtime.vllm.engine_facts import EngineFacts
+from sparsekv.runtime.vllm.internals import engine_facts, engine_model
+from sparsekv.runtime.vllm.unavailable import UnavailableBackend
+
+FOLDER = resolve_model("tiny-retriever").path_or_id
+
+
+def config_of(**settings: Any) -> Any:
+    return EngineArgs(model=FOLDER, dtype="float32", enforce_eager=True, **settings).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({}, {}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}),
+        ({"tensor_parallel_size": 2}, {"tensor_parallel": 2}),
+        ({"pipeline_parallel_size": 2}, {"stages": (range(6), range(6, 12))}),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            {"speculative": "ngram"},
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            {"kv_connector": "ExampleConnector"},
+        ),
+    ],
+    ids=lambda given: next(iter(given), "plain"),
+)
+def test_what_decides_about_a_plan_is_read_as_it_is_set(settings: dict[str, Any], facts: dict[str, Any]) -> None:
+    assert engine_facts(config_of(**settings)) == EngineFacts(**({"release": "0.32.0", "device": "cpu"} | facts))
+
+
+def test_the_model_is_described_as_it_is_loaded() -> None:
+    model = engine_model(config_of(max_model_len=3072))
+    assert (model.name, model.config.model_type, model.longest, model.page) == (FOLDER, "llama", 3072, 128)
+
+
+def test_the_backend_stands_in_the_place_of_vllms_own_in_every_process_that_loads_plugins() -> None:
+    config_of()  # makes vLLM load its plugins
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is SparseBackend
+    assert SparseBackend.get_name() == AttentionBackendEnum.CPU_ATTN.name
+    assert current_platform.device_type == "cpu"
+
+
+def test_another_device_is_refused_when_vllm_asks_what_the_backend_can_do() -> None:
+    with pytest.raises(UnsupportedError, match="expected vLLM on a CPU"):
+        UnavailableBackend.validate_configuration(head_size=64)
