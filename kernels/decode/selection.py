@@ -40,18 +40,25 @@ class Selection:
             return self
         return Selection(self.chosen_BgN.to(device), self.counts_B.to(device), self.sink, self.recent)
 
-    def listed(self, lengths_B: torch.Tensor) -> torch.Tensor:
-        """Sinks, chosen and recent tokens as one list: int32 [B, g, sink + N + recent], -1 where a row has fewer.
+    def listed(self, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sinks, chosen and recent tokens of each row as one list, in this order and without gaps, for stores that
+        fetch tokens: int32 [B, g, sink + N + recent], -1 behind them; and int32 [B], how many.
 
-        For stores that fetch tokens. No row may attend to everything.
+        Rows that attend to everything list nothing.
         """
-        device, (batch, heads, most) = self.chosen_BgN.device, self.chosen_BgN.shape
-        sink_S = torch.arange(self.sink, dtype=torch.int32, device=device)
-        recent_BR = lengths_B[:, None] - torch.arange(self.recent, 0, -1, dtype=torch.int32, device=device)
-        unused_BN = torch.arange(most, dtype=torch.int32, device=device) >= self.counts_B[:, None]
-        chosen_BgN = self.chosen_BgN.masked_fill(unused_BN[:, None], -1)
-        parts = (sink_S.expand(batch, heads, -1), chosen_BgN, recent_BR[:, None].expand(-1, heads, -1))
-        return torch.cat(parts, 2)
+        chosen_BgN, sink = self.chosen_BgN, self.sink
+        batch, lists, _ = chosen_BgN.shape
+        number_M = torch.arange(self.most, dtype=torch.int32, device=chosen_BgN.device)
+        count_B1 = self.counts_B[:, None].clamp(min=0)
+        total_B = torch.where(self.counts_B < 0, 0, self.counts_B + sink + self.recent)
+        recent_BM = lengths_B[:, None] - self.recent + number_M - sink - count_B1
+        ends_BM = torch.where(number_M < sink, number_M, recent_BM)[:, None]
+        at_M = (number_M - sink).clamp(0, max(chosen_BgN.shape[2] - 1, 0)).long()
+        none_Bg1 = chosen_BgN.new_full((batch, lists, 1), -1)
+        middle_BgM = (chosen_BgN if chosen_BgN.shape[2] else none_Bg1).index_select(2, at_M)
+        is_chosen_BM = (number_M >= sink) & (number_M < sink + count_B1)
+        listed_BgM = torch.where(is_chosen_BM[:, None], middle_BgM, ends_BM)
+        return listed_BgM.masked_fill((number_M >= total_B[:, None])[:, None], -1), total_B
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import cast
 
 import numpy as np
@@ -33,7 +34,7 @@ from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import HostStore, Reads
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
@@ -129,6 +130,7 @@ def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
 
 SECONDS_A_TIMING = 0.03
 _MOST_COPIES = 16
+_FETCHED = (1.0, 0.125)  # shares of chosen tokens that are not in the hot set
 _FEW = 16  # the fewest chosen tokens that are timed: one in so many
 _FEWEST_RUNS = 4  # on a CPU, beside those that fill the time
 _LEAST_US = 1.0  # of a difference of two timings
@@ -139,6 +141,17 @@ def _filter(count: int, heads: int, keys: KeyView) -> LayerProgram:
     part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=1)
     segment = SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,))
     return LayerProgram(0, heads, keys.kv_heads, None, filters=segment)
+
+
+def _with_others(selection: Selection, length: int, share: float) -> Selection:
+    """A choice that differs in this share of its tokens, as far as there are others. Waits for the device."""
+    chosen_N = selection.chosen_BgN[0, 0]
+    is_free_S = torch.ones(length, dtype=torch.bool, device=chosen_N.device)
+    is_free_S[: selection.sink] = is_free_S[length - selection.recent :] = is_free_S[chosen_N.long()] = False
+    free_S = is_free_S.nonzero()[:, 0].int()
+    count = min(round(share * len(chosen_N)), len(free_S))
+    others_N = torch.cat((free_S[:: max(1, len(free_S) // max(count, 1))][:count], chosen_N[count:]))
+    return replace(selection, chosen_BgN=others_N.sort().values.expand_as(selection.chosen_BgN).contiguous())
 
 
 def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
@@ -245,18 +258,23 @@ class Bench:
         return self._step_us([choice(_filter(count, self.shape.heads, view), view) for view in views])
 
     def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
-        """The same step over rows in host memory, as an offloaded layer takes it, most and some of them there."""
+        """The same step over rows in host memory, as an offloaded layer takes it: most and some of them are fetched."""
         length, count = keys.capacity, selection.most
-        for hot in (length // 8, length // 2):
-            store = HostStore(tokens(hot))
+        reads = Reads((tokens(selection.chosen_BgN.shape[2]),), selection.sink, selection.recent)
+        for share in _FETCHED:
+            store = HostStore(tokens(0), None, reads)
             store.append(keys.k, keys.v)
+            choices = cycle((selection, _with_others(selection, length, share)))
 
-            def step(store: HostStore = store) -> torch.Tensor:
-                found, chosen, _ = store.gather(selection, keys.lengths_B)
+            def step(store: HostStore = store, choices: Iterator[Selection] = choices) -> torch.Tensor:
+                found, chosen, _ = store.gather(next(choices), keys.lengths_B)
                 return decode_attention(q_BH1D, found, chosen, scale=scale, backend=self.backend).out_BHSD
 
-            cold = float((selection.chosen_BgN < length - hot).sum())
-            yield _timing("host decode", length, (1.0, float(count), cold), self._us(step))
+            step()
+            step()
+            store.counts.reset()
+            us = self._us(step)
+            yield _timing("host decode", length, (1.0, float(count), store.counts.fetched / store.counts.steps), us)
 
     def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)

@@ -273,8 +273,7 @@ def step_us(
 
     A filter layer costs what a dense one does, and its choice on top; one that attends to its own choice costs that
     choice, in a pass over the keys, and sparse attention. The rest of a step, weights and sampling, is not
-    in it. Rows that an offloaded layer chooses are taken to lie anywhere in the context alike. Later ones, which are on
-    the device, are chosen more often: the price is rather too high.
+    in it. Of the rows that an offloaded layer chooses, it fetches those that are not in its hot set (`missed`).
     """
     sparse = frozenset(layer for segment in segments for layer in segment.layers)
     hosted = frozenset(offload.layers if offload else ())
@@ -292,12 +291,19 @@ def step_us(
             total += choose.us(length)
             total += (len(segment.layers) - moved) * cost.decode_sparse.us(attended_tokens(segment, length))
         if offload and moved:
-            away = max(0, length - offload.hot.resolve(length)) / length
-            cold = (length if chosen is None else chosen) * away
+            hot = offload.hot.resolve(length)
+            cold = max(0, length - hot) if chosen is None else missed(chosen, hot, length)
             if cost.decode_host is None:
                 return None
             total += moved * cost.decode_host.us(attended_tokens(segment, length), cold)
     return total
+
+
+def missed(chosen: int, hot: int, length: int) -> float:
+    """How many of the chosen tokens are not in a hot set: half of them where it just holds one choice, and half as many
+    in one of twice the size, as on generated answers of small models (miss curves in benchmarks/RESULTS.md); but no
+    more than if tokens were chosen at random."""
+    return chosen * min(0.5 * chosen / max(hot, chosen, 1), max(0, length - hot) / length)
 
 
 def attended_tokens(segment: Segment, length: int) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -32,9 +33,14 @@ class KeySource(Protocol):
         """All of them, on the compute device."""
 
     def gather(
-        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
-        """At least the selected ones, the selection counted in what is returned, and the window left to apply."""
+        """At least the selected ones, the selection counted in what is returned, and the window left to apply; `slots`
+        are what hot sets of layers with the same choice share."""
 
 
 class Resident:
@@ -48,7 +54,11 @@ class Resident:
         return self._keys
 
     def gather(
-        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
         """All of them: kernels read the selected tokens where they lie."""
         return self._keys, selection, window
@@ -77,13 +87,14 @@ def decode(
         [B, H, 1, D].
     """
     state.remember_step(layer, q_BH1D)
-    lengths_B = state.lengths_B.to(q_BH1D.device)  # layers may be spread over devices
+    device = q_BH1D.device  # layers may be spread over devices
+    lengths_B = state.lengths_B.to(device)
     attend = partial(decode_attention, scale=scale, backend=backend)
     if layer.chooses_for_itself:
         choose_alone(layer, q_BH1D, source.view(lengths_B), state, scale=scale, backend=backend)
-    selection = selected_for(layer, state) if layer.follows else None
+    selection = selected_for(layer, state, device) if layer.follows else None
     if selection is not None:
-        keys, found, window = source.gather(selection.to(q_BH1D.device), lengths_B, layer.window)
+        keys, found, window = source.gather(selection, lengths_B, layer.window, state.slots(layer, device))
         return attend(q_BH1D, keys, found, window=window).out_BHSD
     keys = source.view(lengths_B)
     if layer.filters is None or layer.follows or _all_attend_to_everything(layer.filters, state):

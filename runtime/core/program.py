@@ -66,6 +66,13 @@ class SegmentProgram:
         """Tokens chosen at any length: what lists have room for."""
         return max(segment.budget.most for segment in self.buckets if segment is not None)
 
+    @property
+    def whole_up_to(self) -> int:
+        """The longest length such that it, and every shorter one, is attended to as a whole by its bucket; 0 if none
+        is."""
+        sparse = next(at for at, segment in enumerate(self.buckets) if segment is not None)
+        return self.bounds[sparse - 1] if sparse else 0
+
     def count(self, length: int) -> int:
         """Tokens to choose among `length` cached ones, or ALL."""
         segment = self.buckets[bisect_left(self.bounds, length)]

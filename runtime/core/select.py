@@ -112,10 +112,10 @@ def _window_scores(
     return scores_gT[:, : scoring.tokens]
 
 
-def selected_for(layer: LayerProgram, state: DecodeState) -> Selection | None:
-    """What the layer of a segment attends to in this step; None is everything."""
+def selected_for(layer: LayerProgram, state: DecodeState, device: torch.device) -> Selection | None:
+    """What the layer of a segment, whose keys are on `device`, attends to in this step; None is everything."""
     assert layer.follows is not None
-    selection = state.chosen(layer.follows)
+    selection = state.chosen(layer.follows, device)
     if selection is None or layer.kv_map is None:
         return selection
     source = state.constant(layer.kv_map, selection.chosen_BgN.device, torch.int64)

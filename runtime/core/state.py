@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.budgets import Budgets
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
@@ -53,6 +54,8 @@ class DecodeState:
         self._lengths_B: torch.Tensor | None = None
         self._budgets_2FB: tuple[torch.Tensor, torch.Tensor] | None = None
         self._selected: dict[int, Selection | None] = {}
+        self._moved: dict[tuple[int, torch.device], Selection] = {}  # to the devices of other layers
+        self._slots: dict[tuple[int, torch.device], SlotMap] = {}
         self._remembered: set[int] = set()
         self._queries: dict[int, torch.Tensor] = {}
 
@@ -67,6 +70,7 @@ class DecodeState:
         """
         self.lengths = None if isinstance(lengths, torch.Tensor) else tuple(lengths)
         self._selected.clear()
+        self._moved.clear()
         self._remembered.clear()
         self._budgets_2FB = None
         if isinstance(lengths, torch.Tensor):
@@ -138,8 +142,22 @@ class DecodeState:
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""
         self._selected[segment.filter] = selection
+        self._moved.clear()
 
-    def chosen(self, segment: SegmentProgram) -> Selection | None:
-        """What the filter layer chose in this step."""
+    def chosen(self, segment: SegmentProgram, device: torch.device | None = None) -> Selection | None:
+        """What the filter layer chose in this step, for keys on `device`: one object for all who ask in the step."""
         assert segment.filter in self._selected, "the filter layer comes first"
-        return self._selected[segment.filter]
+        selection = self._selected[segment.filter]
+        if selection is None or device is None or selection.counts_B.device == device:
+            return selection
+        key = segment.filter, device
+        if key not in self._moved:
+            self._moved[key] = selection.to(device)
+        return self._moved[key]
+
+    def slots(self, layer: LayerProgram, device: torch.device) -> SlotMap:
+        """The hot set of a layer of a segment, shared with the segment's layers on the device that take the very same
+        choice."""
+        assert layer.follows is not None
+        number = layer.follows.filter if layer.kv_map is None else layer.layer
+        return self._slots.setdefault((number, device), SlotMap())

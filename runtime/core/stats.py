@@ -17,6 +17,9 @@ class RunStats:
     decode_tokens_cached: int  # what dense attention would have attended to
     kv_bytes_device: int
     kv_bytes_host: int
+    host_steps: int = 0  # decode steps of layers with chosen tokens in host memory, a layer each
+    host_tokens_chosen: int = 0  # tokens that lie there, as far as no whole context was read
+    host_tokens_fetched: int = 0  # of these, those that were not in the hot set
 
     @property
     def prefill_density(self) -> float | None:
@@ -27,6 +30,16 @@ class RunStats:
     def decode_share(self) -> float | None:
         """Tokens attended to over tokens cached; None before the first decode step."""
         return self.decode_tokens_attended / self.decode_tokens_cached if self.decode_tokens_cached else None
+
+    @property
+    def miss_share(self) -> float | None:
+        """Tokens fetched from host memory over tokens chosen there; None before the first such step."""
+        return self.host_tokens_fetched / self.host_tokens_chosen if self.host_tokens_chosen else None
+
+    @property
+    def misses_a_step(self) -> float | None:
+        """Tokens that one layer fetches in one step, all batch rows together; None before the first such step."""
+        return self.host_tokens_fetched / self.host_steps if self.host_steps else None
 
 
 class Meter:

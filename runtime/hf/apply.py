@@ -31,13 +31,13 @@ from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
-from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of
+from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, KVStore, grown
+from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, grown
 
 
 class PlanEngine:
@@ -63,6 +63,7 @@ class PlanEngine:
     ) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
+        self.host_reads = HostReads()
         self.meter = Meter()
         self.fallback = Fallback(backend)
         self._backend = backend  # of decode: there is one for each kind of device
@@ -77,7 +78,9 @@ class PlanEngine:
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
-        return HostStore(self.placement.hot, self.memory) if layer in self.placement.layers else DeviceStore()
+        if layer not in self.placement.layers:
+            return DeviceStore()
+        return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
@@ -211,12 +214,13 @@ class Handle:
                 would), or the handle is closed, or that is no size. Whatever is raised, the memory is free again.
         """
         check_owner_open(self._engine)
-        sizes = {"tokens": tokens, "batch": batch, "chunk": chunk, "at_most": at_most}
+        at_most = tokens if at_most is None else at_most
+        sizes = {"tokens": tokens, "batch": batch, "chunk": tokens if chunk is None else chunk, "at_most": at_most}
         for name, count in sizes.items():
-            if count is not None and (type(count) is not int or count < 1):
+            if type(count) is not int or count < 1:
                 raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
         request, available = Request(tokens, batch=batch, chunk=chunk), self._available()
-        self._engine.placement = self._memory.place(replace(request, prompt=max(tokens, at_most or 0)), available)
+        self._engine.placement = self._memory.place(replace(request, prompt=max(tokens, at_most)), available)
         self._memory.check(request, self._engine.placement, available)
         total = self._memory.use(request, self._engine.placement).kv_host
         cache = sparse_cache(None, self._engine, len(self._layouts))
@@ -263,11 +267,16 @@ class Handle:
     def stats(self) -> RunStats:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
-        return self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
+        found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
+        reads = self._engine.host_reads
+        return replace(
+            found, host_steps=reads.steps, host_tokens_chosen=reads.chosen, host_tokens_fetched=reads.fetched
+        )
 
     def reset_stats(self) -> None:
         """Starts counting anew; the bytes of the latest cache stay."""
         self._engine.meter = Meter()
+        self._engine.host_reads.reset()
 
     def __enter__(self) -> Handle:
         """This handle.

@@ -63,7 +63,7 @@ class StepStore:
         shape_BGCD = self._step.shapes[self._layer]
         return KeyView(shape_BGCD, shape_BGCD, lengths_B, None, self._step.where_L3[self._layer])
 
-    def gather(self, selection: Any, lengths_B: torch.Tensor, window: int | None = None) -> Any:
+    def gather(self, selection: Any, lengths_B: torch.Tensor, window: int | None = None, slots: Any = None) -> Any:
         """All tokens: kernels read the selected ones where they lie."""
         return self.view(lengths_B), selection, window
 

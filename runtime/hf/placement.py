@@ -18,8 +18,10 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, tokens
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.model_config import attention_groups
+from sparsekv.runtime.stores.bank import Reads
 from sparsekv.runtime.stores.store import Layout
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
@@ -101,3 +103,12 @@ def layouts_of(model: PreTrainedModel) -> list[Layout]:
         Layout(1, groups[layer].kv_heads, groups[layer].head_dim, model.dtype, device)
         for layer, device in enumerate(devices)
     ]
+
+
+def reads_of(layer: LayerProgram) -> Reads:
+    """What decode steps of a layer read of a long context."""
+    segment = layer.follows
+    if segment is None:
+        return Reads()
+    budgets = tuple(bucket.budget for bucket in segment.buckets if bucket is not None)
+    return Reads(budgets, segment.sink, segment.recent, segment.whole_up_to)

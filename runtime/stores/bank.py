@@ -1,32 +1,44 @@
 """A KV store in host memory with a hot set on the compute device.
 
-Each token is in exactly one place: the most recent ones in a ring on the device (token t in slot t modulo ring
-size), all before them in pinned host memory, token-major, so that one token's keys and values of all heads are one
-contiguous read. What the ring takes from the device and what lies on the host add up to a DeviceStore of the same
-tokens. Source of the idea: OmniKV (ICLR 2025), the context bank.
+A context that is no longer than the hot set, or that decode attends to as a whole anyway, lies on the device like in a
+DeviceStore. A longer one lies on the host, token-major, so that one token's keys and values of all heads are one
+contiguous read. On the device remain the newest tokens, in a ring (token t in row t modulo ring size) from which 64 at
+a time move to the host, and copies of the tokens that decode steps chose lately, in slots. A step fetches only chosen
+tokens that have no slot (kernels/decode/slots.py); layers that take the same choice share one slot map.
+
+Why the tokens chosen longest ago give up their slots, and why the hot set is twice the budget or more: on answers of
+three small models at 16K and budgets of 512 to 2,048 tokens, 36 to 53% of the chosen tokens are not those of the step
+before. Of slots for 1, 2 and 4 budgets, the replacement of the least recently used leaves 34 to 56, 11 to 33 and 3 to
+17% to fetch, and a clock about half a percent more (benchmarks/miss_curves.py; curves in benchmarks/RESULTS.md).
 
 Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
 the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
 heads, of all batch rows, side by side; other tensors are packed piece by piece through one small buffer.
 
-Shapes: B batch, G KV heads, S tokens, C tokens on the host, R slots of the ring, M wanted tokens, D head size,
-P = 2 for key and value; g is 1 (a choice shared by all heads) or G.
+Source of the idea: OmniKV (ICLR 2025), the context bank.
+
+Shapes: B batch, G KV heads, S tokens, C tokens on the host, R rows on the device (slots, then the ring), M listed
+tokens, n fetched tokens, D head size, P = 2 for key and value.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import Fetch, SlotMap, Step
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.patterns import Budget
+from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
-from sparsekv.runtime.stores.store import Bytes, Layout, check_fit, grown
+from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, check_fit, grown
 
 
 def empty_packed(tokens: int, layout: Layout) -> torch.Tensor:
@@ -56,139 +68,295 @@ def packed(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 _COPY_TOKENS = 16_384  # packing a long prompt in pieces bounds the device memory it takes
+_LEAVING = 64  # tokens move to the host so many at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What decode steps of a layer read of a long context, which sizes the layer's part on the device.
+
+    Attributes:
+        budgets: of chosen tokens; none where every step reads everything.
+        sink: tokens that are read beside them.
+        recent: tokens that are read beside them.
+        whole_up_to: contexts of so many tokens are read as a whole.
+    """
+
+    budgets: tuple[Budget, ...] = ()
+    sink: int = 0
+    recent: int = 0
+    whole_up_to: int = 0
+
+    def listed(self, length: int) -> int | None:
+        """Tokens that a step reads at most of contexts up to this length; None where it reads everything."""
+        if not self.budgets:
+            return None
+        most = self.sink + max(budget.resolve(length) for budget in self.budgets) + self.recent
+        return most if most < length else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Tokens of one layer on the device."""
+
+    slots: int
+    ring: int
+    whole: int  # the longest context that lies there as a whole
+
+    @classmethod
+    def of(cls, hot: Budget, reads: Reads, capacity: int) -> _Sizes:
+        rows, ring, listed = hot.resolve(capacity), reads.recent + _LEAVING, reads.listed(capacity)
+        slots = 0 if listed is None else max(rows - ring, listed)
+        return cls(slots, ring, max(rows, slots + ring, reads.whole_up_to))
+
+    @property
+    def rows(self) -> int:
+        """Of a longer context."""
+        return self.slots + self.ring
+
+
+def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int]:
+    """How many tokens of a layer in host memory are allocated on the device at most, and on the host, where there is
+    room for `capacity`."""
+    whole = _Sizes.of(hot, reads, capacity).whole
+    return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
 
 
 class HostStore:
-    """Keys and values in host memory, but for a hot set of the most recent tokens.
+    """Keys and values in host memory, but for a hot set.
 
     Args:
-        hot: how many of the most recent tokens stay on the compute device; a fraction counts of the allocated tokens.
+        hot: tokens that have a row on the compute device, the newest ones included; a fraction counts of the allocated
+            tokens. There are always rows enough for one step.
         memory: where blocks of host memory come from and go back to; its own when None.
+        reads: what decode steps read; by default everything.
+        counts: where to count what they read; its own when None.
     """
 
-    def __init__(self, hot: Budget, memory: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        hot: Budget,
+        memory: HostMemory | None = None,
+        reads: Reads | None = None,
+        counts: HostReads | None = None,
+    ) -> None:
         self.length = 0
         self.bytes = Bytes()
+        self.counts = HostReads() if counts is None else counts
         self._hot = hot
         self._memory = HostMemory() if memory is None else memory
-        self._capacity = 0  # tokens allocated, on the device and the host together
+        self._reads = Reads() if reads is None else reads
+        self._capacity = 0  # tokens that there is room for
         self._reserved = 0
-        self._hot_start = 0  # tokens before it lie on the host, the others in the ring
+        self._whole: DeviceStore | None = DeviceStore(self.bytes)  # everything, while the context is short
+        self._hot_from = 0  # tokens before it lie on the host, the others in the ring
+        self._arrived = 0  # tokens before it are known to have arrived there
         self._block: Block | None = None
         self._give_back: Callable[[], object] | None = None
         self._host_CBPGD: torch.Tensor | None = None  # the block as a tensor
-        self._ring_PBGRD: torch.Tensor | None = None
+        self._rows_PBGRD: torch.Tensor | None = None
         self._written: CopyDone = None  # the last copy to the host
-        self.fetched_tokens = 0  # read from the host by gather so far, counted per batch row and choice
+        self._slots = SlotMap()  # where no other layer takes the same choice
+        self._follows: tuple[SlotMap, int] | None = None  # the map and its version that the slots are as
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
-        """A store of its own in a block of its own, once everything has arrived on the host."""
-        copied = HostStore(self._hot, self._memory)
-        copied._reserved = self._reserved
-        if self._ring_PBGRD is not None:
-            copied.reserve(self._capacity, self._layout())
-            ring_PBGRD, host_CBPGD = copied._buffers()
+        """A store of its own in a block of its own, once everything has arrived on the host. Its slots are empty."""
+        copied = HostStore(self._hot, self._memory, self._reads, self.counts)
+        memo[id(self.bytes)] = copied.bytes
+        copied._reserved, copied._whole = self._reserved, deepcopy(self._whole, memo)
+        copied.length = self.length
+        if (layout := self._layout()) is not None:
+            copied._allocate(self._capacity, layout)
+        if self._whole is None:
             self._stream().settle()
-            ring_PBGRD.copy_(self._buffers()[0])
-            host_CBPGD[: self._hot_start] = self._buffers()[1][: self._hot_start]
-        copied.length, copied._hot_start = self.length, self._hot_start
-        copied.fetched_tokens = self.fetched_tokens
+            slots, hot_from = self._sizes.slots, self._hot_from
+            copied._rows()[:, :, :, slots:] = self._rows()[:, :, :, slots:]
+            copied._host()[:hot_from] = self._host()[:hot_from]
+            copied._hot_from = copied._arrived = hot_from
         return copied
 
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Puts the new tokens into the ring and moves those it has no room for to the host.
+        """Adds the new tokens; of a long context, the oldest that the ring has no room for move to the host.
 
         The copies to the host run behind the compute and read the two tensors until then: they may be let go of, but
         not overwritten. Every read of the store is ordered after them.
         """
-        check_fit(None if self._ring_PBGRD is None else self._ring_PBGRD[0], k_BGSD, v_BGSD)
+        check_fit(self._cached(), k_BGSD, v_BGSD)
         k_BGSD, v_BGSD = k_BGSD.detach(), v_BGSD.detach()
         old, new = self.length, self.length + k_BGSD.shape[2]
         self._make_room(new, Layout.of(k_BGSD))
-        hot_start = max(self._hot_start, new - self._buffers()[0].shape[3])
-        self._evict(self._hot_start, min(old, hot_start))
-        self._send(old, k_BGSD[:, :, : max(hot_start - old, 0)], v_BGSD[:, :, : max(hot_start - old, 0)])
-        self._to_ring(max(old, hot_start), new, k_BGSD, v_BGSD)
-        self.length, self._hot_start = new, hot_start
+        if self._whole is not None and new <= self._sizes.whole:
+            self._whole.append(k_BGSD, v_BGSD)
+            self.length = new
+            return
+        hot_from = max(0, new - self._reads.recent) // _LEAVING * _LEAVING
+        if self._whole is not None:
+            self._leave_device(self._whole, hot_from, Layout.of(k_BGSD))
+        else:
+            self._evict(self._hot_from, min(old, hot_from))
+        self._send(old, k_BGSD[:, :, : max(hot_from - old, 0)], v_BGSD[:, :, : max(hot_from - old, 0)])
+        self._to_ring(max(old, hot_from), new, k_BGSD, v_BGSD)
+        self.length, self._hot_from = new, hot_from
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of its own on the device: attention reads it there while it is copied to the host."""
-        layout.check(None if self._ring_PBGRD is None else self._ring_PBGRD[0])
+        """Memory on the device: attention reads it there while it is copied to the host, if it goes there."""
+        layout.check(self._cached())
+        self._make_room(self.length + tokens, layout)
+        if self._whole is not None and self.length + tokens <= self._sizes.whole:
+            return self._whole.room(tokens, layout)
         return unpacked(empty_packed(tokens, layout))
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Appends what was written."""
-        self.append(k_BGSD, v_BGSD)
+        if self._whole is None or self.length + k_BGSD.shape[2] > self._sizes.whole:
+            self.append(k_BGSD, v_BGSD)
+        else:
+            self._whole.commit(k_BGSD, v_BGSD)
+            self.length = self._whole.length
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Room for `tokens` in all; allocated now where the layout is known. Raises UsageError without the memory."""
         if self.length == 0:
             self._reserved = max(self._reserved, tokens)
-        known = layout if self._ring_PBGRD is None else self._layout()
+        known = self._layout() or layout
         if known is not None:
             self._make_room(max(tokens, self._reserved), known)
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens, copied to the compute device for as long as the caller keeps them."""
-        ring_PBGRD, host_CBPGD = self._buffers()
+        """All tokens; those of a long context are copied to the device for as long as the caller keeps them."""
+        if self._whole is not None:
+            return self._whole.view(lengths_B)
+        rows_PBGRD, host_CBPGD = self._rows(), self._host()
         self._stream().order(self._written)
-        whole_SBPGD = empty_packed(self.length, self._layout())
-        whole_SBPGD[: self._hot_start].copy_(host_CBPGD[: self._hot_start], non_blocking=True)
-        hot_PBGSD = ring_PBGRD[:, :, :, self._slots_of(self._hot_start, self.length)]
-        whole_SBPGD[self._hot_start :] = hot_PBGSD.permute(3, 1, 0, 2, 4)
+        whole_SBPGD = empty_packed(self.length, Layout.of(rows_PBGRD[0]))
+        whole_SBPGD[: self._hot_from].copy_(host_CBPGD[: self._hot_from], non_blocking=True)
+        newest_PBGSD = rows_PBGRD[:, :, :, self._ring_rows(self._hot_from, self.length)]
+        whole_SBPGD[self._hot_from :] = newest_PBGSD.permute(3, 1, 0, 2, 4)
         return KeyView(*unpacked(whole_SBPGD), lengths_B)
 
     def gather(
-        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
-        """The selected tokens alone, side by side; only those that are not hot are read from the host. All tokens where
-        a row attends to everything."""
-        if bool((selection.counts_B == ALL).any()):
+        """The rows on the device, with the selected tokens among them. All tokens where they lie there anyway, or where
+        a row attends to everything. A row selects no more than what `reads` says."""
+        if self._whole is not None:
+            return self._whole.gather(selection, lengths_B, window)
+        shared, sizes = self._slots if slots is None else slots, self._sizes
+        listed = self._reads.listed(self._capacity)
+        if listed is None:
             return self.view(lengths_B), selection, window
-        wanted_BgM = selection.listed(lengths_B)
+        step = shared.place(
+            selection,
+            lengths_B,
+            most=listed,
+            slots=sizes.slots,
+            capacity=self._capacity,
+            hot_from=self._hot_from,
+        )
+        if step.reads_all:
+            return self.view(lengths_B), selection, window
+        self._follow(shared, step)
+        tokens_BgM = step.tokens_BgM
+        ring_BgM = sizes.slots + tokens_BgM % sizes.ring
+        rows_BgM = torch.where(tokens_BgM >= self._hot_from, ring_BgM, step.placed.slots_BgM)
         if window is not None:
-            wanted_BgM = wanted_BgM.masked_fill(wanted_BgM < lengths_B[:, None, None] - window, NO_TOKEN)
-        found_PBGMD = self._from_ring(wanted_BgM)
-        self._fetch_cold(wanted_BgM, found_PBGMD)
-        listed_BgM = torch.arange(wanted_BgM.shape[2], dtype=torch.int32, device=wanted_BgM.device)
-        listed_BgM = torch.where(wanted_BgM < 0, wanted_BgM, listed_BgM)
-        full_B = torch.full_like(lengths_B, wanted_BgM.shape[2])
-        return KeyView(found_PBGMD[0], found_PBGMD[1], full_B), Selection(listed_BgM, full_B, 0, 0), None
+            rows_BgM = rows_BgM.masked_fill(tokens_BgM < lengths_B[:, None, None] - window, NO_TOKEN)
+        k_BGRD, v_BGRD = self._rows().unbind()
+        keys = KeyView(k_BGRD, v_BGRD, torch.full_like(lengths_B, sizes.rows))
+        return keys, Selection(rows_BgM, step.counts_B, 0, 0), None
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ring and host part."""
-        assert self._ring_PBGRD is not None, "nothing was appended to this store yet"
-        assert self._host_CBPGD is not None
-        return self._ring_PBGRD, self._host_CBPGD
+    # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _slots_of(self, first: int, stop: int) -> torch.Tensor:
-        ring_PBGRD, _ = self._buffers()
-        return torch.arange(first, stop, device=ring_PBGRD.device) % max(ring_PBGRD.shape[3], 1)
+    def _follow(self, shared: SlotMap, step: Step) -> None:
+        """Brings the slots to the state of the map."""
+        self.counts.steps += 1
+        self.counts.chosen += step.slotted
+        if self._follows == (shared, step.version):
+            return
+        fetch = step.missed if self._follows == (shared, step.version - 1) else step.present
+        self._fetch(fetch)
+        self.counts.fetched += len(fetch)
+        self._follows = (shared, step.version)
 
-    def _layout(self) -> Layout:
-        return Layout.of(self._buffers()[0][0])
+    def _fetch(self, fetch: Fetch) -> None:
+        if fetch.newest >= self._arrived:
+            self._stream().finish(self._written)
+            self._arrived = self._hot_from
+        rows_PBGRD, host_CBPGD = self._rows(), self._host()
+        batch, head, slot = fetch.into
+        if fetch.lists == 1:
+            rows_nPGD = host_CBPGD[fetch.token, fetch.batch].to(rows_PBGRD.device)
+            rows_PBGRD[:, batch, :, slot] = rows_nPGD
+        else:
+            rows_nPD = host_CBPGD[fetch.token, fetch.batch, :, fetch.list].to(rows_PBGRD.device)
+            rows_PBGRD[:, batch, head, slot] = rows_nPD.transpose(0, 1)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _sizes(self) -> _Sizes:
+        return _Sizes.of(self._hot, self._reads, self._capacity)
+
+    def _rows(self) -> torch.Tensor:
+        assert self._rows_PBGRD is not None, "the context is short yet"
+        return self._rows_PBGRD
+
+    def _host(self) -> torch.Tensor:
+        assert self._host_CBPGD is not None, "the context is short yet"
+        return self._host_CBPGD
+
+    def _ring_rows(self, first: int, stop: int) -> torch.Tensor:
+        sizes = self._sizes
+        return sizes.slots + torch.arange(first, stop, device=self._rows().device) % sizes.ring
+
+    def _cached(self) -> torch.Tensor | None:
+        """[B, G, *, D]."""
+        return self._rows()[0] if self._whole is None else self._whole.keys
+
+    def _layout(self) -> Layout | None:
+        return None if (cached := self._cached()) is None else Layout.of(cached)
 
     def _stream(self) -> CopyStream:
-        return self._memory.stream(self._buffers()[0].device)
+        return self._memory.stream(self._rows().device)
 
-    @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _make_room(self, needed: int, layout: Layout) -> None:
         capacity = grown(self._capacity, needed, self._reserved)
-        if capacity == self._capacity:
+        if capacity != self._capacity:
+            self._allocate(capacity, layout)
+
+    @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
+    def _allocate(self, capacity: int, layout: Layout) -> None:
+        self._capacity = capacity
+        if self._whole is None:
+            self._allocate_rows(layout)
+        elif self.length == 0:
+            self._whole.reserve(min(capacity, self._sizes.whole), layout)
+        if self._whole is None or capacity > self._sizes.whole:
+            self._allocate_host(capacity - self._reads.recent, layout)
+
+    def _allocate_rows(self, layout: Layout) -> None:
+        """Rows of the present sizes, with what the ring held."""
+        former, sizes = self._rows_PBGRD, self._sizes
+        if former is not None and former.shape[3] == sizes.rows:
             return
-        slots = self._hot.resolve(capacity)
-        shape = (capacity - slots, layout.batch, 2, layout.heads, layout.size)
+        self._rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
+        if former is not None:
+            self._rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]
+        self._follows = None
+        self.bytes.device = self._rows_PBGRD.untyped_storage().nbytes()
+
+    def _allocate_host(self, tokens: int, layout: Layout) -> None:
+        shape = (tokens, layout.batch, 2, layout.heads, layout.size)
         block = self._memory.take(torch.Size(shape).numel() * layout.dtype.itemsize, layout.device)
-        ring_PBGRD = torch.stack((layout.empty(slots), layout.empty(slots)))
         host_CBPGD = block.view(shape, layout.dtype)
-        if self.length:
-            old_ring, old_host = self._buffers()
-            moved = torch.arange(self._hot_start, self.length, device=layout.device) % max(slots, 1)
-            ring_PBGRD[:, :, :, moved] = old_ring[:, :, :, self._slots_of(self._hot_start, self.length)]
+        if self._hot_from:
             self._stream().settle()  # copies into the old block, or out of the new one's last life, may be under way
-            host_CBPGD[: self._hot_start] = old_host[: self._hot_start]
-        self._ring_PBGRD, self._host_CBPGD, self._capacity = ring_PBGRD, host_CBPGD, capacity
-        self.bytes.device = ring_PBGRD.untyped_storage().nbytes()
+            host_CBPGD[: self._hot_from] = self._host()[: self._hot_from]
+        self._host_CBPGD = host_CBPGD
         self.bytes.host = host_CBPGD.untyped_storage().nbytes()
         self._own(block, layout.device)
 
@@ -199,18 +367,31 @@ class HostStore:
         self._block = block
         self._give_back = weakref.finalize(self, self._memory.give, block, device)
 
+    # --- to the host --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def _leave_device(self, whole: DeviceStore, hot_from: int, layout: Layout) -> None:
+        """From here on the context is long: tokens before `hot_from` go to the host, the others to the ring."""
+        self._whole = None
+        self._allocate_rows(layout)
+        if not self.length:
+            return
+        k_BGSD, v_BGSD = (cached_BGCD[:, :, : self.length] for cached_BGCD in whole.tensors)
+        self._send(0, k_BGSD[:, :, :hot_from], v_BGSD[:, :, :hot_from])
+        self._to_ring(hot_from, self.length, k_BGSD, v_BGSD)
+
     def _evict(self, first: int, stop: int) -> None:
         if first >= stop:
             return
-        # gathered by the compute stream, which overwrites these slots next
-        leaving_PBGSD = self._buffers()[0][:, :, :, self._slots_of(first, stop)]
+        # gathered by the compute stream, which overwrites these rows next
+        leaving_PBGSD = self._rows()[:, :, :, self._ring_rows(first, stop)]
         self._send(first, leaving_PBGSD[0], leaving_PBGSD[1])
 
     def _send(self, first: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Queues the copies of these tokens to the host, the first of them being token `first`."""
         if k_BGSD.shape[2] == 0:
             return
-        host_CBPGD, stream = self._buffers()[1], self._stream()
+        host_CBPGD, stream = self._host(), self._stream()
 
         def copy() -> None:
             for begin in range(0, k_BGSD.shape[2], _COPY_TOKENS):
@@ -224,33 +405,6 @@ class HostStore:
     def _to_ring(self, first: int, stop: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         if first >= stop:
             return
-        ring_PBGRD, slots, count = self._buffers()[0], self._slots_of(first, stop), stop - first
-        ring_PBGRD[0].index_copy_(2, slots, k_BGSD[:, :, -count:])
-        ring_PBGRD[1].index_copy_(2, slots, v_BGSD[:, :, -count:])
-
-    def _from_ring(self, wanted_BgM: torch.Tensor) -> torch.Tensor:
-        """[P, B, G, M, D]; rows of tokens that are not hot hold anything."""
-        ring_PBGRD, _ = self._buffers()
-        pairs, batch, heads, slots, size = ring_PBGRD.shape
-        shape = (pairs, batch, heads, wanted_BgM.shape[2], size)
-        if slots == 0:
-            return ring_PBGRD.new_zeros(shape)
-        slot_BgM = wanted_BgM.clamp(min=0).long() % slots
-        return ring_PBGRD.gather(3, slot_BgM[None, :, :, :, None].expand(shape))
-
-    def _fetch_cold(self, wanted_BgM: torch.Tensor, into_PBGMD: torch.Tensor) -> None:
-        """Reads the wanted tokens that lie on the host. Waits for the device: the host must know which."""
-        _, host_CBPGD = self._buffers()
-        wanted = wanted_BgM.cpu()
-        batch, head, position = ((wanted >= 0) & (wanted < self._hot_start)).nonzero(as_tuple=True)
-        if not len(position):
-            return
-        self.fetched_tokens += len(position)
-        self._stream().finish(self._written)
-        token, device = wanted[batch, head, position].long(), into_PBGMD.device
-        if wanted.shape[1] == 1:
-            rows_nPGD = host_CBPGD[token, batch].to(device)
-            into_PBGMD[:, batch.to(device), :, position.to(device)] = rows_nPGD
-        else:
-            rows_nPD = host_CBPGD[token, batch, :, head].to(device)
-            into_PBGMD[:, batch.to(device), head.to(device), position.to(device)] = rows_nPD.transpose(0, 1)
+        rows_PBGRD, at, count = self._rows(), self._ring_rows(first, stop), stop - first
+        rows_PBGRD[0].index_copy_(2, at, k_BGSD[:, :, -count:])
+        rows_PBGRD[1].index_copy_(2, at, v_BGSD[:, :, -count:])

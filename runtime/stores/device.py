@@ -8,16 +8,21 @@ from __future__ import annotations
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.runtime.stores.store import Bytes, Layout, check_fit, grown
 
 
 class DeviceStore:
-    """Keys and values beside their queries; views cost nothing."""
+    """Keys and values beside their queries; views cost nothing.
 
-    def __init__(self) -> None:
+    Args:
+        counts: where to say how many bytes are allocated; its own when None.
+    """
+
+    def __init__(self, counts: Bytes | None = None) -> None:
         self.length = 0
-        self.bytes = Bytes()
+        self.bytes = Bytes() if counts is None else counts
         self._k_BGCD: torch.Tensor | None = None
         self._v_BGCD: torch.Tensor | None = None
         self._reserved = 0
@@ -55,7 +60,11 @@ class DeviceStore:
         return KeyView(*self.tensors, lengths_B)
 
     def gather(
-        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
         """All tokens, without a copy: kernels read the selected ones where they lie."""
         return self.view(lengths_B), selection, window

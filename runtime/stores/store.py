@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.kernels.keys import KeyView
 from sparsekv.plans.errors import ShapeError
 
@@ -56,6 +57,19 @@ class Bytes:
     host: int = 0  # for what would otherwise be on the compute device
 
 
+@dataclass(slots=True)
+class HostReads:
+    """What decode steps have read of contexts in host memory: a step of every layer counts, and every row and list."""
+
+    steps: int = 0
+    chosen: int = 0  # tokens that lie on the host, as far as no whole context was read
+    fetched: int = 0  # of these, those that had to be copied to the device
+
+    def reset(self) -> None:
+        """Counts anew."""
+        self.steps = self.chosen = self.fetched = 0
+
+
 class KVStore(Protocol):
     """Keys and values of one layer, of equally long batch rows."""
 
@@ -95,7 +109,11 @@ class KVStore(Protocol):
         """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""
 
     def gather(
-        self, selection: Selection, lengths_B: torch.Tensor, window: int | None = None
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
     ) -> tuple[KeyView, Selection, int | None]:
         """Keys and values of at least the selected tokens, the selection counted in them, and the window that is left
         to apply: None once the store has left out what lies outside it.
@@ -104,6 +122,7 @@ class KVStore(Protocol):
             selection: no row attends to everything, unless the store returns it as it is.
             lengths_B: int32 on the device.
             window: the layer's own sliding window.
+            slots: what a hot set shares with the layers that take the same choice.
         """
 
 

@@ -146,10 +146,14 @@ def test_the_oracle_takes_pages_too() -> None:
 
 
 def test_a_listed_selection_names_every_token_that_a_row_attends_to() -> None:
-    lengths_B = torch.tensor([50, 30], dtype=torch.int32)
-    chosen = torch.tensor([[[5, 9, 40]], [[7, 0, 0]]], dtype=torch.int32)
-    selection = Selection(chosen, torch.tensor([3, 1], dtype=torch.int32), 2, 3)
-    assert selection.listed(lengths_B).tolist() == [[[0, 1, 5, 9, 40, 47, 48, 49]], [[0, 1, 7, -1, -1, 27, 28, 29]]]
+    lengths_B = torch.tensor([50, 30, 9], dtype=torch.int32)
+    chosen = torch.tensor([[[5, 9, 40]], [[7, 0, 0]], [[0, 0, 0]]], dtype=torch.int32)
+    listed, counts = Selection(chosen, torch.tensor([3, 1, ALL], dtype=torch.int32), 2, 3).listed(lengths_B)
+    rows = [[0, 1, 5, 9, 40, 47, 48, 49], [0, 1, 7, 27, 28, 29, -1, -1], [-1] * 8]
+    assert listed.tolist() == [[row] for row in rows]
+    assert counts.tolist() == [8, 6, 0]
+    listed, _ = Selection(chosen[:, :, :0], torch.zeros(3, dtype=torch.int32), 2, 1).listed(lengths_B)
+    assert listed.tolist() == [[[0, 1, 49]], [[0, 1, 29]], [[0, 1, 8]]]
 
 
 def test_misfits_are_refused_with_what_was_found() -> None:

@@ -149,13 +149,13 @@ def test_rows_in_host_memory_without_a_price_are_not_predicted_and_it_says_so() 
 
 def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     profile = decode_profile(np.ones((3, 3)))
-    cost = made_up_cost(decode_host=Line(prices=(5.0, 0.001, 0.01)))
+    cost = made_up_cost(decode_host=Line(prices=(9.0, 0.001, 0.01)))
     plan = choose_filter_layers(profile, cost, OFFLOAD)
     assert plan.offload.layers == (1, 2)
     (found,) = predict(profile, cost, None, plan).lengths
-    chosen, away = 820, (8192 - 4096) / 8192
-    one = 5.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * away
-    assert abs(found.decode.sparse_us - (8.192 + 0.8192 + 2 * one)) < 1e-6
+    chosen, hot = 820, 4096
+    one = 9.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * 0.5 * chosen / hot
+    assert abs(found.decode.sparse_us - (8.192 + 0.8192 + 2 * one)) < 1e-5
     (line,) = offload_remarks(profile, cost, plan)
     assert (
         f"decode at 8k is predicted to take {found.decode.sparse_us / found.decode.dense_us:.2f} times as long" in line

@@ -160,5 +160,5 @@ def test_a_head_map_says_whose_choice_each_kv_head_takes():
     q, k = torch.randn(1, HEADS, 1, SIZE), torch.randn(1, GROUPS, 50, SIZE)
     chosen, program, state = choose(part, q, KeyView(k, k, torch.tensor([50], dtype=torch.int32)), (50,))
     first, second = chosen.chosen_BgN[0].tolist()
-    assert selected_for(program.layers[1], state).chosen_BgN.tolist() == [[first, first]]
-    assert selected_for(program.layers[2], state).chosen_BgN.tolist() == [[second, first]]
+    assert selected_for(program.layers[1], state, k.device).chosen_BgN.tolist() == [[first, first]]
+    assert selected_for(program.layers[2], state, k.device).chosen_BgN.tolist() == [[second, first]]

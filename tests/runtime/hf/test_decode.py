@@ -244,12 +244,28 @@ def test_with_offload_device_bytes_fall_by_what_moved_to_the_host(model):
     with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3), hot=32))) as handle:
         model.generate(prompt, max_new_tokens=5, do_sample=False)
         offloaded = handle.stats()
+    capacity, hot = 300 + 256, (2 + 12 + 3) + (3 + 64)  # slots for a step; recent tokens and those that leave together
+    layer = all_on_device.kv_bytes_device // 6
     assert all_on_device.kv_bytes_host == 0
-    assert offloaded.kv_bytes_host > 0
-    assert all_on_device.kv_bytes_device - offloaded.kv_bytes_device == offloaded.kv_bytes_host
+    assert offloaded.kv_bytes_device == layer * 3 + layer * 3 * hot // capacity
+    assert offloaded.kv_bytes_host == layer * 3 * (capacity - 3) // capacity
+    assert all_on_device.miss_share is None
+    assert 0 < offloaded.miss_share < 1
+    assert offloaded.misses_a_step == offloaded.host_tokens_fetched / (3 * 4)
     with apply(model, plan_for(model, None, decode_plan(*segments, offload=(1, 2, 3))), decode=False) as handle:
         model.generate(prompt, max_new_tokens=5, do_sample=False)
     assert handle.stats().kv_bytes_host == 0
+
+
+@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in SEGMENTS), ("last", 16)])
+def test_offloaded_layers_give_the_logits_of_those_on_the_device_bit_for_bit(model, name: str, batch: int):
+    turns = [random_tokens(batch, 170), random_tokens(batch, 90, seed=1)]
+    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers if layer != part.filter)
+    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name]))):
+        expected = run(model, turns)
+    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse, hot=100))) as handle:
+        assert torch.equal(run(model, turns), expected)
+        assert handle.stats().host_tokens_fetched < handle.stats().host_tokens_chosen
 
 
 @pytest.mark.parametrize("chunk", [59, 60, 30, 20])

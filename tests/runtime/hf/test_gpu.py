@@ -9,7 +9,7 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import HostStore, Reads
 from sparsekv.runtime.stores.device import DeviceStore
 
 pytestmark = pytest.mark.gpu
@@ -118,7 +118,7 @@ def test_padding_in_the_mask_of_a_decode_step_is_refused_one_step_later(model):
 
 @pytest.mark.parametrize("hot", [tokens(0), tokens(100), fraction(0.3)], ids=str)
 def test_pinned_memory_holds_what_was_moved(hot):
-    whole, moved = DeviceStore(), HostStore(hot)
+    whole, moved = DeviceStore(), HostStore(hot, None, Reads((tokens(64),), 4, 10))
     for count in (3000, 1, 1, 500, *[1] * 300):
         k, v = torch.randn(2, 2, 2, count, 64, device="cuda", dtype=torch.bfloat16)
         whole.append(k, v)
@@ -129,11 +129,12 @@ def test_pinned_memory_holds_what_was_moved(hot):
     assert torch.equal(there.k[:, :, :length], back.k)
     assert torch.equal(there.v[:, :, :length], back.v)
     chosen = torch.stack([torch.randperm(length - 14, device="cuda")[:64].sort().values + 4 for _ in range(2)])
-    keys, *_ = moved.gather(Selection(chosen.int()[:, None], counts_B, 4, 10), lengths_B)
+    keys, found, _ = moved.gather(Selection(chosen.int()[:, None], counts_B, 4, 10), lengths_B)
     for b in range(2):
         ends = torch.arange(4, device="cuda"), torch.arange(length - 10, length, device="cuda")
         wanted = torch.cat((ends[0], chosen[b], ends[1]))
-        assert torch.equal(keys.k[b], there.k[b][:, wanted])
-        assert torch.equal(keys.v[b], there.v[b][:, wanted])
+        at = found.chosen_BgN[b, 0].long()
+        assert torch.equal(keys.k[b][:, at], there.k[b][:, wanted])
+        assert torch.equal(keys.v[b][:, at], there.v[b][:, wanted])
     assert moved._host_CBPGD.is_pinned()
-    assert whole.bytes.device - moved.bytes.device == moved.bytes.host
+    assert moved.bytes.device < whole.bytes.device

@@ -12,7 +12,7 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.patterns import AShape, Dense, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import HostStore, Reads
 from sparsekv.runtime.stores.device import Layout
 from sparsekv.runtime.stores.pinned import CudaStream, HostMemory
 
@@ -96,14 +96,15 @@ def test_late_copies_neither_miss_nor_mix_anything(hot, append):
 
 def test_a_gather_waits_for_late_copies():
     for turn in range(10):
-        store = HostStore(tokens(50), SlowMemory())
+        store = HostStore(tokens(50), SlowMemory(), Reads((tokens(64),), 0, 10))
         store.reserve(5000)
         k, v = rows(4000)
         written(store, k, v)
         chosen = torch.randperm(3900, device="cuda")[:64].sort().values.int().expand(BATCH, 1, -1).contiguous()
-        found = gathered(store, chosen, 0, 10)[0]
-        assert torch.equal(found.k[:, :, :64], k[:, :, chosen[0, 0].long()]), turn
-        assert torch.equal(found.v[:, :, :64], v[:, :, chosen[0, 0].long()]), turn
+        keys, found, _ = gathered(store, chosen, 0, 10)
+        at = found.chosen_BgN[0, 0, :64].long()
+        assert torch.equal(keys.k[:, :, at], k[:, :, chosen[0, 0].long()]), turn
+        assert torch.equal(keys.v[:, :, at], v[:, :, chosen[0, 0].long()]), turn
 
 
 def test_nobody_waits_while_tokens_leave():

@@ -8,11 +8,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_stores import (
+    BATCH,
+    CPU,
+    GROUPS,
+    LAYOUT,
+    SIZE,
+    TOKEN_BYTES,
+    LateMemory,
+    assert_gathers,
+    filled,
+    holds,
+    rows,
+    seen_in,
+    selecting,
+    with_more,
+)
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 from transformers import DynamicCache
 
-from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
@@ -20,79 +35,11 @@ from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores import bank as packed
 from sparsekv.runtime.stores import pinned as memory
-from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.device import DeviceStore, Layout
+from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import CopyStream, HostMemory, check_room
 
-BATCH, GROUPS, SIZE = 2, 3, 4
-CPU = torch.device("cpu")
-LAYOUT = Layout(BATCH, GROUPS, SIZE, torch.float32, CPU)
-
-
-class LateLane:
-    """Does nothing before somebody waits: the worst that a stream of its own may do."""
-
-    def __init__(self):
-        self.waiting, self.given = [], 0
-
-    def run(self, work, reads):
-        self.given += 1
-        self.waiting.append((self.given, work))
-        return self.given
-
-    def order(self, done):
-        while self.waiting and done is not None and self.waiting[0][0] <= done:
-            self.waiting.pop(0)[1]()
-
-    finish = order
-
-    def settle(self):
-        self.order(self.given)
-
-
-class LateMemory(HostMemory):
-    def __init__(self):
-        super().__init__()
-        self.late = LateLane()
-
-    def stream(self, device):
-        return self.late
-
-
-def rows(count: int, seed: int):
-    return torch.randn(2, BATCH, GROUPS, count, SIZE, generator=torch.Generator().manual_seed(seed))
-
-
-def seen_in(store):
-    """Keys and values of all tokens."""
-    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
-    return store.view(lengths_B).contiguous(store.length)
-
-
-def gathered(store, chosen, sink, recent):
-    """The keys of these tokens, and where in them each listed one lies."""
-    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
-    counts_B = torch.full((BATCH,), chosen.shape[2], dtype=torch.int32)
-    return store.gather(Selection(chosen, counts_B, sink, recent), lengths_B)
-
-
-def filled(store, chunks, pieces=False):
-    given = [rows(count, seed) for seed, count in enumerate(chunks)]
-    for k, v in given:
-        if pieces:
-            k_room, v_room = store.room(k.shape[2], Layout.of(k))
-            k_room.copy_(k)
-            v_room.copy_(v)
-            store.commit(k_room, v_room)
-        else:
-            store.append(k.clone(), v.clone())
-    return torch.cat([k for k, _ in given], 2), torch.cat([v for _, v in given], 2)
-
-
-def holds(store, k, v):
-    return all(torch.equal(seen, given) for seen, given in zip(seen_in(store), (k, v), strict=True))
-
-
+LEAVING = 64  # tokens that move to the host at a time
 CHUNKS = st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_size=12)
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), fraction(0.1), fraction(1.0)]
 
@@ -110,20 +57,21 @@ def test_a_view_comes_after_copies_however_late(hot: Budget, chunks: list[int], 
 def test_the_stream_of_these_tests_is_late(late):
     memory = LateMemory() if late else HostMemory()
     store = HostStore(tokens(5), memory)
-    store.reserve(100)
-    store.append(*rows(20, 0))
+    store.reserve(200)
+    store.append(*rows(180, 0))
     store._host_CBPGD.zero_()
-    assert bool(seen_in(store)[0][:, :, :15].any()) == late
+    assert bool(seen_in(store)[0][:, :, :128].any()) == late
 
 
 @pytest.mark.parametrize("heads", [1, GROUPS])
 def test_a_gather_comes_after_copies_however_late(heads):
-    store = HostStore(tokens(7), LateMemory())
-    k, v = filled(store, [90, 1, 30, 1])
-    chosen = torch.arange(0, 110, 11).int().expand(BATCH, heads, -1).contiguous()
-    found = gathered(store, chosen, 0, 1)[0]
-    assert torch.equal(found.k[:, :, :10], k[:, :, ::11][:, :, :10])
-    assert torch.equal(found.v[:, :, :10], v[:, :, ::11][:, :, :10])
+    store = HostStore(tokens(7), LateMemory(), Reads((tokens(18),), 0, 1))
+    k, v = filled(store, [90, 1, 30, 70])
+    chosen = torch.arange(0, 190, 11).expand(BATCH, heads, -1).contiguous()
+    assert_gathers(store, selecting(chosen, recent=1), k, v)
+    for more in range(100):  # tokens that have left the ring since the first gather
+        k, v = with_more(store, k, v, 1, more)
+        assert_gathers(store, selecting(chosen + 1 + more), k, v)
 
 
 def test_a_copy_of_a_store_has_what_was_still_under_way_and_goes_its_own_way():
@@ -144,24 +92,24 @@ def test_a_copy_of_a_store_has_what_was_still_under_way_and_goes_its_own_way():
 def test_memory_goes_from_one_store_to_the_next():
     shared = LateMemory()
     first = HostStore(tokens(7), shared)
-    first.reserve(400, LAYOUT)
+    first.reserve(800, LAYOUT)
     place = first._host_CBPGD.data_ptr()
-    filled(first, [300])
+    filled(first, [300, 400])
     del first
     gc.collect()
     assert shared.late.waiting  # its copies have not run yet: they must not land in what the next one writes
     second = HostStore(tokens(7), shared)
-    second.reserve(380, LAYOUT)
+    second.reserve(760, LAYOUT)
     assert second._host_CBPGD.data_ptr() == place
-    assert holds(second, *filled(second, [100, 250]))
+    assert holds(second, *filled(second, [100, 550]))
     third = HostStore(tokens(7), shared)
-    third.reserve(400, LAYOUT)
+    third.reserve(800, LAYOUT)
     assert third._host_CBPGD.data_ptr() != place
     del second
     gc.collect()
     small = HostStore(tokens(7), shared)
-    small.reserve(40, LAYOUT)
-    assert small.bytes.host == (40 - 7) * 2 * BATCH * GROUPS * SIZE * 4  # not in the large block
+    small.reserve(100, LAYOUT)
+    assert small.bytes.host == 100 * TOKEN_BYTES  # not in the large block
     shared.close()
     del third, small
     gc.collect()
@@ -184,20 +132,21 @@ def test_what_is_reserved_is_allocated_once_and_exactly(make, layout):
     store = make()
     store.reserve(1000, layout)
     assert (store.bytes.device > 0) == (layout is not None)
-    pointers, k, v = set(), [], []
+    sizes, k, v = set(), [], []
     for seed, count in enumerate([600, 1, 1, 398]):
         new = rows(count, seed)
         store.append(*new)
         k.append(new[0])
         v.append(new[1])
-        pointers |= {t.data_ptr() for t in vars(store).values() if isinstance(t, torch.Tensor)}
-    assert len(pointers) == 2
-    assert store.bytes.device + store.bytes.host == 1000 * 2 * BATCH * GROUPS * SIZE * 4
+        sizes.add((store.bytes.device, store.bytes.host))
+    assert len(sizes) == 1
+    on_device = 1000 if isinstance(store, DeviceStore) else LEAVING
+    assert sizes == {(on_device * TOKEN_BYTES, (1000 if on_device < 1000 else 0) * TOKEN_BYTES)}
     store.append(*(last := rows(1, 7)))  # and beyond
     assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
     store.reserve(5000)
     assert holds(store, torch.cat((*k, last[0]), 2), torch.cat((*v, last[1]), 2))
-    assert store.bytes.device + store.bytes.host >= 5000 * 2 * BATCH * GROUPS * SIZE * 4
+    assert store.bytes.device + store.bytes.host >= 5000 * TOKEN_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -210,12 +159,13 @@ def offloading(model):
 
 
 def test_a_new_cache_has_its_memory_in_place_and_keeps_it(model):
-    prompt = random_tokens(2, 50)
+    prompt = random_tokens(2, 150)
     with torch.no_grad(), apply(model, offloading(model)) as handle:
-        cache = handle.new_cache(60, batch=2)
+        cache = handle.new_cache(160, batch=2)
         before = handle.stats()
-        assert before.kv_bytes_device + before.kv_bytes_host == 3 * 60 * layouts_bytes(model, 2)
-        assert before.kv_bytes_host == 2 * 56 * layouts_bytes(model, 2)
+        hot = 2 + 8 + 3 + 3 + LEAVING  # slots for a step, recent tokens, those that leave together
+        assert before.kv_bytes_device == (160 + 2 * hot) * layouts_bytes(model, 2)
+        assert before.kv_bytes_host == 2 * (160 - 3) * layouts_bytes(model, 2)
         expected = model(prompt).logits
         found = model(prompt, past_key_values=cache)
         assert found.past_key_values is cache
@@ -239,11 +189,11 @@ def layouts_bytes(model, batch):
 def test_a_cache_made_before_takes_note_of_what_is_reserved(model):
     with torch.no_grad(), apply(model, offloading(model)) as handle:
         cache = DynamicCache()
-        reserve(cache, 60)
-        model(random_tokens(1, 50), past_key_values=cache)
-        assert handle.stats().kv_bytes_device + handle.stats().kv_bytes_host == 3 * 60 * layouts_bytes(model, 1)
-        reserve(cache, 61)
-        assert cache.get_seq_length() == 50
+        reserve(cache, 160)
+        model(random_tokens(1, 150), past_key_values=cache)
+        assert handle.stats().kv_bytes_host == 2 * (160 - 3) * layouts_bytes(model, 1)
+        reserve(cache, 161)
+        assert cache.get_seq_length() == 150
         twin = copy.deepcopy(cache)
         a, b = (model(random_tokens(1, 1), past_key_values=one).logits for one in (cache, twin))
     assert torch.equal(a, b)
@@ -376,16 +326,16 @@ def test_on_a_cpu_copies_run_at_once():
 
 def test_what_was_written_to_room_is_not_packed_again(monkeypatch):
     store, made = HostStore(tokens(3), LateMemory()), []
-    store.reserve(50, LAYOUT)
-    k, v = store.room(40, LAYOUT)
-    given = rows(40, 0)
+    store.reserve(500, LAYOUT)
+    k, v = store.room(190, LAYOUT)
+    given = rows(190, 0)
     k.copy_(given[0])
     v.copy_(given[1])
     monkeypatch.setattr(packed, "empty_packed", lambda *args: made.append(args))
     store.commit(k, v)
     store._memory.late.settle()
     assert made == []
-    store.append(*rows(1, 1))  # what it evicts is
+    store.append(*rows(2, 1))  # what it evicts is
     with pytest.raises(TypeError):
         store._memory.late.settle()
-    assert made == [(1, LAYOUT)]
+    assert made == [(62, LAYOUT)]

@@ -4,42 +4,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_stores import (
+    BATCH,
+    GROUPS,
+    TOKEN_BYTES,
+    assert_gathers,
+    filled,
+    holds,
+    lengths_of,
+    rows,
+    seen_in,
+    selecting,
+    with_more,
+)
 
-from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import HostStore, Reads, allocated_tokens
 from sparsekv.runtime.stores.device import DeviceStore, grown
 
-BATCH, GROUPS, SIZE = 2, 3, 4
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
-
-
-def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, BATCH, GROUPS, count, SIZE, generator=source)
-    return k, v
-
-
-def seen_in(store):
-    """Keys and values of all tokens."""
-    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
-    return store.view(lengths_B).contiguous(store.length)
-
-
-def gathered(store, chosen, sink, recent):
-    """The keys of these tokens, and where in them each listed one lies."""
-    lengths_B = torch.full((BATCH,), store.length, dtype=torch.int32)
-    counts_B = torch.full((BATCH,), chosen.shape[2], dtype=torch.int32)
-    return store.gather(Selection(chosen, counts_B, sink, recent), lengths_B)
-
-
-def filled(store, chunks):
-    pieces = [rows(count, seed) for seed, count in enumerate(chunks)]
-    for k, v in pieces:
-        store.append(k, v)
-    return torch.cat([k for k, _ in pieces], 2), torch.cat([v for _, v in pieces], 2)
 
 
 @pytest.mark.parametrize("hot", [None, *HOT], ids=str)
@@ -58,48 +43,62 @@ def test_a_view_is_everything_appended_in_order(hot: Budget | None, chunks: list
 @pytest.mark.parametrize("heads", [1, GROUPS])
 @pytest.mark.parametrize("hot", [None, *HOT], ids=str)
 def test_gather_gives_the_tokens_that_were_selected(hot: Budget | None, heads: int, window: int | None):
-    store = DeviceStore() if hot is None else HostStore(hot)
+    store = DeviceStore() if hot is None else HostStore(hot, None, Reads((tokens(20),), 3, 4))
     k, v = filled(store, [150, 1, 60, 1, 1])
-    chosen = torch.stack([torch.randperm(140)[:20].sort().values + 3 for _ in range(BATCH * heads)])
-    chosen = chosen.view(BATCH, heads, 20).int()
-    chosen[:, :, -3:] = NO_TOKEN
-    lengths_B = torch.full((BATCH,), 213, dtype=torch.int32)
-    selection = Selection(chosen, torch.full((BATCH,), 20, dtype=torch.int32), 3, 4)
-    keys, found, left = store.gather(selection, lengths_B, window)
-    applied = None if left == window else window
-    listed, wanted = found.listed(keys.lengths_B), selection.listed(lengths_B)
-    for b in range(BATCH):
-        for g in range(GROUPS):
-            at, token = listed[b, min(g, heads - 1)], wanted[b, min(g, heads - 1)]
-            token = token if applied is None else token.masked_fill(token < 213 - applied, -1)
-            assert torch.equal(at < 0, token < 0)
-            assert torch.equal(keys.k[b, g, at[at >= 0].long()], k[b, g, token[token >= 0].long()])
-            assert torch.equal(keys.v[b, g, at[at >= 0].long()], v[b, g, token[token >= 0].long()])
+    for _ in range(3):
+        chosen = torch.stack([torch.randperm(140)[:20].sort().values + 3 for _ in range(BATCH * heads)])
+        chosen = chosen.view(BATCH, heads, 20)
+        chosen[:, :, -3:] = NO_TOKEN
+        assert_gathers(store, selecting(chosen, 3, 4), k, v, window)
 
 
 def test_a_gather_reads_from_the_host_only_what_is_not_hot():
-    store = HostStore(tokens(10))
-    filled(store, [100])
-    chosen = torch.tensor([[[3, 50, 89, 90, 99]]] * BATCH, dtype=torch.int32)
-    gathered(store, chosen, 0, 5)
-    assert store.fetched_tokens == 3 * BATCH
+    store = HostStore(tokens(10), None, Reads((tokens(4),), recent=5))
+    filled(store, [200])
+    steps = [([3, 50, 89, 191], 4), ([3, 50, 90, 192], 1), ([3, 89, 191, 192], 0), ([3, 50, 90, 195], 0)]
+    for chosen, fetched in steps:
+        before = store.counts.fetched
+        store.gather(selecting(torch.tensor([[chosen]] * BATCH), recent=5), lengths_of(store))
+        assert store.counts.fetched - before == fetched * BATCH
+    assert (store.counts.steps, store.counts.chosen) == (4, (4 + 3 + 3 + 3) * BATCH)
 
 
 @pytest.mark.parametrize("hot", HOT, ids=str)
 @pytest.mark.parametrize("chunks", [[40], [1000], [500, 500, 1], [300] + [1] * 300])
-def test_what_leaves_the_device_is_what_lies_on_the_host(hot: Budget, chunks: list[int]):
-    whole, moved = DeviceStore(), HostStore(hot)
-    filled(whole, chunks)
-    filled(moved, chunks)
-    assert whole.bytes.host == 0
-    assert whole.bytes.device - moved.bytes.device == moved.bytes.host
-    if hot.tokens is not None and hot.tokens < sum(chunks):
-        assert moved.bytes.device == 2 * BATCH * GROUPS * SIZE * 4 * hot.tokens
+def test_what_is_on_the_device_is_bounded_by_the_hot_set(hot: Budget, chunks: list[int]):
+    reads, total = Reads((tokens(20),), 2, 8), sum(chunks)
+    store = HostStore(hot, None, reads)
+    store.reserve(total)
+    filled(store, chunks)
+    most = max(hot.resolve(total), 30 + 8 + 64)
+    expected = min(most, total), total - 8 if total > most else 0
+    assert (store.bytes.device, store.bytes.host) == tuple(TOKEN_BYTES * count for count in expected)
+    assert allocated_tokens(hot, reads, total) == expected
+
+
+def test_a_context_that_is_attended_to_as_a_whole_stays_on_the_device():
+    store = HostStore(tokens(10), None, Reads((tokens(20),), 2, 8, whole_up_to=500))
+    store.reserve(600)
+    k, v = filled(store, [499, 1])
+    assert seen_in(store)[0].data_ptr() == seen_in(store)[0].data_ptr()  # nothing is copied
+    assert store.bytes.device == 500 * TOKEN_BYTES
+    assert holds(store, *with_more(store, k, v, 1, 9))
+    assert store.bytes.device == (30 + 8 + 64) * TOKEN_BYTES
+
+
+@pytest.mark.parametrize("reads", [Reads(), Reads((fraction(1.0),))], ids=["nothing known", "a share of all"])
+def test_where_steps_read_everything_a_gather_gives_everything(reads: Reads):
+    store = HostStore(tokens(10), None, reads)
+    k, v = filled(store, [200])
+    selection = selecting(torch.tensor([[[3, 9]]] * BATCH))
+    assert store.gather(selection, lengths_of(store))[1] is selection
+    assert_gathers(store, selection, k, v)
+    assert store.bytes.device == 64 * TOKEN_BYTES
 
 
 def test_bytes_are_those_of_the_storages():
     store = HostStore(tokens(8))
-    filled(store, [100])
+    filled(store, [100, 30])
     held = [tensor for tensor in vars(store).values() if isinstance(tensor, torch.Tensor)]
     assert store.bytes.device + store.bytes.host == sum(tensor.untyped_storage().nbytes() for tensor in held)
 

@@ -1,0 +1,242 @@
+"""A slot map: which tokens of a context have their keys and values in a hot set on the device, and in which slot.
+
+A choice of tokens is placed at once: tokens that have a slot keep it, the others take the slots of the tokens that were
+chosen longest ago. Nothing asks the device, and shapes follow from capacities alone. Which tokens go does not depend on
+the order in which the device works: among tokens chosen equally long ago, those in lower slots go first.
+
+Shapes: B batch, g lists of a row (1 or G), M listed tokens, H slots, C tokens a row may have, n tokens to fetch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.tiles import NO_TOKEN
+
+NO_SLOT = -1
+OLDEST = 1023  # steps: tokens that were chosen longer ago than this count as equally old
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Where the tokens of one choice are, and which of them were not there before. All int32 on the device."""
+
+    slots_BgM: torch.Tensor  # of every listed token; NO_SLOT where the list has none
+    missed_BgM: torch.Tensor  # tokens to fetch, in the order of the list; the rest NO_TOKEN
+    into_BgM: torch.Tensor  # their slots, ascending; the rest NO_SLOT
+
+
+class SlotTable:
+    """The slots of one batch. Addresses do not change.
+
+    Args:
+        batch: rows.
+        lists: of a row, each with slots of its own.
+        slots: of a list: at least as many as it ever has tokens.
+        capacity: tokens that a row may have.
+        device: of all tensors.
+    """
+
+    @torch.inference_mode(False)  # else what is allocated there could not be written to under torch.no_grad()
+    def __init__(self, batch: int, lists: int, slots: int, capacity: int, device: torch.device) -> None:
+        def table(columns: int, value: int) -> torch.Tensor:
+            return torch.full((batch, lists, columns), value, dtype=torch.int32, device=device)
+
+        self.slots = slots
+        self.capacity = capacity
+        # The last column of these takes what must not be written anywhere.
+        self.slot_of_BgC = table(capacity + 1, NO_SLOT)
+        self.token_BgH = table(slots + 1, NO_TOKEN)
+        self.chosen_at_BgH = table(slots + 1, -OLDEST)  # the step that chose the slot's token last
+        self.step_1 = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def present_BgH(self) -> torch.Tensor:  # noqa: N802
+        """The token of every slot, or NO_TOKEN."""
+        return self.token_BgH[:, :, : self.slots]
+
+    def place(self, tokens_BgM: torch.Tensor) -> Placed:
+        """Gives every listed token a slot.
+
+        Args:
+            tokens_BgM: int32: each token once, in any order; negative entries are skipped.
+        """
+        self.step_1 += 1
+        now_BgM = self.step_1.expand_as(tokens_BgM)
+        listed_BgM = tokens_BgM >= 0
+        slots_BgM = self.slot_of_BgC.gather(2, torch.where(listed_BgM, tokens_BgM, self.capacity).long())
+        hit_BgM = listed_BgM & (slots_BgM >= 0)
+        missed_BgM = listed_BgM & ~hit_BgM
+        self.chosen_at_BgH.scatter_(2, self._column(hit_BgM, slots_BgM, self.slots), now_BgM)
+        rank_BgM = missed_BgM.cumsum(2) - 1  # of a miss among those of the list
+        free_BgH = self._longest_unused(missed_BgM.sum(2, keepdim=True))
+        rank_in_list_BgM = rank_BgM.clamp(min=0)
+        into_BgM = torch.where(missed_BgM, free_BgH.gather(2, rank_in_list_BgM), NO_SLOT)
+        self._replace(missed_BgM, tokens_BgM, into_BgM, now_BgM)
+        column_BgM = self._column(missed_BgM, rank_BgM, tokens_BgM.shape[2])
+        return Placed(
+            torch.where(hit_BgM, slots_BgM, into_BgM),
+            _compacted(column_BgM, tokens_BgM, NO_TOKEN),
+            _compacted(column_BgM, into_BgM, NO_SLOT),
+        )
+
+    def _longest_unused(self, count_Bg1: torch.Tensor) -> torch.Tensor:
+        """The slots of the tokens that were chosen longest ago, so many and ascending: [B, g, H], the rest anything."""
+        age_BgH = (self.step_1 - self.chosen_at_BgH[:, :, : self.slots]).clamp(max=OLDEST)
+        by_age_BgH = (-age_BgH).argsort(dim=2, stable=True)
+        slot_H = torch.arange(self.slots, device=age_BgH.device)
+        rank_BgH = torch.empty_like(by_age_BgH).scatter_(2, by_age_BgH, slot_H.expand_as(by_age_BgH))
+        goes_BgH = rank_BgH < count_Bg1
+        column_BgH = self._column(goes_BgH, goes_BgH.cumsum(2) - 1, self.slots)
+        return _compacted(column_BgH, slot_H.int().expand_as(by_age_BgH), NO_SLOT)
+
+    def _replace(
+        self, missed_BgM: torch.Tensor, tokens_BgM: torch.Tensor, into_BgM: torch.Tensor, now_BgM: torch.Tensor
+    ) -> None:
+        column_BgM = self._column(missed_BgM, into_BgM, self.slots)
+        former_BgM = self.token_BgH.gather(2, column_BgM)
+        had_BgM = missed_BgM & (former_BgM >= 0)
+        none_BgM = torch.full_like(tokens_BgM, NO_SLOT)
+        self.slot_of_BgC.scatter_(2, self._column(had_BgM, former_BgM, self.capacity), none_BgM)
+        self.slot_of_BgC.scatter_(2, self._column(missed_BgM, tokens_BgM, self.capacity), into_BgM)
+        self.token_BgH.scatter_(2, column_BgM, tokens_BgM)
+        self.chosen_at_BgH.scatter_(2, column_BgM, now_BgM)
+
+    @staticmethod
+    def _column(valid: torch.Tensor, column: torch.Tensor, spare: int) -> torch.Tensor:
+        return torch.where(valid, column, spare).long()
+
+
+def _compacted(column_BgN: torch.Tensor, values_BgN: torch.Tensor, empty: int) -> torch.Tensor:
+    """Values in their columns; those of column N are left out."""
+    batch, lists, count = values_BgN.shape
+    whole = values_BgN.new_full((batch, lists, count + 1), empty)
+    return whole.scatter_(2, column_BgN, values_BgN)[:, :, :count].contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """Tokens to bring to the device; int64 [n] each."""
+
+    lists: int  # g
+    batch: torch.Tensor  # these three on the host, where the tokens are read
+    list: torch.Tensor
+    token: torch.Tensor
+    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # batch, list and slot, on the device
+    newest: int  # of the tokens; -1 where there are none
+
+    @classmethod
+    def of(cls, tokens_BgN: torch.Tensor, slots_BgN: torch.Tensor, device: torch.device) -> Fetch:
+        """What two lists on the host say; negative tokens are skipped."""
+        batch, listed, at = (tokens_BgN >= 0).nonzero(as_tuple=True)
+        token, slot = tokens_BgN[batch, listed, at].long(), slots_BgN[batch, listed, at].long()
+        into = (batch.to(device), listed.to(device), slot.to(device))
+        return cls(tokens_BgN.shape[1], batch, listed, token, into, int(token.max()) if len(token) else -1)
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One choice of tokens, and where they are. The tensors of the choice are on the device.
+
+    Attributes:
+        version: of the slot map, with the choice placed.
+        tokens_BgM: int32, what a row reads in the order of attention: sinks, chosen, recent; NO_TOKEN behind them.
+        counts_B: int32, how many.
+        placed: of the tokens that may be in a slot: those before `hot_from`.
+        hot_from: tokens from here on are on the device without a slot.
+    """
+
+    version: int
+    tokens_BgM: torch.Tensor
+    counts_B: torch.Tensor
+    placed: Placed
+    hot_from: int
+    _table: SlotTable = field(repr=False)
+    _reads_all_B: torch.Tensor = field(repr=False)
+
+    @cached_property
+    def _on_host(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Misses, their slots, and two numbers: one copy from the device, the only one of all layers of a step."""
+        slotted = (self.tokens_BgM >= 0) & (self.tokens_BgM < self.hot_from)
+        numbers_2 = torch.stack((self._reads_all_B.any().int(), slotted.sum(dtype=torch.int32)))
+        missed, into = self.placed.missed_BgM, self.placed.into_BgM
+        everything = torch.cat((missed.flatten(), into.flatten(), numbers_2)).cpu()
+        missed_n, into_n, numbers_2 = everything.split([missed.numel(), into.numel(), 2])
+        return missed_n.view(missed.shape), into_n.view(into.shape), numbers_2
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether some row reads all of its tokens. Waits for the device, once a step."""
+        return bool(self._on_host[2][0])
+
+    @property
+    def slotted(self) -> int:
+        """How many of the tokens, of all rows and lists, need a slot. Waits for the device, once a step."""
+        return int(self._on_host[2][1])
+
+    @cached_property
+    def missed(self) -> Fetch:
+        """The tokens that had no slot before. Waits for the device, once a step."""
+        return Fetch.of(*self._on_host[:2], self.tokens_BgM.device)
+
+    @cached_property
+    def present(self) -> Fetch:
+        """All tokens that have a slot. Waits for the device, once a step."""
+        present_BgH = self._table.present_BgH.cpu()
+        slot_BgH = torch.arange(present_BgH.shape[2]).expand_as(present_BgH)
+        return Fetch.of(present_BgH, slot_BgH, self.tokens_BgM.device)
+
+
+class SlotMap:
+    """The slots that layers with the same choice share, and the last choice that was placed.
+
+    A layer that has followed every version of the map fetches the misses of a step alone; any other one all that is
+    present. A copy is empty.
+    """
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._table: SlotTable | None = None
+        self._last: tuple[Selection, Step] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlotMap:
+        return SlotMap()
+
+    def place(
+        self, selection: Selection, lengths_B: torch.Tensor, *, most: int, slots: int, capacity: int, hot_from: int
+    ) -> Step:
+        """Places a choice, once for all layers that ask for the same one. Rows that attend to everything have no slots.
+
+        Args:
+            selection: of the step.
+            lengths_B: int32, tokens of each row.
+            most: tokens that a row selects in fact, which may be fewer than its list has room for.
+            slots: of the hot set; `most` or more.
+            capacity: tokens that a row may have.
+            hot_from: tokens from here on need no slot.
+        """
+        if self._last is not None and self._last[0] is selection:
+            return self._last[1]
+        tokens_BgM, counts_B = selection.listed(lengths_B)
+        tokens_BgM = tokens_BgM[:, :, :most]
+        batch, lists, _ = tokens_BgM.shape
+        table = self._table
+        if (
+            table is None
+            or (table.slots, table.slot_of_BgC.shape[:2]) != (slots, (batch, lists))
+            or (table.capacity < capacity)
+        ):  # the tokens of a larger table are fetched anew
+            table = self._table = SlotTable(batch, lists, slots, capacity, tokens_BgM.device)
+        placed = table.place(tokens_BgM.masked_fill(tokens_BgM >= hot_from, NO_TOKEN))
+        self._version += 1
+        step = Step(self._version, tokens_BgM, counts_B, placed, hot_from, table, selection.counts_B == ALL)
+        self._last = (selection, step)
+        return step
