@@ -10,9 +10,9 @@ Shapes: S selectors, J layers that attend, I layers that choose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -44,7 +44,9 @@ _MOST_FILTERS = 4  # of the rules that are given their number
 _PROBED = 0.05  # share of the context that the probes choose
 _NO_LOSS, _NO_DIVERGENCE = 0.02, 1e-6  # below these a quotient of the two is noise
 _TOKEN_COST = 1000
-_LEAST_GAIN = 0.01  # of all cached tokens; less is not worth a trial
+_FACTORS = (0.5, 0.7, 1.4, 2.0)  # of a budget, in one step
+_MOST_CHOSEN = 0.7  # share of the context; more is not worth a choice
+_LEAST_LOSS = 1e-4  # of attention mass
 
 
 class CandidateSpace:
@@ -70,8 +72,7 @@ class CandidateSpace:
     def probe(self, layer: int) -> Segments:
         """One layer alone, behind the nearest one that can choose for it; the first of `full` chooses for itself."""
         nearest = max((other for other in self.full if other < layer), default=layer)
-        budget = min(self.budgets, key=lambda one: abs(one.resolve(self._length) - _PROBED * self._length))
-        return self.segments([FilterSegment(nearest, self._first_selector, (layer,))], budget)
+        return self.segments([FilterSegment(nearest, self._first_selector, (layer,))], self._probed)
 
     def weights(self, divergence: dict[int, float]) -> Floats:
         """[J]: nats for each share of attention mass that a layer loses, from the divergence of its probe."""
@@ -110,56 +111,69 @@ class CandidateSpace:
                 kept.append((expected, segments))
         return [segments for _, segments in kept]
 
-    def smaller(self, segments: Segments) -> Iterator[Segments]:
-        """Those that differ by one step and read less: a dense layer in a segment, a filter less, half a budget."""
-        least = self.share(segments) - _LEAST_GAIN
-        return (one for one in self._steps(segments) if self.share(one) <= least)
+    def neighbours(self, segments: Segments) -> list[Segments]:
+        """Those that differ by one step, whether they read less or more, each once."""
+        found = dict.fromkeys(self._steps(segments))
+        return [one for one in found if one and one != segments and _is_legal(one)]
 
     def _steps(self, segments: Segments) -> Iterator[Segments]:
         inside = {layer for segment in segments for layer in (segment.filter, *segment.layers)}
+        dense = [layer for layer in self.full if layer not in inside]
         for number, segment in enumerate(segments):
-            after = segments[number + 1].layers[0] if number + 1 < len(segments) else self._model.layers
-            before = segments[number - 1].layers[-1] if number else -1
-            for layer in self.full:
-                if layer not in inside and max(segment.filter, before) < layer < after:
-                    grown = segment.model_copy(update={"layers": tuple(sorted((*segment.layers, layer)))})
-                    yield (*segments[:number], grown, *segments[number + 1 :])
-            yield from self._with_less(segments, number)
-        for number, (first, second) in enumerate(pairwise(segments)):
+            for others in self._instead(segment, dense):
+                yield (*segments[:number], *others, *segments[number + 1 :])
+        for number, (first, second) in enumerate(pairwise(segments)):  # a filter layer less
             layers = tuple(sorted({*first.layers, second.filter, *second.layers}))
-            if second.filter not in first.layers and second.filter > first.filter:
-                merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
-                yield (*segments[:number], merged, *segments[number + 2 :])
+            merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
+            yield (*segments[:number], merged, *segments[number + 2 :])
+        for one in combinations(dense, 2):  # a filter layer more
+            new = self.segments([FilterSegment(one[0], self._first_selector, one[1:])], self._probed)
+            yield tuple(sorted((*segments, *new), key=lambda segment: segment.filter))
 
-    def all_alone(self, segments: Segments) -> Iterator[Segments]:
-        """Those in which all dense layers choose for themselves, or all filter layers."""
-        for among in (self.full, [segment.filter for segment in segments]):
-            found = segments
-            for layer in among:
-                found = next(self.alone(found, (layer,)), found)
-            if found != segments:
-                yield found
+    def _instead(self, segment: Segment, dense: Sequence[int]) -> Iterator[Segments]:
+        """What may stand in place of one segment, legal beside the others or not."""
+        for factor in _FACTORS:
+            budget = self._scaled(segment, factor)
+            if budget.resolve(self._length) <= _MOST_CHOSEN * self._length:
+                yield (segment.model_copy(update={"budget": budget}),)
+        for layer in dense:
+            if layer > segment.filter:
+                yield (segment.model_copy(update={"layers": tuple(sorted((*segment.layers, layer)))}),)
+            if layer < segment.layers[0]:
+                yield (segment.model_copy(update={"filter": layer}),)
+        for position, layer in enumerate(segment.layers):
+            before, after = segment.layers[:position], segment.layers[position + 1 :]
+            yield (segment.model_copy(update={"layers": (*before, *after)}),) if before or after else ()
+            first = (segment.model_copy(update={"layers": before}),) if before else ()
+            yield (*first, segment.model_copy(update={"filter": layer, "layers": after})) if after else first
 
-    def alone(self, segments: Segments, among: Iterable[int] | None = None) -> Iterator[Segments]:
-        """Those in which one more dense layer chooses for itself: a filter layer, or one outside all segments.
+    def alone(self, segments: Segments) -> list[Segments]:
+        """Those in which one more dense layer chooses for itself, a filter layer or one outside all segments, or all
+        dense layers do, or all filter layers; and the neighbours of what chooses for itself."""
+        found = [self._alone(segments, layer) for layer in self.full]
+        every = [self._all_alone(segments, among) for among in (self.full, [one.filter for one in segments])]
+        own = self.neighbours(segments) if any(segment.filter_is_sparse for segment in segments) else []
+        return list(dict.fromkeys([*(one for one in found if one), *(one for one in every if one != segments), *own]))
 
-        Args:
-            among: which layers; all with full attention when None.
-        """
-        filters = {segment.filter: number for number, segment in enumerate(segments)}
-        sparse = {layer for segment in segments for layer in segment.layers}
-        for layer in self.full if among is None else among:
-            if layer in filters:
-                number = filters[layer]
-                own = segments[number].model_copy(update={"layers": (layer, *segments[number].layers)})
-                found = (*segments[:number], own, *segments[number + 1 :])
-            else:
-                budget = max((segment.budget for segment in segments), key=lambda one: one.resolve(self._length))
-                own = segments[0].model_copy(update={"filter": layer, "layers": (layer,), "budget": budget})
-                found = tuple(sorted((*segments, own), key=lambda one: one.layers))
-            apart = all(a.filter < b.filter and a.layers[-1] < b.layers[0] for a, b in pairwise(found))
-            if layer not in sparse and apart and self.share(found) <= self.share(segments) - _LEAST_GAIN:
-                yield found
+    def _all_alone(self, segments: Segments, among: Sequence[int]) -> Segments:
+        for layer in among:
+            segments = self._alone(segments, layer) or segments
+        return segments
+
+    def _alone(self, segments: Segments, layer: int) -> Segments | None:
+        """With a layer that chooses for itself; None where it cannot."""
+        numbers = {segment.filter: number for number, segment in enumerate(segments)}
+        if any(layer in segment.layers for segment in segments):
+            return None
+        if layer in numbers:
+            number = numbers[layer]
+            own = segments[number].model_copy(update={"layers": (layer, *segments[number].layers)})
+            found = (*segments[:number], own, *segments[number + 1 :])
+        else:
+            budget = max((segment.budget for segment in segments), key=lambda one: one.resolve(self._length))
+            own = segments[0].model_copy(update={"filter": layer, "layers": (layer,), "budget": budget})
+            found = tuple(sorted((*segments, own), key=lambda one: one.filter))
+        return found if _is_legal(found) else None
 
     def larger(self, segments: Segments) -> Iterator[Segments]:
         """The same with a twofold and a fourfold budget in every segment, as far as that is less than all tokens."""
@@ -173,15 +187,20 @@ class CandidateSpace:
         return tuple(segment_of(one, self._reuse, budget, self._length) for one in found)
 
     @property
+    def _probed(self) -> Budget:
+        return min(self.budgets, key=lambda one: abs(one.resolve(self._length) - _PROBED * self._length))
+
+    @property
     def _first_selector(self) -> int:
         asked = self._options.decode_selectors
         return next(number for number, choice in enumerate(self._reuse.selectors) if choice.selector in asked)
 
     def _loss(self, segment: Segment, layer: int) -> float:
-        fitting = [one for one in self.budgets if one.resolve(self._length) <= segment.budget.resolve(self._length)]
-        budget = max(fitting or self.budgets, key=lambda one: one.resolve(self._length) * (1 if fitting else -1))
-        names = [choice.selector for choice in self._reuse.selectors]
-        return float(self._lost[budget][names.index(segment.selector), layer, segment.filter])
+        """Share of attention mass, between the profiled budgets and beyond them along a power law."""
+        selector = [choice.selector for choice in self._reuse.selectors].index(segment.selector)
+        sizes = [budget.resolve(self._length) for budget in self.budgets]
+        lost = [float(self._lost[budget][selector, layer, segment.filter]) for budget in self.budgets]
+        return _power_law(sizes, lost, segment.budget.resolve(self._length))
 
     def _all(self, weights_J: Floats, allowed: float) -> Iterator[Segments]:
         importance_J = shares_of(self._reuse.importance)
@@ -216,18 +235,6 @@ class CandidateSpace:
             most_loss=0.0,
         )
 
-    def _with_less(self, segments: Segments, number: int) -> Iterator[Segments]:
-        segment = segments[number]
-        for heads in ("max", "per_kv_head"):
-            if heads == "max" or self._heads_agree(segment):
-                less = segment.model_copy(update={"budget": self._scaled(segment, 0.5), "heads": heads})
-                yield (*segments[:number], less, *segments[number + 1 :])
-
-    def _heads_agree(self, segment: Segment) -> bool:
-        groups = self._model.by_layer
-        counts = {groups[layer].kv_heads for layer in (segment.filter, *segment.layers)}
-        return len(counts) == 1 and counts != {1}
-
     def _larger(self, first: Segment, second: Segment) -> DecodeBudget:
         return max(first.budget, second.budget, key=lambda one: one.resolve(self._length))
 
@@ -237,6 +244,29 @@ class CandidateSpace:
             return DecodeBudget(tokens=max(1, min(self._length, round(factor * budget.most))))
         scaled = fraction(min(1.0, factor * budget.fraction))
         return DecodeBudget(fraction=scaled.fraction, at_most=scaled.resolve(self._length))
+
+
+def _is_legal(segments: Segments) -> bool:
+    """Whether a plan may have these, in their order; see `Segment` and `DecodeBucket`."""
+    sparse = [layer for segment in segments for layer in segment.layers]
+    others = {segment.filter for segment in segments if not segment.filter_is_sparse}
+    return (
+        all(segment.filter <= segment.layers[0] for segment in segments)
+        and all(one.filter < after.filter and one.layers[-1] < after.layers[0] for one, after in pairwise(segments))
+        and len(set(sparse)) == len(sparse)
+        and others.isdisjoint(sparse)
+    )
+
+
+def _power_law(sizes: Sequence[int], lost: Sequence[float], size: int) -> float:
+    """The loss of a budget from those of others, linear in logarithms."""
+    unique_N, first_N = np.unique(sizes, return_index=True)
+    x_N, y_N, at = np.log(unique_N), np.log(np.asarray(lost)[first_N] + _LEAST_LOSS), np.log(size)
+    if len(x_N) == 1:
+        return float(np.exp(y_N[0]))
+    below = int(np.clip(np.searchsorted(x_N, at) - 1, 0, len(x_N) - 2))
+    slope = (y_N[below + 1] - y_N[below]) / (x_N[below + 1] - x_N[below])
+    return float(np.exp(y_N[below] + slope * (at - x_N[below])))
 
 
 def anchor_layers(kept_JI: Floats, importance_J: Sequence[float], full: Sequence[int], count: int) -> tuple[int, ...]:

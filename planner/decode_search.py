@@ -1,12 +1,14 @@
 """Filter layers by proof: candidates are run on calibration prompts, and what each does to next tokens is recorded.
 
 First every layer alone attends to the choice of the layer before it, which says what a lost share of attention mass
-does to the next token there. From that and the similarities, candidates are proposed. They are measured from the
-sparsest on, until one stays inside the gate; that one is then refined step by step: a dense layer made sparse, a filter
-layer dropped, a budget cut, the least expected divergence for the tokens saved first; at last layers that are still
-dense, filter layers among them, choose for themselves, which saves half of what they read. A candidate is given up at
-the first prompt after which its mean can no longer stay inside the gate, and prompts that were hardest so far come
-first.
+does to the next token there. From that and the similarities, candidates are proposed, each with an expected divergence.
+The search goes best first: what is measured next is the candidate that saves most beside the best one inside the gate,
+times the chance that it stays inside. Whatever was measured, inside or outside, is built on: its neighbours, one step
+away in either direction (a layer more or less in a segment, a filter layer more or less or at another layer, a budget
+larger or smaller), are expected to diverge as it did, plus what the additive model says of the step. At last layers
+that are still dense, filter layers among them, choose for themselves, which saves half of what they read. The search
+ends when no candidate promises enough, or with the effort. A candidate is given up at the first prompt after which its
+mean can no longer stay inside the gate, and prompts that were hardest so far come first.
 
 This is done at the longest length; at the others the segments that passed are measured again, with their own budgets
 and with larger ones. `choose_filter_layers` takes what is cheapest among the trials inside the gate.
@@ -14,14 +16,16 @@ and with larger ones. `choose_filter_layers` takes what is cheapest among the tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 import torch
 
 from sparsekv.planner.decode_candidates import CandidateSpace, Segments
-from sparsekv.planner.decode_trials import Prefix, divergences, prefilled
+from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
 from sparsekv.planner.filter_layers import Floats
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import calibration_prompts
@@ -33,9 +37,29 @@ from sparsekv.runtime.hf.load import LoadedModel
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
 _PROBE_PROMPTS = 2
-_RESERVED = 4  # trials in which layers choose for themselves
+_RESERVED = 0.25  # of the trials: those in which layers choose for themselves
 _MOST_SHORTER = 3  # segments that are measured at shorter lengths
 _RESAMPLES = 2000
+_LEAST_GAIN = 0.003  # of all cached tokens; less is not worth a trial
+_LEAST_PROMISE = 0.0004  # gain times the chance of it
+# Deviations of the logarithm of a divergence from what was expected: of a proposal, of a step from what was measured,
+# from what was given up early, and for each power of e by which the step is expected to change it.
+_PROPOSAL, _STEP, _AFTER_GIVEN_UP, _CHANGE = 1.0, 0.15, 0.22, 0.3
+_MOST_FALL = 0.05  # of a divergence in one step, by the additive model
+_BOUND_OVER_MEAN = 1.3  # before the first trial says
+_NOTHING = 1e-9  # nats
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What is expected of a candidate: its divergence in nats, and the standard deviation of the logarithm of that."""
+
+    kl: float
+    deviation: float
+
+    def chance(self, allowed: float) -> float:
+        """That the divergence is at most this."""
+        return NormalDist(math.log(self.kl + _NOTHING), self.deviation).cdf(math.log(allowed + _NOTHING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +84,8 @@ class Effort:
             samples: calibration samples a length.
         """
         if device.type == "cuda":
-            return cls(min(12, samples + 4), 32, 50)
-        return cls(min(4, samples + 1), 16, 18)
+            return cls(min(12, samples + 4), 32, 100)
+        return cls(min(4, samples + 1), 16, 24)
 
 
 def measure_decode(
@@ -91,14 +115,14 @@ def measure_decode(
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
     total = effort.trials * effort.prompts * len(profile.lengths)
-    with (progress or Progress()).stage("decode trials", total=total) as step:
+    with (progress or Progress()).stage("decode trials", total=total) as step, decode_trials(loaded) as model:
         for entry in reversed(profile.lengths):
-            search = _Search(loaded, entry, options, effort, step)
+            search = _Search(loaded, model, entry, options, effort, step)
             if passed:
                 search.repeat(passed)
             else:
                 search.run()
-                passed = search.passed[:_MOST_SHORTER]
+                passed = search.passed_of_both_kinds[:_MOST_SHORTER]
             entries.append(entry.model_copy(update={"trials": tuple(search.trials)}))
             step.advance(search.runs)
     return profile.model_copy(update={"lengths": tuple(reversed(entries))})
@@ -116,16 +140,24 @@ class _Search:
     """The trials of one length."""
 
     def __init__(
-        self, loaded: LoadedModel, entry: LengthProfile, options: PlanOptions, effort: Effort, step: Step
+        self,
+        loaded: LoadedModel,
+        model: DecodeTrials,
+        entry: LengthProfile,
+        options: PlanOptions,
+        effort: Effort,
+        step: Step,
     ) -> None:
-        self._loaded, self._gate, self._step = loaded, options.decode_bound, step
+        self._model, self._gate, self._step = model, options.decode_bound, step
         self._space = CandidateSpace(loaded.info, entry, options)
-        self._prefixes = _prefixes(loaded, entry.length, options, effort)
+        self._prefixes = _prefixes(loaded, model, entry.length, options, effort)
         self._hardness = [0.0] * len(self._prefixes)
+        self._guesses: dict[Segments, Guess] = {}
+        self._bound_over_mean = _BOUND_OVER_MEAN
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
         self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
-        self._reserved = min(_RESERVED, effort.trials // 4) * len(self._prefixes)  # of these, for layers that choose
+        self._reserved = int(_RESERVED * effort.trials) * len(self._prefixes)  # of these, for layers that choose
         self._length = entry.length
 
     @property
@@ -133,22 +165,70 @@ class _Search:
         """What stayed inside the gate, those that read least first."""
         return sorted((trial.segments for trial in self.trials if self._is_inside(trial)), key=self._space.share)
 
+    @property
+    def passed_of_both_kinds(self) -> list[Segments]:
+        """The same, the best one whose filter layers attend to everything as one of the first two: which is cheaper is
+        a matter of the device."""
+        found = self.passed
+        others = [one for one in found if not any(segment.filter_is_sparse for segment in one)]
+        return list(dict.fromkeys([*found[:1], *others[:1], *found]))
+
     def _is_inside(self, trial: DecodeTrial) -> bool:
         return trial.prompts == len(self._prefixes) and trial.kl_bound <= self._gate
 
     def run(self) -> None:
-        """Probes, candidates from the sparsest on, refinement."""
+        """Probes, proposals, then best first."""
         weights_J = self._weights()
         for segments in self._space.proposed(weights_J, self._gate):
-            if self._measure(segments):
-                break
-        while self.passed and self._refined(self.passed[0], self._space.smaller, weights_J):
-            pass
+            self._guesses[segments] = Guess(self._space.expected(segments, weights_J), _PROPOSAL)
+        self._best_first(self._space.neighbours, weights_J)
         self._reserved = 0
-        for segments in self._space.all_alone(self.passed[0]) if self.passed else ():
-            self._measure(segments)
-        while self.passed and self._refined(self.passed[0], self._space.alone, weights_J):
-            pass
+        for trial in self.trials:
+            self._guess(trial, self._space.alone(trial.segments), weights_J)
+        self._best_first(self._space.alone, weights_J)
+
+    def _best_first(self, steps: Callable[[Segments], Iterable[Segments]], weights_J: Floats) -> None:
+        """Measures what promises most, and guesses what its steps do, until nothing promises enough."""
+        best = min(map(self._space.share, self.passed), default=1.0)
+        while self._may_measure and (next_one := self._most_promising(best)):
+            if self._measure(next_one):
+                best = min(best, self._space.share(next_one))
+            self._guess(self.trials[-1], steps(next_one), weights_J)
+
+    @property
+    def _may_measure(self) -> bool:
+        return self.runs - self._reserved >= len(self._prefixes)
+
+    def _most_promising(self, best: float) -> Segments | None:
+        """What to measure next, where `best` of the cached tokens are read by the best so far."""
+        allowed = self._gate / self._bound_over_mean
+        promises = (
+            (gain * guess.chance(allowed), -guess.kl, segments)
+            for segments, guess in self._guesses.items()
+            if (gain := best - self._space.share(segments)) >= _LEAST_GAIN and segments not in self._tried
+        )
+        promise, _, segments = max(promises, key=lambda found: found[:2], default=(0.0, 0.0, None))
+        return segments if promise >= _LEAST_PROMISE or best == 1.0 else None
+
+    def _guess(self, trial: DecodeTrial, steps: Iterable[Segments], weights_J: Floats) -> None:
+        """What steps from a trial lead to, as far as nothing surer is known."""
+        own = self._space.expected(trial.segments, weights_J)
+        whole = trial.prompts == len(self._prefixes)
+        measured = (trial.kl if whole else self._overall(trial)) + _NOTHING
+        for one in steps:
+            change = self._space.expected(one, weights_J) - own
+            # Where layers stand in for each other the model is too low: what it falls by counts in proportion.
+            kl = measured + change if change > 0 else measured * max(_MOST_FALL, 1.0 + change / own)
+            deviation = (_STEP if whole else _AFTER_GIVEN_UP) + _CHANGE * abs(math.log(kl / measured))
+            before = self._guesses.get(one)
+            if before is None or deviation < before.deviation:
+                self._guesses[one] = Guess(kl, deviation)
+
+    def _overall(self, trial: DecodeTrial) -> float:
+        """The mean over all prompts of a trial that was given up, which began with the hardest ones."""
+        hardest = sorted(self._hardness, reverse=True)
+        known = sum(hardest[: trial.prompts]) / max(sum(hardest), _NOTHING)
+        return trial.kl * trial.prompts / len(hardest) / max(known, 1.0 / len(hardest))
 
     def repeat(self, candidates: Iterable[Segments]) -> None:
         """Each with its own budgets, or the least larger ones that stay inside the gate."""
@@ -164,18 +244,9 @@ class _Search:
             found[layer] = float(np.mean(self._run(self._space.probe(layer), few)))
         return self._space.weights(found)
 
-    def _refined(self, segments: Segments, steps: Callable[[Segments], Iterable[Segments]], weights_J: Floats) -> bool:
-        """Measures steps from these segments until one stays inside the gate."""
-
-        def price(smaller: Segments) -> float:
-            more = self._space.expected(smaller, weights_J) - self._space.expected(segments, weights_J)
-            return more / (self._space.share(segments) - self._space.share(smaller))
-
-        return any(self._measure(one) for one in sorted(steps(segments), key=price))
-
     def _measure(self, segments: Segments) -> bool:
         """Whether they were measured now, and stayed inside the gate."""
-        if segments in self._tried or self.runs - self._reserved < len(self._prefixes):
+        if segments in self._tried or not self._may_measure:
             return False
         self._tried.add(segments)
         order = sorted(range(len(self._prefixes)), key=lambda number: -self._hardness[number])
@@ -186,20 +257,24 @@ class _Search:
         mean, bound = float(np.mean(found)), upper_bound(sorted(found))
         trial = DecodeTrial(segments=segments, kl=mean, kl_bound=max(mean, bound), prompts=len(found))
         self.trials.append(trial)
+        if trial.prompts == len(order) and trial.kl > _NOTHING:
+            self._bound_over_mean = trial.kl_bound / trial.kl
         return self._is_inside(trial)
 
     def _run(self, segments: Segments, prefixes: Sequence[Prefix], most: float = float("inf")) -> list[float]:
-        found = divergences(self._loaded, segments, prefixes, most)
+        found = self._model.divergences(segments, prefixes, most)
         self.runs -= len(found)
         self._step.advance(len(found), f"{self._length} tokens, {self._space.share(segments):.0%} of them read")
         return found
 
 
-def _prefixes(loaded: LoadedModel, length: int, options: PlanOptions, effort: Effort) -> list[Prefix]:
+def _prefixes(
+    loaded: LoadedModel, model: DecodeTrials, length: int, options: PlanOptions, effort: Effort
+) -> list[Prefix]:
     """Of as many calibration prompts as there is room for."""
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
     fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
     alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count)
     prompts = calibration_prompts(loaded.tokenizer, alone)[length]
-    return [prefilled(loaded, prompt, effort.steps, options) for prompt in prompts]
+    return [model.prefilled(prompt, effort.steps, options) for prompt in prompts]

@@ -1,29 +1,35 @@
-"""How far decode segments move a model's next-token distributions, measured step by step on calibration prompts.
+"""How far decode segments move a model's next-token distributions, measured on calibration prompts.
 
-A prompt is prefilled once, densely. Every candidate then decodes the same tokens over a copy of the prompt's keys and
-values: the last token of the prompt, its answer, and then the text that dense itself goes on with.
+A prompt is prefilled once, densely. Every candidate then decodes the same tokens after it: the last token of the
+prompt, its answer, and the text that dense itself goes on with. As the tokens are known, all steps run as the rows of
+one forward pass: in every layer each row attends to what its own step would, by its own choice of tokens. That is the
+decode of the runtime up to rounding (a test compares them), in a fraction of the time of single steps.
 
-Shapes: G KV heads, S tokens, D head size, W last tokens of a prompt, N steps, V vocabulary.
+Shapes: H query heads, G KV heads, N query heads of a KV head, S cached tokens, R rows, K = S + R, D head size,
+W last tokens of a prompt, T steps, V vocabulary; g is 1 (one choice for all heads) or G.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
+from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.topk import top_mask
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.similarity import WINDOW
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
-from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.apply import Handle, apply
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.plans.phases import Segment
+from sparsekv.runtime.core.select import selector_weights
+from sparsekv.runtime.hf.cache import SparseLayer, reserve
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.device import DeviceStore
@@ -34,113 +40,181 @@ class Prefix:
     """A prompt whose keys and values are there, and what dense predicts after it.
 
     Attributes:
-        keys: of every layer, keys and values of all but the last tokens, [1, G, S, D] each.
-        end_1W: the tokens before the first step, which selectors with a window look at; none where W is 0.
-        fed_1N: the tokens of the steps.
-        dense_NV: log-probabilities after each of them, float32.
+        cache: of all but the last tokens of the prompt; usable while the `DecodeTrials` that made it are open.
+        rows_1R: the tokens after those: W of the prompt, which selectors with a window look at, then those of the
+            steps.
+        dense_TV: log-probabilities after each step, float32.
     """
 
-    keys: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    end_1W: torch.Tensor
-    fed_1N: torch.Tensor
-    dense_NV: torch.Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Of the prompt and all steps."""
-        return int(self.keys[0][0].shape[2] + self.end_1W.shape[1] + self.fed_1N.shape[1])
+    cache: Cache
+    rows_1R: torch.Tensor
+    dense_TV: torch.Tensor
 
 
-def prefilled(loaded: LoadedModel, prompt: CalibrationPrompt, steps: int, options: PlanOptions) -> Prefix:
-    """Runs a prompt and its continuation densely.
+class DecodeTrials:
+    """Runs decode segments on a model; made by `decode_trials`."""
 
-    Args:
-        loaded: the model, with nothing applied to it.
-        steps: most decode steps; fewer where dense ends its text before.
-        options: `prefill_chunk` and `decode_selectors`.
-    """
-    window = 0 if options.decode_selectors == ("last",) else WINDOW
-    ids_1S = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(loaded.model.device)
-    first = max(1, prompt.answer_start - 1)
-    body_1S, end_1W = ids_1S[:, : first - window], ids_1S[:, first - window : first]
-    with torch.no_grad(), _attached(loaded, ()) as handle:
-        cache = handle.new_cache(first + steps)
-        chunk, tokens = options.prefill_chunk, body_1S.shape[1]
-        for piece in torch.split(body_1S, piece_sizes(tokens, chunk) if chunk else [tokens], 1):
-            loaded.model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        keys = tuple(_cached(layer) for layer in cache.layers)
-        copy = _cache_of(handle, keys, first + steps)
-        _feed_end(loaded, end_1W, copy)
-        fed, found = _dense_steps(loaded, copy, ids_1S[:, first : first + steps], steps)
-    return Prefix(keys, end_1W, fed, found)
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._steps: _Steps | None = None
 
+    def attend(self, call: AttentionCall) -> torch.Tensor | None:
+        """What each layer of the model asks for."""
+        return self._steps.attend(call) if self._steps else None
 
-def divergences(
-    loaded: LoadedModel, segments: Sequence[Segment], prefixes: Sequence[Prefix], most: float = math.inf
-) -> list[float]:
-    """KL(dense || sparse) of the next token, in nats: a mean over the steps of each prompt.
+    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: PlanOptions) -> Prefix:
+        """Runs a prompt and its continuation densely.
 
-    Args:
-        most: later prompts are left out once the sum is above this.
+        Args:
+            steps: most decode steps; fewer where dense ends its text before.
+            options: `prefill_chunk` and `decode_selectors`.
+        """
+        window = 0 if options.decode_selectors == ("last",) else WINDOW
+        ids_1S = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(self._loaded.model.device)
+        first = max(1, prompt.answer_start - 1)
+        body_1S, known_1R = ids_1S[:, : first - window], ids_1S[:, first - window : first + steps]
+        cache, tokens = DynamicCache(), body_1S.shape[1]
+        reserve(cache, first + steps)
+        with torch.no_grad():
+            pieces = piece_sizes(tokens, options.prefill_chunk) if options.prefill_chunk else [tokens]
+            for piece in torch.split(body_1S, pieces, 1):
+                self._next_logits(piece, cache)
+            rows_1R = self._continued(known_1R, window + steps, cache)
+        _rewind(cache, tokens)
+        return Prefix(cache, rows_1R, self._log_probabilities((), cache, rows_1R, rows_1R.shape[1] - window))
 
-    Raises:
-        PlanMismatchError, UnsupportedError: the segments are not of this model.
-    """
-    found: list[float] = []
-    with torch.no_grad(), _attached(loaded, segments) as handle:
+    def divergences(
+        self, segments: Sequence[Segment], prefixes: Sequence[Prefix], most: float = math.inf
+    ) -> list[float]:
+        """KL(dense || sparse) of the next token, in nats: a mean over the steps of each prompt.
+
+        Args:
+            segments: of this model.
+            most: later prompts are left out once the sum is above this.
+        """
+        found: list[float] = []
         for prefix in prefixes:
             if sum(found) > most:
                 break
-            cache = _cache_of(handle, prefix.keys, prefix.tokens)
-            _feed_end(loaded, prefix.end_1W, cache)
-            sparse_NV = torch.stack([_step(loaded, token_11, cache) for token_11 in prefix.fed_1N.split(1, 1)])
-            kl_N = (prefix.dense_NV.exp() * (prefix.dense_NV - sparse_NV)).sum(-1).double().clamp(min=0.0)
-            found.append(float(kl_N.mean()))
-            del cache  # before the next one is allocated
-    return found
+            sparse_TV = self._log_probabilities(segments, prefix.cache, prefix.rows_1R, len(prefix.dense_TV))
+            kl_T = (prefix.dense_TV.exp() * (prefix.dense_TV - sparse_TV)).sum(-1).double().clamp(min=0.0)
+            found.append(float(kl_T.mean()))
+        return found
+
+    def _next_logits(self, ids_1S: torch.Tensor, cache: Cache, rows: int = 1) -> torch.Tensor:
+        """[rows, V]"""
+        model: Any = self._loaded.model
+        logits_1SV = model(input_ids=ids_1S, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits
+        found: torch.Tensor = logits_1SV[0]
+        return found
+
+    def _continued(self, known_1R: torch.Tensor, rows: int, cache: Cache) -> torch.Tensor:
+        """The tokens that are known and what dense goes on with, up to `rows` in all, or to where it ends its text."""
+        tokens = fed_1S = known_1R
+        while tokens.shape[1] < rows:
+            fed_1S = self._next_logits(fed_1S, cache).argmax(-1, keepdim=True)
+            if int(fed_1S) == self._loaded.tokenizer.eos_token_id:
+                break
+            tokens = torch.cat([tokens, fed_1S], 1)
+        return tokens
+
+    def _log_probabilities(
+        self, segments: Sequence[Segment], cache: Cache, rows_1R: torch.Tensor, steps: int
+    ) -> torch.Tensor:
+        """[T, V]: after each of the last rows. The cache is left as it was."""
+        past = cache.get_seq_length()
+        self._steps = _Steps(segments, past, rows_1R.shape[1], steps)
+        try:
+            with torch.no_grad():
+                return self._next_logits(rows_1R, cache, steps).float().log_softmax(-1)
+        finally:
+            self._steps = None
+            _rewind(cache, past)
 
 
-def _attached(loaded: LoadedModel, segments: Sequence[Segment]) -> Handle:
-    bucket = DecodeBucket(up_to=None, dense=not segments, segments=tuple(segments))
-    plan = Plan(status="unverified", model=loaded.info, decode=DecodePlan(lengths=(bucket,)))
-    return apply(loaded.model, plan, info=loaded.info)
+@contextmanager
+def decode_trials(loaded: LoadedModel) -> Iterator[DecodeTrials]:
+    """Trials on a model, with nothing applied to it, for the length of a `with` block."""
+    trials = DecodeTrials(loaded)
+    with capture_attention(loaded.model, trials.attend):
+        yield trials
 
 
-def _cached(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    assert isinstance(layer, SparseLayer)
-    assert isinstance(layer.store, DeviceStore)
-    k_BGCD, v_BGCD = layer.store.tensors
-    return k_BGCD[:, :, : layer.store.length], v_BGCD[:, :, : layer.store.length]
+def _rewind(cache: Cache, tokens: int) -> None:
+    """Forgets all but the first tokens: what dense attention and these steps read starts from them alone."""
+    for layer in cache.layers:
+        assert isinstance(layer, SparseLayer)
+        assert isinstance(layer.store, DeviceStore)
+        layer.store.length = tokens
 
 
-def _cache_of(handle: Handle, keys: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> Cache:
-    cache = handle.new_cache(tokens)
-    for number, (k_BGSD, v_BGSD) in enumerate(keys):
-        cache.update(k_BGSD, v_BGSD, number)
-    return cache
+@dataclass(slots=True)
+class _Steps:
+    """Decode steps as rows of one pass: the attention of every layer, and what filter layers chose in it."""
 
+    segments: Sequence[Segment]
+    past: int  # S
+    rows: int  # R
+    steps: int  # T, the last rows
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by filter layer, [g, R, K]
 
-def _feed_end(loaded: LoadedModel, end_1W: torch.Tensor, cache: Cache) -> None:
-    if end_1W.shape[1]:
-        loaded.model(input_ids=end_1W, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """[1, H, R, D]."""
+        visible_RK = self._visible(call)
+        chooses = next((segment for segment in self.segments if segment.filter == call.layer), None)
+        if chooses and chooses.filter_is_sparse:
+            self.chosen[call.layer] = self._choice(chooses, self._attended(call, visible_RK[None])[1])
+        allowed_gRK = self._allowed(call.layer, visible_RK.device)
+        out_1HRD, best_GRK = self._attended(call, visible_RK[None] if allowed_gRK is None else visible_RK & allowed_gRK)
+        if chooses and not chooses.filter_is_sparse:
+            self.chosen[call.layer] = self._choice(chooses, best_GRK)
+        return out_1HRD
 
+    def _attended(self, call: AttentionCall, seen_gRK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, H, R, D], and the largest weight that the heads of each KV head give a token, [G, R, K]."""
+        k_1GKD, v_1GKD = call.k_BGKD, call.v_BGKD
+        q_1GND = call.q_BHSD.unflatten(1, (k_1GKD.shape[1], -1)).flatten(2, 3)
+        outputs, best = [], []
+        for g in range(k_1GKD.shape[1]):
+            scores_NK = scaled_scores(q_1GND[:, g : g + 1], k_1GKD[:, g : g + 1], call.scale)[0, 0]
+            hidden_RK = ~seen_gRK[min(g, len(seen_gRK) - 1)]
+            weights_NRK = scores_NK.unflatten(0, (-1, self.rows)).masked_fill_(hidden_RK, -torch.inf).softmax(-1)
+            best.append(weights_NRK.amax(0))
+            outputs.append(weights_NRK.flatten(0, 1).to(v_1GKD.dtype) @ v_1GKD[0, g])
+        return torch.stack(outputs).view(call.q_BHSD.shape), torch.stack(best)
 
-def _dense_steps(
-    loaded: LoadedModel, cache: Cache, forced_1A: torch.Tensor, steps: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    fed: list[torch.Tensor] = []
-    rows: list[torch.Tensor] = []
-    forced = list(forced_1A.split(1, 1))
-    while len(rows) < steps:
-        token_11 = forced[len(rows)] if len(rows) < len(forced) else rows[-1].argmax().reshape(1, 1)
-        if len(rows) >= len(forced) and int(token_11) == loaded.tokenizer.eos_token_id:
-            break
-        fed.append(token_11)
-        rows.append(_step(loaded, token_11, cache))
-    return torch.cat(fed, 1), torch.stack(rows)
+    def _visible(self, call: AttentionCall) -> torch.Tensor:
+        at_R1, at_K = self._positions(call.q_BHSD.device)
+        visible_RK = at_K <= at_R1
+        return visible_RK if call.window is None else visible_RK & (at_K > at_R1 - call.window)
 
+    def _positions(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        at_K = torch.arange(self.past + self.rows, device=device)
+        return at_K[self.past :, None], at_K
 
-def _step(loaded: LoadedModel, token_11: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """[V]"""
-    logits: torch.Tensor = loaded.model(input_ids=token_11, past_key_values=cache, use_cache=True).logits
-    return logits[0, -1].float().log_softmax(-1)
+    def _allowed(self, layer: int, device: torch.device) -> torch.Tensor | None:
+        """[g, R, K]: what each row of a layer attends to of what it sees; None for all."""
+        segment = next((segment for segment in self.segments if layer in segment.layers), None)
+        if segment is None:
+            return None
+        chosen_gRK = self.chosen[segment.filter].to(device)  # layers may be spread over devices
+        return chosen_gRK[list(segment.heads[layer])] if isinstance(segment.heads, dict) else chosen_gRK
+
+    def _choice(self, segment: Segment, best_GRK: torch.Tensor) -> torch.Tensor:
+        """[g, R, K]: sinks, chosen and recent tokens of the rows that are steps, everything of the others."""
+        scores_gRK = best_GRK.amax(0, keepdim=True) if segment.heads == "max" else best_GRK
+        window = 1 if segment.selector == "last" else segment.window
+        weights_W1 = torch.tensor(selector_weights(segment.selector, window), device=best_GRK.device)[:, None]
+        first = self.rows - self.steps
+        rows_gTWK = scores_gRK[:, first - window + 1 :].unfold(1, window, 1).transpose(2, 3)
+        scores_gTK = (rows_gTWK * weights_W1).sum(2)
+        at_R1, at_K = self._positions(best_GRK.device)
+        at_T1 = at_R1[first:]
+        between_TK = (at_K >= segment.sink) & (at_K <= at_T1 - segment.recent)
+        counts = [segment.chosen_tokens(int(self.past + first + 1 + t)) for t in range(self.steps)]
+        count_T = torch.tensor([0 if c is None else c for c in counts], device=best_GRK.device)
+        all_T1 = torch.tensor([c is None for c in counts], device=best_GRK.device)[:, None]
+        free_gTK = scores_gTK.masked_fill(~between_TK, -1.0)
+        top_gTK = top_mask(free_gTK, count_T.expand(len(free_gTK), -1), int(count_T.max()))
+        chosen_gTK = top_gTK | ~between_TK | all_T1
+        return torch.nn.functional.pad(chosen_gTK, (0, 0, first, 0), value=True)

@@ -3,9 +3,11 @@
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from model_folders import save_model
 from planner_models import made_up_cost, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
@@ -15,24 +17,28 @@ from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import decode_share
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
-from sparsekv.planner.decode_search import Effort, measure_decode, upper_bound
-from sparsekv.planner.decode_trials import divergences, prefilled
+from sparsekv.planner.decode_search import Effort, Guess, measure_decode, upper_bound
+from sparsekv.planner.decode_trials import decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_files, compile_plan
-from sparsekv.planner.profile.calibration import calibration_prompts
+from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.profile.similarity import WINDOW
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.model import check_fit
 from sparsekv.plans.patterns import fraction
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.load import LoadedModel
 
 LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
 ALWAYS = PlanOptions(crossover=False)
 QUICK = quick_options(phases=("decode",), verify_samples=0, decode_kl=100.0)
+SETTLED = QUICK.settled(4096, "cpu")
 EFFORT = Effort(prompts=3, steps=4, trials=8)
 
 
@@ -67,9 +73,14 @@ def weights(space: CandidateSpace) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
+def prompt(loaded: LoadedModel) -> CalibrationPrompt:
+    (found,) = calibration_prompts(loaded.tokenizer, SETTLED)[1024]
+    return found
+
+
+@pytest.fixture(scope="module")
 def measured(loaded: LoadedModel) -> Profile:
-    settled = QUICK.settled(4096, "cpu")
-    return measure_decode(loaded, profile(loaded, settled), settled, effort=EFFORT)
+    return measure_decode(loaded, profile(loaded, SETTLED), SETTLED, effort=EFFORT)
 
 
 def check_legal(segments: tuple[Segment, ...]) -> None:
@@ -95,31 +106,70 @@ def test_a_candidate_that_reads_more_is_expected_to_diverge_less(space: Candidat
         assert all(divergence < 2.0 * other for other in expected[:position])
 
 
-def test_every_step_of_the_refinement_is_legal_and_reads_less(space: CandidateSpace, weights: np.ndarray) -> None:
+def test_every_neighbour_is_legal_and_one_step_away(space: CandidateSpace) -> None:
     start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
-    steps = list(space.smaller(start))
-    for one in steps:
+    found = space.neighbours(start)
+    assert len(set(found)) == len(found)
+    assert start not in found
+    for one in found:
         check_legal(one)
-        assert space.share(one) < space.share(start)
-    shapes = {tuple((part.filter, part.layers) for part in one) for one in steps}
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in found}
     assert ((0, (1, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a dense layer joins
+    assert ((0, (3,)), (4, (5, 7)), (8, (9,))) in shapes  # a layer leaves
+    assert ((0, (2, 3)), (4, (5, 7))) in shapes  # the last one of a segment leaves
     assert ((0, (2, 3)), (4, (5, 7, 8, 9))) in shapes  # a filter layer is dropped
-    assert any([part.budget.fraction for part in one] == [0.05, 0.1, 0.1] for one in steps)
-    assert any(part.heads == "per_kv_head" for one in steps for part in one)
+    assert ((0, (2, 3)), (4, (5,)), (6, (7,)), (8, (9,))) not in shapes  # two steps
+    assert ((1, (2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # another layer chooses
+    assert ((2, (3,)), (4, (5, 7)), (8, (9,))) in shapes  # a layer of the segment chooses for those after it
+    budgets = [[part.budget.fraction for part in one] for one in found]
+    assert [0.05, 0.1, 0.1] in budgets
+    assert [0.1, 0.1, 0.2] in budgets
+
+
+def test_dense_layers_become_a_segment(space: CandidateSpace) -> None:
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in space.neighbours((segment(4, (5, 6)),))}
+    assert ((1, (3,)), (4, (5, 6))) in shapes
+    assert ((4, (5, 6)), (7, (9,))) in shapes
+
+
+def test_a_larger_budget_is_expected_to_diverge_less_also_between_and_beyond_the_profiled_ones() -> None:
+    reuse = made_up_reuse(np.ones((LAYERS, LAYERS)))
+    assert [budget.fraction for budget in reuse.budgets] == [0.05, 0.1, 0.2]
+    tables = tuple(tuple((1.0 - lost,) * (j + 1) for j in range(LAYERS)) for lost in (0.16, 0.08, 0.04))
+    reuse = reuse.model_copy(update={"kept": (tables,) * len(reuse.selectors)})
+    space = CandidateSpace(MODEL, LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse), PlanOptions())
+    expected = [space.expected((segment(0, (3,), share),), np.ones(LAYERS)) for share in (0.025, 0.05, 0.07, 0.1, 0.4)]
+    assert expected == pytest.approx([0.32, 0.16, 0.16 * 5 / 7, 0.08, 0.02], rel=0.03)
+
+
+def test_a_guess_is_surer_of_what_it_knows_better() -> None:
+    low, high = Guess(0.001, 0.15), Guess(0.004, 0.15)
+    assert low.chance(0.002) > 0.99
+    assert high.chance(0.002) < 0.01
+    assert 0.1 < Guess(0.004, 1.0).chance(0.002) < 0.5
+    assert Guess(0.002, 0.15).chance(0.002) == pytest.approx(0.5)
 
 
 def test_every_dense_layer_may_choose_for_itself_alone_or_with_all_others(space: CandidateSpace) -> None:
     start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
-    steps, (all_layers, all_filters) = list(space.alone(start)), space.all_alone(start)
-    for one in (*steps, all_layers, all_filters):
+    found = space.alone(start)
+    for one in found:
         check_legal(one)
         assert space.share(one) < space.share(start) - 0.03
-    shapes = {tuple((part.filter, part.layers) for part in one) for one in steps}
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in found}
     assert ((0, (0, 2, 3)), (4, (5, 7)), (8, (9,))) in shapes  # a filter layer
-    assert len(shapes) == 3  # layers 1 and 6 lie inside the segments of others
-    assert [(part.filter, part.layers) for part in all_filters] == [(0, (0, 2, 3)), (4, (4, 5, 7)), (8, (8, 9))]
-    outside = next(space.all_alone((segment(2, (3, 4)),)))
-    assert [(part.filter, part.layers) for part in outside][:3] == [(0, (0,)), (1, (1,)), (2, (2, 3, 4))]
+    assert ((0, (0, 2, 3)), (4, (4, 5, 7)), (8, (8, 9))) in shapes  # all of them
+    assert len(shapes) == 4  # layers 1 and 6 lie inside the segments of others
+    outside = [[(part.filter, part.layers) for part in one] for one in space.alone((segment(2, (3, 4)),))]
+    assert [(1, (1,)), (2, (3, 4))] in outside
+    assert [(0, (0,)), (1, (1,)), (2, (2, 3, 4)), *((layer, (layer,)) for layer in range(5, LAYERS))] in outside
+
+
+def test_what_chooses_for_itself_is_refined_like_the_others(space: CandidateSpace) -> None:
+    shapes = {tuple((part.filter, part.layers) for part in one) for one in space.alone((segment(0, (0, 1, 2)),))}
+    assert ((0, (1, 2)),) in shapes
+    assert ((0, (0, 1)),) in shapes
+    assert ((0, (0, 1, 2, 3)),) in shapes
 
 
 def test_larger_budgets_keep_the_segments(space: CandidateSpace) -> None:
@@ -150,27 +200,58 @@ def test_the_bound_of_a_mean_is_above_it_and_within_the_values() -> None:
     assert upper_bound([0.1, 0.3]) == 0.3
 
 
-def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel) -> None:
-    settled = QUICK.settled(4096, "cpu")
-    (prompt,) = calibration_prompts(loaded.tokenizer, settled)[1024]
-    prefix = prefilled(loaded, prompt, 4, settled)
-    assert prefix.fed_1N.shape == (1, 4)
-    assert int(prefix.fed_1N[0, 0]) == prompt.ids[prompt.answer_start - 1]
-    assert divergences(loaded, (), [prefix]) == [0.0]
-    everything = segment(0, (1, 2), 1.0, 4096)
-    assert divergences(loaded, (everything,), [prefix])[0] < 1e-6
-    few = segment(0, (1, 2), 0.02, 1024)
-    (kl,) = divergences(loaded, (few,), [prefix])
+def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, prompt: CalibrationPrompt) -> None:
+    everything, few = segment(0, (1, 2), 1.0, 4096), segment(0, (1, 2), 0.02, 1024)
+    with decode_trials(loaded) as trials:
+        prefix = trials.prefilled(prompt, 4, SETTLED)
+        assert prefix.rows_1R.shape == (1, 4)
+        assert int(prefix.rows_1R[0, 0]) == prompt.ids[prompt.answer_start - 1]
+        assert trials.divergences((), [prefix]) == [0.0]
+        assert trials.divergences((everything,), [prefix])[0] < 1e-6
+        (kl,) = trials.divergences((few,), [prefix])
+        assert kl > 1e-6
+        assert trials.divergences((few,), [prefix]) == [kl]  # nothing of the first time is left in the cache
+        assert trials.divergences((few,), [prefix] * 3, most=kl / 2) == [kl]  # given up after the first
+
+
+@pytest.mark.parametrize("selector", ["last", "exponential"])
+@pytest.mark.parametrize(
+    ("heads", "layers"),
+    [
+        ("max", (1, 2)),
+        ("per_kv_head", (1, 2)),
+        ({1: (1, 0), 2: (1, 1)}, (1, 2)),
+        ("max", (0, 1, 2)),
+        ("per_kv_head", (0, 2)),
+    ],
+)
+def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
+    loaded: LoadedModel, prompt: CalibrationPrompt, selector: str, heads: Any, layers: tuple[int, ...]
+) -> None:
+    window = 1 if selector == "last" else WINDOW
+    changes = {"heads": heads, "selector": selector, "window": window}
+    sparse = segment(0, layers, 0.02, 1024).model_copy(update=changes)
+    options = replace(SETTLED, decode_selectors=(selector,))
+    with decode_trials(loaded) as trials:
+        prefix = trials.prefilled(prompt, 4, options)
+        (kl,) = trials.divergences((sparse,), [prefix])
+    fed = prefix.rows_1R[0].tolist()
+    end = len(fed) - 4
+    assert fed[:end] == prompt.ids[prompt.answer_start - 1 - end : prompt.answer_start - 1].tolist()
+    buckets = (DecodeBucket(up_to=None, segments=(sparse,)),)
+    plan = Plan(status="unverified", model=loaded.info, decode=DecodePlan(lengths=buckets))
+    ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start - 1].astype(np.int64))[None]
+    with apply(loaded.model, plan) as handle, torch.no_grad():
+        cache = handle.new_cache(1024)
+        for piece in ids_1S.split([ids_1S.shape[1] - end, end] if end else [ids_1S.shape[1]], 1):
+            loaded.model(input_ids=piece, past_key_values=cache)
+        steps = [
+            loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R[:, end:].split(1, 1)
+        ]
+    single_TV = torch.cat(steps, 1)[0].float().log_softmax(-1)
+    kl_T = (prefix.dense_TV.exp() * (prefix.dense_TV - single_TV)).sum(-1)
     assert kl > 1e-6
-    assert divergences(loaded, (few,), [prefix] * 3, most=kl / 2) == [kl]  # given up after the first
-
-
-def test_windows_of_queries_reach_back_into_the_prompt(loaded: LoadedModel) -> None:
-    settled = replace(QUICK, decode_selectors=("last", "uniform")).settled(4096, "cpu")
-    (prompt,) = calibration_prompts(loaded.tokenizer, settled)[1024]
-    prefix = prefilled(loaded, prompt, 2, settled)
-    assert prefix.end_1W[0].tolist() == prompt.ids[prompt.answer_start - 17 : prompt.answer_start - 1].tolist()
-    assert divergences(loaded, (), [prefix])[0] < 1e-6
+    assert kl == pytest.approx(float(kl_T.mean()), rel=1e-2)
 
 
 def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned(
@@ -178,7 +259,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 ) -> None:
     (entry,) = measured.lengths
     assert all(one.prompts <= EFFORT.prompts for one in entry.trials)
-    plan = choose_filter_layers(measured, made_up_cost(tile=measured.tile), QUICK.settled(4096, "cpu"))
+    plan = choose_filter_layers(measured, made_up_cost(tile=measured.tile), SETTLED)
     shares = [decode_share(one.segments, 1024, loaded.info) for one in entry.trials]
     assert decode_share(plan.bucket(1024).segments, 1024, loaded.info) == min(shares) < 0.6
 
@@ -201,8 +282,8 @@ def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel
 
 def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
-    assert measure_decode(loaded, bare, QUICK.settled(4096, "cpu"), effort=EFFORT) == measured
-    assert measure_decode(loaded, measured, QUICK.settled(4096, "cpu"), effort=EFFORT) is measured
+    assert measure_decode(loaded, bare, SETTLED, effort=EFFORT) == measured
+    assert measure_decode(loaded, measured, SETTLED, effort=EFFORT) is measured
 
 
 def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
