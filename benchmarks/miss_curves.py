@@ -11,7 +11,8 @@ left out. Printed are the share of chosen tokens that missed, over all steps and
 over steps.
 
 Policies: `last step` has what the step before chose; `lru` replaces what was chosen longest ago; `clock` gives every
-token one more round of the hand when it was chosen since the last; `best` knows the future (Belady) and is the bound.
+token one more round of the hand when it was chosen since the last; `lrfu` replaces what is worth least, as the slot map
+does (kernels/decode/slots.py); `best` knows the future (Belady) and is the bound.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from sparsekv.kernels.decode.slots import AGEING, USE
 from sparsekv.planner.bench.random_model import HandDecode
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.files import load_plan
@@ -49,7 +51,7 @@ def main() -> None:
     """Prints a row for each length, budget and task, and one over all tasks."""
     args = _arguments()
     loaded = load_model(args.model, device=args.device)
-    policies = [("last step", 1), *((name, size) for size in _SIZES for name in ("lru", "clock", "best"))]
+    policies = [("last step", 1), *((name, size) for size in _SIZES for name in ("lru", "clock", "lrfu", "best"))]
     heads = " | ".join(f"{name} {size}x" if name != "last step" else name for name, size in policies)
     print(f"| length | budget | task | never chosen before | {heads} |\n|{'---|' * (4 + len(policies))}", flush=True)
     for length in args.lengths:
@@ -144,7 +146,7 @@ def _answered(
 
 def misses(trace: Trace, policy: str, slots: int) -> Tokens:
     """How many chosen tokens missed at every step but the first."""
-    run = {"last step": _last_step, "lru": _lru, "clock": _clock, "best": _best}[policy]
+    run = {"last step": _last_step, "lru": _lru, "clock": _clock, "lrfu": _lrfu, "best": _best}[policy]
     return np.array(list(run(trace, slots))[1:])
 
 
@@ -174,6 +176,20 @@ def _lru(trace: Trace, slots: int) -> Iterator[int]:
         return last[others]
 
     return _replaced(trace, slots, worth)
+
+
+def _lrfu(trace: Trace, slots: int) -> Iterator[int]:
+    held: Tokens = np.full(max(slots, max(map(len, trace))), -1)
+    worth = np.zeros(len(held), np.int64)
+    for chosen in trace:
+        now = np.isin(held, chosen)
+        worth -= worth >> AGEING
+        worth[now] += USE
+        new = np.setdiff1d(chosen, held)
+        yield len(new)
+        others = np.flatnonzero(~now)
+        victims = np.sort(others[np.argsort(worth[others], kind="stable")[: len(new)]])
+        held[victims], worth[victims] = new, USE
 
 
 def _best(trace: Trace, slots: int) -> Iterator[int]:

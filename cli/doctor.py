@@ -235,7 +235,7 @@ class MemoryEstimate:
             "new_tokens": request.answer,
             "batch": request.batch,
             "context_length": model.size.info.context_length,
-            "host_layers": sorted(placement.layers),
+            "host_layers": sorted(placement.layers) if use.kv_host else [],
             "device": on_device | {"needed": use.device, "available": self.available.device},
             "host": {"kv": use.kv_host, "needed": model.host(use), "available": self.available.host},
             "on_cpu": model.on_cpu,
@@ -272,13 +272,16 @@ def say_memory(
 
 def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str:
     device, host = data["device"], data["host"]
-    rows: list[tuple[str, ...]] = [("", "device", "host")]
+    rows: list[tuple[str, ...]] = [("", "memory") if data["on_cpu"] else ("", "device", "host")]
     for part, name in _PARTS.items():
-        shown = size(host["kv"]) if part == "kv" and host["kv"] else ""
-        if device[part] or shown:
-            rows.append((name, size(device[part]), shown))
+        on_host = host["kv"] if part == "kv" else 0
+        if not device[part] + on_host:
+            continue
+        if data["on_cpu"]:
+            rows.append((name, size(device[part] + on_host)))
+        else:
+            rows.append((name, size(device[part]), size(on_host) if on_host else ""))
     if data["on_cpu"]:
-        rows = [row[:2] for row in rows]
         rows += [("needed", size(host["needed"])), ("available", _known(host["available"]))]
     else:
         rows.append(("needed", size(device["needed"]), size(host["needed"])))

@@ -1,8 +1,11 @@
 """A slot map: which tokens of a context have their keys and values in a hot set on the device, and in which slot.
 
-A choice of tokens is placed at once: tokens that have a slot keep it, the others take the slots of the tokens that were
-chosen longest ago. Nothing asks the device, and shapes follow from capacities alone. Which tokens go does not depend on
-the order in which the device works: among tokens chosen equally long ago, those in lower slots go first.
+A choice of tokens is placed at once: tokens that have a slot keep it, the others take the slots that are worth least.
+Being chosen is worth `USE`, and every step takes a sixteenth off. Source: Lee et al., LRFU: a spectrum of policies that
+subsumes the least recently used and least frequently used policies (IEEE Transactions on Computers 50, 2001).
+
+Nothing asks the device, and shapes follow from capacities alone. Which tokens go does not depend on the order in which
+the device works: numbers are whole, and of slots that are worth the same, lower ones go first.
 
 Shapes: B batch, g lists of a row (1 or G), M listed tokens, H slots, C tokens a row may have, n tokens to fetch.
 """
@@ -19,7 +22,9 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.tiles import NO_TOKEN
 
 NO_SLOT = -1
-OLDEST = 1023  # steps: tokens that were chosen longer ago than this count as equally old
+USE = 1 << 12
+AGEING = 4  # of what a slot is worth, one part in two to this power goes a step
+_STAYS = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +57,7 @@ class SlotTable:
         # The last column of these takes what must not be written anywhere.
         self.slot_of_BgC = table(capacity + 1, NO_SLOT)
         self.token_BgH = table(slots + 1, NO_TOKEN)
-        self.chosen_at_BgH = table(slots + 1, -OLDEST)  # the step that chose the slot's token last
-        self.step_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        self.worth_BgH = table(slots + 1, 0)
 
     @property
     def present_BgH(self) -> torch.Tensor:  # noqa: N802
@@ -66,18 +70,17 @@ class SlotTable:
         Args:
             tokens_BgM: int32: each token once, in any order; negative entries are skipped.
         """
-        self.step_1 += 1
-        now_BgM = self.step_1.expand_as(tokens_BgM)
+        self.worth_BgH -= self.worth_BgH >> AGEING
         listed_BgM = tokens_BgM >= 0
         slots_BgM = self.slot_of_BgC.gather(2, torch.where(listed_BgM, tokens_BgM, self.capacity).long())
         hit_BgM = listed_BgM & (slots_BgM >= 0)
         missed_BgM = listed_BgM & ~hit_BgM
-        self.chosen_at_BgH.scatter_(2, self._column(hit_BgM, slots_BgM, self.slots), now_BgM)
+        hit_at_BgM = self._column(hit_BgM, slots_BgM, self.slots)
+        self.worth_BgH.scatter_(2, hit_at_BgM, self.worth_BgH.gather(2, hit_at_BgM) + USE)
         rank_BgM = missed_BgM.cumsum(2) - 1  # of a miss among those of the list
-        free_BgH = self._longest_unused(missed_BgM.sum(2, keepdim=True))
-        rank_in_list_BgM = rank_BgM.clamp(min=0)
-        into_BgM = torch.where(missed_BgM, free_BgH.gather(2, rank_in_list_BgM), NO_SLOT)
-        self._replace(missed_BgM, tokens_BgM, into_BgM, now_BgM)
+        free_BgH = self._worth_least(missed_BgM.sum(2, keepdim=True), hit_at_BgM)
+        into_BgM = torch.where(missed_BgM, free_BgH.gather(2, rank_BgM.clamp(min=0)), NO_SLOT)
+        self._replace(missed_BgM, tokens_BgM, into_BgM)
         column_BgM = self._column(missed_BgM, rank_BgM, tokens_BgM.shape[2])
         return Placed(
             torch.where(hit_BgM, slots_BgM, into_BgM),
@@ -85,19 +88,18 @@ class SlotTable:
             _compacted(column_BgM, into_BgM, NO_SLOT),
         )
 
-    def _longest_unused(self, count_Bg1: torch.Tensor) -> torch.Tensor:
-        """The slots of the tokens that were chosen longest ago, so many and ascending: [B, g, H], the rest anything."""
-        age_BgH = (self.step_1 - self.chosen_at_BgH[:, :, : self.slots]).clamp(max=OLDEST)
-        by_age_BgH = (-age_BgH).argsort(dim=2, stable=True)
-        slot_H = torch.arange(self.slots, device=age_BgH.device)
-        rank_BgH = torch.empty_like(by_age_BgH).scatter_(2, by_age_BgH, slot_H.expand_as(by_age_BgH))
+    def _worth_least(self, count_Bg1: torch.Tensor, hit_at_BgM: torch.Tensor) -> torch.Tensor:
+        """The slots that are worth least, without those of hits: so many, ascending; [B, g, H], the rest anything."""
+        stays_BgM = torch.full_like(hit_at_BgM, _STAYS, dtype=torch.int32)
+        worth_BgH = self.worth_BgH.scatter(2, hit_at_BgM, stays_BgM)[:, :, : self.slots]
+        by_worth_BgH = worth_BgH.argsort(dim=2, stable=True)
+        slot_H = torch.arange(self.slots, device=worth_BgH.device)
+        rank_BgH = torch.empty_like(by_worth_BgH).scatter_(2, by_worth_BgH, slot_H.expand_as(by_worth_BgH))
         goes_BgH = rank_BgH < count_Bg1
         column_BgH = self._column(goes_BgH, goes_BgH.cumsum(2) - 1, self.slots)
-        return _compacted(column_BgH, slot_H.int().expand_as(by_age_BgH), NO_SLOT)
+        return _compacted(column_BgH, slot_H.int().expand_as(by_worth_BgH), NO_SLOT)
 
-    def _replace(
-        self, missed_BgM: torch.Tensor, tokens_BgM: torch.Tensor, into_BgM: torch.Tensor, now_BgM: torch.Tensor
-    ) -> None:
+    def _replace(self, missed_BgM: torch.Tensor, tokens_BgM: torch.Tensor, into_BgM: torch.Tensor) -> None:
         column_BgM = self._column(missed_BgM, into_BgM, self.slots)
         former_BgM = self.token_BgH.gather(2, column_BgM)
         had_BgM = missed_BgM & (former_BgM >= 0)
@@ -105,7 +107,7 @@ class SlotTable:
         self.slot_of_BgC.scatter_(2, self._column(had_BgM, former_BgM, self.capacity), none_BgM)
         self.slot_of_BgC.scatter_(2, self._column(missed_BgM, tokens_BgM, self.capacity), into_BgM)
         self.token_BgH.scatter_(2, column_BgM, tokens_BgM)
-        self.chosen_at_BgH.scatter_(2, column_BgM, now_BgM)
+        self.worth_BgH.scatter_(2, column_BgM, torch.full_like(tokens_BgM, USE))
 
     @staticmethod
     def _column(valid: torch.Tensor, column: torch.Tensor, spare: int) -> torch.Tensor:

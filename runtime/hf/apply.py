@@ -214,12 +214,13 @@ class Handle:
                 would), or the handle is closed, or that is no size. Whatever is raised, the memory is free again.
         """
         check_owner_open(self._engine)
-        sizes = {"tokens": tokens, "batch": batch, "chunk": chunk, "at_most": at_most}
+        at_most = tokens if at_most is None else at_most
+        sizes = {"tokens": tokens, "batch": batch, "chunk": tokens if chunk is None else chunk, "at_most": at_most}
         for name, count in sizes.items():
-            if count is not None and (type(count) is not int or count < 1):
+            if type(count) is not int or count < 1:
                 raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
         request, available = Request(tokens, batch=batch, chunk=chunk), self._available()
-        self._engine.placement = self._memory.place(replace(request, prompt=max(tokens, at_most or 0)), available)
+        self._engine.placement = self._memory.place(replace(request, prompt=max(tokens, at_most)), available)
         self._memory.check(request, self._engine.placement, available)
         total = self._memory.use(request, self._engine.placement).kv_host
         cache = sparse_cache(None, self._engine, len(self._layouts))

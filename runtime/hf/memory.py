@@ -29,7 +29,7 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.stores.bank import allocated_tokens
+from sparsekv.runtime.stores.bank import Reads, allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
 from sparsekv.runtime.stores.store import Bytes
 
@@ -202,12 +202,13 @@ class MemoryModel:
     def use(self, request: Request, placement: Placement) -> MemoryUse:
         """The bytes of a request, part by part."""
         stores = {layer: self._store(layer, request, placement) for layer in self._groups}
-        on_host = [layer for layer in stores if layer in placement.layers]
+        placed = [layer for layer in stores if layer in placement.layers]
+        on_host = [layer for layer in placed if stores[layer].host]  # short contexts stay on the device as a whole
         prefill = self._prefill(request, on_host)
         return MemoryUse(
             weights=self.size.weights,
             kv_device=sum(stores[layer].device for layer in stores.keys() - placement.layers),
-            hot_set=sum(stores[layer].device for layer in on_host),
+            hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
             prefill=prefill,
             decode=self._decode(request, on_host),
@@ -263,8 +264,7 @@ class MemoryModel:
         each = request.batch * self._token_bytes(layer)
         if layer not in placement.layers:
             return Bytes(request.tokens * each)
-        reads = reads_of(self._program.layers[layer])
-        device, host = allocated_tokens(placement.hot, reads, request.tokens)
+        device, host = allocated_tokens(placement.hot, self._reads[layer], request.tokens)
         return Bytes(device * each, host * each)
 
     def _token_bytes(self, layer: int) -> int:
@@ -277,6 +277,10 @@ class MemoryModel:
         return self.size.info.by_layer
 
     @cached_property
+    def _reads(self) -> list[Reads]:
+        return [reads_of(layer) for layer in self._program.layers]
+
+    @cached_property
     def _program(self) -> Program:
         return Program.of(self.prefill, self.decode, self.size.info)
 
@@ -286,15 +290,12 @@ class MemoryModel:
         """The larger of what is alive while a layer attends and while its MLP runs, as in long_inputs.py."""
         item, rows = self.size.dtype.itemsize, request.piece * request.batch
         group, width = self._groups[0], self.size.hidden
-        cut = self.chunking.applies(request.batch, request.piece)
-        worked_on = min(rows, self.chunking.rows) if cut else rows
+        worked_on = min(rows, max(self.chunking.rows, self.chunking.above))
         always = rows * width * item + 2 * request.piece * group.head_dim * item  # hidden states, rotary angles
         queries = rows * group.heads * group.head_dim * item
-        output, heads = queries, group.heads
-        if cut and queries > self.chunking.output_bytes:
-            together = max(1, self.chunking.output_bytes * group.kv_heads // queries)
-            output, heads = queries * together // group.kv_heads, heads * together // group.kv_heads
-        attending = queries + output + self._index(request, heads) + self._moved(request, on_host)
+        output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
+        attending = queries + output + self._index(request, -(-group.heads * output // queries))
+        attending += self._moved(request, on_host)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
         return always + max(attending, in_mlp)
 

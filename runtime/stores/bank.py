@@ -6,10 +6,11 @@ contiguous read. On the device remain the newest tokens, in a ring (token t in r
 a time move to the host, and copies of the tokens that decode steps chose lately, in slots. A step fetches only chosen
 tokens that have no slot (kernels/decode/slots.py); layers that take the same choice share one slot map.
 
-Why the tokens chosen longest ago give up their slots, and why the hot set is twice the budget or more: on answers of
-three small models at 16K and budgets of 512 to 2,048 tokens, 36 to 53% of the chosen tokens are not those of the step
-before. Of slots for 1, 2 and 4 budgets, the replacement of the least recently used leaves 34 to 56, 11 to 33 and 3 to
-17% to fetch, and a clock about half a percent more (benchmarks/miss_curves.py; curves in benchmarks/RESULTS.md).
+Why tokens that were chosen seldom and long ago give up their slots, and why the hot set is twice the budget or more: in
+answers of three small models at 16K and 32K, with budgets of 512 to 2,048 tokens, 35 to 70% of the chosen tokens were
+not chosen in the step before. With slots for 1, 2 and 4 budgets, replacing the least recently used leaves 34 to 68, 11
+to 50 and 3 to 34% to fetch; a clock half a percent more, as a rule; counts of use that age (LRFU) an eighth fewer at 2
+budgets, for no more work (benchmarks/miss_curves.py; the curves are in RESULTS.md there).
 
 Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
 the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
@@ -339,14 +340,13 @@ class HostStore:
             self._allocate_host(capacity - self._reads.recent, layout)
 
     def _allocate_rows(self, layout: Layout) -> None:
-        """Rows of the present sizes, with what the ring held."""
+        """Rows of the present sizes, with what the ring held; a slot map of another size begins anew."""
         former, sizes = self._rows_PBGRD, self._sizes
         if former is not None and former.shape[3] == sizes.rows:
             return
         self._rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
         if former is not None:
             self._rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]
-        self._follows = None
         self.bytes.device = self._rows_PBGRD.untyped_storage().nbytes()
 
     def _allocate_host(self, tokens: int, layout: Layout) -> None:

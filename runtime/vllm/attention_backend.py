@@ -18,6 +18,8 @@ from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.engine_facts import check_layer
+from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, prefill_rows, split_rows
 
@@ -126,22 +128,31 @@ class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
         self._host: PlanHost | None = own[0].impl.plan_host if own else None
         if self._host is None:
             return
+        first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
+        self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
         vllm.check_pages(own[0].impl, own[0], kv_cache_spec)
         for layer in own:
-            layer.impl.program = self._host.program.layers[vllm.layer_number(layer.layer_name)]
+            program = self._host.program.layers[vllm.layer_number(layer.layer_name)]
+            check_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+            layer.impl.program = program
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._host is not None:
             prefill = prefill_rows(*vllm.requests_of(common_attn_metadata))
-            line = self._host.counters.line(time.monotonic(), bool(prefill))  # of the steps before this one
-            if line is not None:
-                vllm.logger.info("sparsekv: %s", line)
-            self._host.count_step(prefill)
+            if self._counts:
+                self._log(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
+                self._host.count_step(prefill)
             rest_of = partial(self._rest_of, common_attn_metadata)
             setattr(metadata, _STEP, StepRows(prefill, common_attn_metadata.block_table_tensor, rest_of))
         return metadata
+
+    @staticmethod
+    def _log(host: PlanHost, prefilling: bool) -> None:
+        line = host.counters.line(time.monotonic(), prefilling)
+        if line is not None:
+            vllm.logger.info("sparsekv: %s", line)
 
     def _rest_of(self, common: Any, done: frozenset[int]) -> Rest | None:
         part = vllm.part_without(common, done)
@@ -154,7 +165,11 @@ def _host_of(config: Any) -> PlanHost | None:
     first = next((impl for impl in others if isinstance(impl, SparseImpl)), None)
     if first is not None:
         return first.plan_host
-    return start_host(config.additional_config, vllm.engine_facts(config), vllm.engine_model(config))
+    options, model = read_options(config.additional_config), config.model_config
+    path = None if model is None else plan_path(options, model.model, model.revision)
+    if path is None:  # and nothing else of vLLM has been looked at
+        return None
+    return start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
 
 
 def _keys(

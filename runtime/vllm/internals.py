@@ -34,8 +34,6 @@ __all__ = [
     "CPUAttentionBackend",
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadataBuilder",
-    "CommonAttentionMetadata",
-    "VllmConfig",
     "get_current_vllm_config",
 ]
 

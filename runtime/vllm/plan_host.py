@@ -27,7 +27,7 @@ from sparsekv.runtime.model_config import describe_config, device_name, dtype_na
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
 from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
-from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.engine_options import Options
 from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
 
 
@@ -134,20 +134,15 @@ class PlanHost:
         self.counters.meter.add_dense_prefill(layer.heads * causal_tiles(chunk, layer.tile))
 
 
-def start_host(additional_config: Any, facts: EngineFacts, model: EngineModel) -> PlanHost | None:
-    """The plan of an engine that starts; None where none was asked for and none lies beside the model.
+def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineModel) -> PlanHost:
+    """The plan of an engine that starts.
 
     Raises:
-        UsageError: an option is wrong, or the plan that was asked for is not there.
         PlanError: the file holds no plan.
         PlanMismatchError: it is another model's.
         UnsupportedError: the plan or the engine has something that this host cannot run; the message names it.
         BackendError: no kernel runs here.
     """
-    options = read_options(additional_config)
-    path = plan_path(options, model.name, model.revision)
-    if path is None:
-        return None
     plan = load_plan(path)
     check_engine(facts, plan, options.allow_untested)
     found = describe_config(model.config, model.name, model.revision)

@@ -65,6 +65,13 @@ def test_auto_moves_what_the_plan_permits_once_the_device_is_full(sparsekv, fold
     assert dense["host_layers"] == [0, 1]
 
 
+def test_contexts_as_short_as_the_hot_set_stay_on_the_device(sparsekv, folder):
+    call = ("doctor", "--memory", folder, "64", "--max-new-tokens", 1, *GPU, "--offload", "always", "--json")
+    short = sparsekv(*call).data
+    assert (short["host_layers"], short["host"]["kv"]) == ([], 0)
+    assert short["device"]["hot_set"] > short["device"]["kv"] > 0
+
+
 def test_more_rows_longer_answers_and_whole_prompts_take_more(sparsekv, folder):
     def longest(*options):
         return sparsekv("doctor", "--memory", folder, "64", *GPU, *options, "--json").data["longest_prompt"]

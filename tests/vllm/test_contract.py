@@ -7,7 +7,17 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm import LLM
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -35,6 +45,9 @@ FIELDS = {
         "decode_context_parallel_size",
     },
     CacheConfig: {"cache_dtype", "block_size"},
+    CompilationConfig: {"static_forward_context"},
+    KVTransferConfig: {"kv_connector"},
+    SpeculativeConfig: {"method"},
     CommonAttentionMetadata: {
         "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
         "block_table_tensor", "slot_mapping", "positions", "is_prefilling", "seq_lens_cpu_upper_bound", "req_idx",
@@ -51,6 +64,19 @@ CALLS = {
 }  # fmt: skip
 
 
+METHODS = {
+    ModelConfig: ("is_encoder_decoder", "use_mla"),
+    CommonAttentionMetadata: ("replace",),
+    LLM: ("apply_model",),
+}
+SET_BY_INIT = {
+    CPUAttentionBackendImpl: {
+        "alibi_slopes", "attn_type", "kv_sharing_target_layer_name", "logits_soft_cap", "scale", "sinks",
+    },
+    Attention: {"impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window"},
+}  # fmt: skip
+
+
 def test_the_installed_release_is_one_of_the_tested() -> None:
     assert internals.release.partition("+")[0] in TESTED["cpu"]
 
@@ -63,6 +89,16 @@ def test_what_is_imported_is_there(module: str, name: str) -> None:
 @pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
 def test_configurations_and_metadata_have_the_fields_that_are_read(kind: type) -> None:
     assert FIELDS[kind] <= {field.name for field in fields(kind)}
+
+
+@pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.__name__)
+def test_methods_and_properties_are_there(kind: type) -> None:
+    assert [name for name in METHODS[kind] if not hasattr(kind, name)] == []
+
+
+@pytest.mark.parametrize("kind", SET_BY_INIT, ids=lambda kind: kind.__name__)
+def test_attributes_are_set_when_a_layer_is_made(kind: type) -> None:
+    assert SET_BY_INIT[kind] <= set(kind.__init__.__code__.co_names)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)

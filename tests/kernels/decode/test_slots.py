@@ -12,35 +12,32 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap, SlotTable
 
 CPU = torch.device("cpu")
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 CAPACITY = 40
 
 
 class Row:
-    """The slots of one list: the token of each and the step that chose it last."""
+    """The slots of one list: the token of each, and what it is worth."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.token: dict[int, int] = {}
-        self.chosen_at: dict[int, int] = {}
-        self.step = 0
+        self.worth = [0] * slots
 
     def place(self, listed: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The slot of every listed token, and (token, slot) of those that are new."""
-        self.step += 1
+        self.worth = [worth - worth // 16 for worth in self.worth]
         slot_of = {token: slot for slot, token in self.token.items()}
-        for token in listed:
-            if token in slot_of:
-                self.chosen_at[slot_of[token]] = self.step
+        hits = {slot_of[token] for token in listed if token in slot_of}
+        for slot in hits:
+            self.worth[slot] += slots.USE
         missed = [token for token in listed if token >= 0 and token not in slot_of]
-        by_age = sorted(range(self.slots), key=lambda slot: (-self.age(slot), slot))
-        new = list(zip(missed, sorted(by_age[: len(missed)]), strict=True))
+        others = sorted(set(range(self.slots)) - hits, key=lambda slot: (self.worth[slot], slot))
+        new = list(zip(missed, sorted(others[: len(missed)]), strict=True))
         for token, slot in new:
-            self.token[slot], self.chosen_at[slot] = token, self.step
+            self.token[slot], self.worth[slot] = token, slots.USE
         slot_of = {token: slot for slot, token in self.token.items()}
         return [slot_of.get(token, -1) if token >= 0 else -1 for token in listed], new
-
-    def age(self, slot: int) -> int:
-        return min(self.step - self.chosen_at.get(slot, -slots.OLDEST), slots.OLDEST)
 
 
 CHOICE = st.lists(st.integers(0, CAPACITY - 1), max_size=8, unique=True).map(sorted)
@@ -48,7 +45,7 @@ CHOICE = st.lists(st.integers(0, CAPACITY - 1), max_size=8, unique=True).map(sor
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), lists=st.sampled_from([1, 2]), batch=st.sampled_from([1, 3]), spare=st.sampled_from([0, 1, 9]))
-def test_the_tokens_chosen_longest_ago_make_room(data, lists: int, batch: int, spare: int) -> None:
+def test_the_tokens_that_are_worth_least_make_room(data, lists: int, batch: int, spare: int) -> None:
     table = SlotTable(batch, lists, 8 + spare, CAPACITY, CPU)
     expected = [[Row(8 + spare) for _ in range(lists)] for _ in range(batch)]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -68,12 +65,42 @@ def test_the_tokens_chosen_longest_ago_make_room(data, lists: int, batch: int, s
                 assert table.present_BgH[b, g].tolist() == present
 
 
-def test_tokens_that_were_chosen_very_long_ago_are_equally_old(monkeypatch) -> None:
-    monkeypatch.setattr(slots, "OLDEST", 3)
-    table = SlotTable(1, 1, 3, CAPACITY, CPU)
-    for token in (5, 6, 7, 7, 7, 7):
+@needs_interpreter
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), lists=st.sampled_from([1, 2]), batch=st.sampled_from([1, 3]), spare=st.sampled_from([0, 1, 9]))
+def test_the_kernel_places_as_torch_does(data, lists: int, batch: int, spare: int) -> None:
+    from sparsekv.kernels.decode.slot_kernel import place
+
+    table = SlotTable(batch, lists, 8 + spare, CAPACITY, CPU)
+    twin = SlotTable(batch, lists, 8 + spare, CAPACITY, CPU)
+    for _ in range(data.draw(st.integers(1, 5))):
+        choices = [[data.draw(CHOICE) for _ in range(lists)] for _ in range(batch)]
+        padded = torch.tensor([[one + [-1] * (8 - len(one)) for one in row] for row in choices], dtype=torch.int32)
+        expected, found = table.place(padded), place(twin, padded)
+        for name in ("slots_BgM", "missed_BgM", "into_BgM"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(twin.present_BgH, table.present_BgH)
+        assert torch.equal(twin.slot_of_BgC[:, :, :-1], table.slot_of_BgC[:, :, :-1])
+        assert torch.equal(twin.worth_BgH[:, :, :-1], table.worth_BgH[:, :, :-1])
+
+
+def place_one_by_one(table: SlotTable, tokens: list[int]) -> None:
+    for token in tokens:
         table.place(torch.tensor([[[token]]], dtype=torch.int32))
-    assert table.place(torch.tensor([[[6, 8]]], dtype=torch.int32)).slots_BgM.tolist() == [[[1, 0]]]
+
+
+def test_a_token_that_was_chosen_often_outlasts_one_that_was_chosen_later() -> None:
+    table = SlotTable(1, 1, 3, CAPACITY, CPU)
+    place_one_by_one(table, [5, 5, 5, 6, 7, 8])
+    assert table.present_BgH.tolist() == [[[5, 8, 7]]]
+
+
+def test_a_token_that_is_chosen_no_more_goes_however_often_it_was() -> None:
+    table = SlotTable(1, 1, 2, CAPACITY, CPU)
+    place_one_by_one(table, [5] * 500)
+    assert table.worth_BgH.max() < 1 << (slots.USE << slots.AGEING).bit_length()
+    place_one_by_one(table, [6, 7] * 30)
+    assert sorted(table.present_BgH[0, 0].tolist()) == [6, 7]
 
 
 def test_addresses_stay_where_a_captured_step_has_them() -> None:

@@ -154,7 +154,7 @@ def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     assert plan.offload.layers == (1, 2)
     (found,) = predict(profile, cost, None, plan).lengths
     chosen, hot = 820, 4096
-    one = 9.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * 0.5 * chosen / hot
+    one = 9.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * 0.7 * chosen / hot
     assert abs(found.decode.sparse_us - (8.192 + 0.8192 + 2 * one)) < 1e-5
     (line,) = offload_remarks(profile, cost, plan)
     assert (

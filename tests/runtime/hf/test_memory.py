@@ -84,9 +84,10 @@ def test_peaks_of_long_prompts_are_as_they_were_measured(llama, length, density,
     host=st.integers(0, 3 << 30),
     answer=st.integers(0, 50),
     chunk=st.none() | st.just(64),
+    more=st.integers(1, 100_000),
 )
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
-def test_the_longest_prompt_fits_and_one_token_more_does_not(size, mode, device, host, answer, chunk):
+def test_the_longest_prompt_fits_and_no_longer_one_does(size, mode, device, host, answer, chunk, more):
     estimate, available = MemoryModel(size, None, DECODE, False, mode), Available(GIB + device, host)
     longest = estimate.longest(Request(1, answer, chunk=chunk), available)
 
@@ -96,6 +97,7 @@ def test_the_longest_prompt_fits_and_one_token_more_does_not(size, mode, device,
 
     assert longest == 0 or fits(longest)
     assert not fits(longest + 1)
+    assert not fits(longest + more)
 
 
 @given(free=st.integers(0, 1 << 26), prompt=st.integers(1, 20_000))
@@ -130,6 +132,14 @@ def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(mode
         with pytest.raises(UsageError, match="GiB of host memory"):
             handle.new_cache(1 << 34)
         assert handle.stats().kv_bytes_host == 0
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tokens": None}, {"tokens": 9, "chunk": 0}, {"tokens": 9, "at_most": True}], ids=str
+)
+def test_sizes_that_are_none_are_refused(model, sizes):
+    with apply(model, plan_for(model)) as handle, pytest.raises(UsageError, match="of 1 or more"):
+        handle.new_cache(**sizes)
 
 
 def test_a_turn_that_memory_cannot_hold_is_refused_before_it_runs(model):

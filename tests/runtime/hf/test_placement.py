@@ -25,6 +25,11 @@ def test_layers_go_to_the_host_as_asked_and_those_that_decode_reads_least_first(
     assert place_layers(plan, 8, asked) == Placement(frozenset(expected), tokens(33))
 
 
+def test_a_filter_layer_that_attends_to_its_own_choice_reads_all_keys_and_does_not_go_before_dense_ones():
+    plan = decode_plan(segment(3, (3, 5), 100), offload=(5,))
+    assert place_layers(plan, 8, 2).layers == {5, 7}
+
+
 def test_without_a_plan_the_last_layers_go_to_the_host():
     assert place_layers(None, 8, None).layers == frozenset()
     assert place_layers(None, 8, 3).layers == {5, 6, 7}

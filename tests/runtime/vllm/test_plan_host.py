@@ -1,6 +1,5 @@
 """The plan of an engine that starts, and the copy of a request's past."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.keys import KeyView
-from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedError, UsageError
+from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
+from sparsekv.runtime.vllm.engine_options import Options
 from sparsekv.runtime.vllm.plan_host import EngineModel, PlanHost, Scratch, start_host
 
 CPU = torch.device("cpu")
@@ -33,30 +33,20 @@ def plan(model: Any) -> Plan:
     return plan_for(model, prefill, decode_plan(segment(0, (1,), 64)))
 
 
-def start(model: Any, beside: Plan | None, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost | None:
-    if beside is not None:
-        write_plan(beside, folder / "sparsekv.yaml")
+def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost:
+    write_plan(plan, folder / "sparsekv.yaml")
     engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, page=128)
-    return start_host({"sparsekv": options}, facts, engine)
-
-
-def test_an_engine_without_a_plan_says_nothing(model: Any, plan: Plan, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert start(model, None, tmp_path) is None
-        assert start(model, plan, tmp_path, dense=True) is None
+    return start_host(folder / "sparsekv.yaml", Options(**options), facts, engine)
 
 
 def test_a_plan_starts_with_scratch_for_the_longest_request_and_says_once_that_decode_is_dense(
     model: Any, plan: Plan, tmp_path: Path
 ) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(PlanWarning) as caught:
         host = start(model, plan, tmp_path)
-    assert [str(one.message).partition(":")[0] for one in caught if "decode" in str(one.message)] == [
+    assert [str(one.message).partition(":")[0] for one in caught] == [
         f"the decode phase of {tmp_path / 'sparsekv.yaml'} is not executed under vLLM yet"
     ]
-    assert host is not None
     assert host.is_sparse(1024)
     group = plan.model.attention[0]
     assert host.scratch.bytes == 2 * (1024 + 128) * group.kv_heads * group.head_dim * 4
@@ -65,10 +55,11 @@ def test_a_plan_starts_with_scratch_for_the_longest_request_and_says_once_that_d
 def test_another_models_plan_is_refused_unless_it_is_allowed(model: Any, plan: Plan, tmp_path: Path) -> None:
     fingerprint = Fingerprint(architecture="sha256:" + "0" * 64)
     other = plan.model.model_copy(update={"rope": {"rope_type": "linear"}, "fingerprint": fingerprint})
+    changed = plan.model_copy(update={"model": other, "decode": None})
     with pytest.raises(PlanMismatchError, match=r'"allow_mismatch": true'):
-        start(model, plan.model_copy(update={"model": other}), tmp_path)
+        start(model, changed, tmp_path)
     with pytest.warns(PlanWarning, match="another architecture"):
-        assert start(model, None, tmp_path, allow_mismatch=True) is not None
+        start(model, changed, tmp_path, allow_mismatch=True)
 
 
 def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, tmp_path: Path) -> None:
@@ -76,9 +67,9 @@ def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, t
         start(model, plan, tmp_path, EngineFacts(release="0.32.0", device="cpu", speculative="ngram"))
 
 
-def test_a_plan_that_is_asked_for_and_missing_is_refused(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="found no such file"):
-        start(model, None, tmp_path, plan=str(tmp_path / "gone.yaml"))
+def test_a_plan_that_is_dense_everywhere_says_that_it_changes_nothing(model: Any, plan: Plan, tmp_path: Path) -> None:
+    with pytest.warns(PlanWarning, match="it changes nothing here"):
+        start(model, plan.model_copy(update={"prefill": None, "decode": None}), tmp_path)
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 100, 128])
