@@ -51,6 +51,8 @@ def place_kernel(
     slot_of_row = slot_of_ptr + row * columns
     token_row = token_ptr + row * (slots + 1)
     worth_row = worth_ptr + row * (slots + 1)
+    tokens_row = tokens_ptr + row * most
+    slots_row = slots_ptr + row * most
     missed_row = missed_ptr + row * most
     into_row = into_ptr + row * most
     real_H = lanes_H < slots
@@ -58,41 +60,43 @@ def place_kernel(
     tl.store(worth_row + lanes_H, worth_H - (worth_H >> AGEING), mask=real_H)
     tl.debug_barrier()
 
-    token_M = tl.load(tokens_ptr + row * most + lanes_M, mask=lanes_M < most, other=-1)
+    token_M = tl.load(tokens_row + lanes_M, mask=lanes_M < most, other=-1)
     slot_M = tl.load(slot_of_row + token_M, mask=token_M >= 0, other=-1)
-    hit_M = slot_M >= 0
     missed_M = (token_M >= 0) & (slot_M < 0)
     rank_M = tl.cumsum(missed_M.to(tl.int32), 0) - 1
     misses = tl.sum(missed_M.to(tl.int32), 0)
-    worth_M = tl.load(worth_row + slot_M, mask=hit_M, other=0)
-    # hits show a negative number until it is known which slots go
-    tl.store(worth_row + slot_M, -USE - worth_M, mask=hit_M)
-    tl.debug_barrier()
-
-    worth_H = tl.load(worth_row + lanes_H, mask=real_H, other=-1)
-    may_go_H = worth_H >= 0
-    bound = 0  # the largest number that fewer slots than are needed stay below
-    for bit in tl.static_range(WORTH_BITS):
-        higher = bound + (1 << (WORTH_BITS - 1 - bit))
-        below = tl.sum((may_go_H & (worth_H < higher)).to(tl.int32), 0)
-        bound = tl.where(below < misses, higher, bound)
-    below_H = may_go_H & (worth_H < bound)
-    level_H = (may_go_H & (worth_H == bound)).to(tl.int32)
-    room = misses - tl.sum(below_H.to(tl.int32), 0)
-    goes_H = below_H | ((level_H > 0) & (tl.cumsum(level_H, 0) <= room))
-    tl.store(worth_row + lanes_H, -worth_H, mask=real_H & (worth_H < 0))
-    place_H = tl.cumsum(goes_H.to(tl.int32), 0) - 1
-    former_H = tl.load(token_row + lanes_H, mask=goes_H, other=-1)
-    tl.store(slot_of_row + former_H, tl.full([BLOCK_H], -1, tl.int32), mask=former_H >= 0)
-    tl.store(into_row + place_H, lanes_H, mask=goes_H)
     tl.store(missed_row + rank_M, token_M, mask=missed_M)
+    # what is held in registers from here on is little: a miss shows its rank until it has a slot
+    tl.store(slots_row + lanes_M, tl.where(missed_M, -2 - rank_M, slot_M), mask=lanes_M < most)
+    worth_M = tl.load(worth_row + slot_M, mask=slot_M >= 0, other=0)
+    # and a hit a negative number until it is known which slots go
+    tl.store(worth_row + slot_M, -USE - worth_M, mask=slot_M >= 0)
     unused_M = (lanes_M >= misses) & (lanes_M < most)
     tl.store(into_row + lanes_M, tl.full([BLOCK_M], -1, tl.int32), mask=unused_M)
     tl.store(missed_row + lanes_M, tl.full([BLOCK_M], -1, tl.int32), mask=unused_M)
     tl.debug_barrier()
 
-    new_M = tl.load(into_row + rank_M, mask=missed_M, other=-1)
-    tl.store(slot_of_row + token_M, new_M, mask=missed_M)
-    tl.store(token_row + new_M, token_M, mask=missed_M)
-    tl.store(worth_row + new_M, tl.full([BLOCK_M], USE, tl.int32), mask=missed_M)
-    tl.store(slots_ptr + row * most + lanes_M, tl.where(hit_M, slot_M, new_M), mask=lanes_M < most)
+    worth_H = tl.load(worth_row + lanes_H, mask=real_H, other=-1)
+    tl.store(worth_row + lanes_H, -worth_H, mask=real_H & (worth_H < 0))
+    worth_H = tl.where(worth_H < 0, 1 << WORTH_BITS, worth_H)
+    bound = 0  # the largest number that fewer slots than are needed stay below
+    for bit in tl.static_range(WORTH_BITS):
+        higher = bound + (1 << (WORTH_BITS - 1 - bit))
+        below = tl.sum((worth_H < higher).to(tl.int32), 0)
+        bound = tl.where(below < misses, higher, bound)
+    level_H = (worth_H == bound).to(tl.int32)
+    room = misses - tl.sum((worth_H < bound).to(tl.int32), 0)
+    goes_H = (worth_H < bound) | ((level_H > 0) & (tl.cumsum(level_H, 0) <= room))
+    former_H = tl.load(token_row + lanes_H, mask=goes_H, other=-1)
+    tl.store(slot_of_row + former_H, tl.full([BLOCK_H], -1, tl.int32), mask=former_H >= 0)
+    tl.store(into_row + tl.cumsum(goes_H.to(tl.int32), 0) - 1, lanes_H, mask=goes_H)
+    tl.debug_barrier()
+
+    rank_M = -2 - tl.load(slots_row + lanes_M, mask=lanes_M < most, other=-1)
+    missed_M = rank_M >= 0
+    token_M = tl.load(tokens_row + lanes_M, mask=missed_M, other=-1)
+    slot_M = tl.load(into_row + rank_M, mask=missed_M, other=-1)
+    tl.store(slots_row + lanes_M, slot_M, mask=missed_M)
+    tl.store(slot_of_row + token_M, slot_M, mask=missed_M)
+    tl.store(token_row + slot_M, token_M, mask=missed_M)
+    tl.store(worth_row + slot_M, tl.full([BLOCK_M], USE, tl.int32), mask=missed_M)
