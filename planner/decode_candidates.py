@@ -44,7 +44,7 @@ _MOST_FILTERS = 4  # of the rules that are given their number
 _PROBED = 0.05  # share of the context that the probes choose
 _NO_LOSS, _NO_DIVERGENCE = 0.02, 1e-6  # below these a quotient of the two is noise
 _TOKEN_COST = 1000
-_FACTORS = (0.5, 0.7, 1.4, 2.0)  # of a budget, in one step
+_FACTORS = (0.5, 0.5**0.5, 2.0**0.5, 2.0)  # of a budget, in one step
 _MOST_CHOSEN = 0.7  # share of the context; more is not worth a choice
 _LEAST_LOSS = 1e-4  # of attention mass
 
@@ -134,7 +134,7 @@ class CandidateSpace:
         """What may stand in place of one segment, legal beside the others or not."""
         for factor in _FACTORS:
             budget = self._scaled(segment, factor)
-            if budget.resolve(self._length) <= _MOST_CHOSEN * self._length:
+            if budget.resolve(self._length) <= self._most_chosen:
                 yield (segment.model_copy(update={"budget": budget}),)
         for layer in dense:
             if layer > segment.filter:
@@ -176,15 +176,20 @@ class CandidateSpace:
         return found if _is_legal(found) else None
 
     def larger(self, segments: Segments) -> Iterator[Segments]:
-        """The same with a twofold and a fourfold budget in every segment, as far as that is less than all tokens."""
+        """The same with a twofold and a fourfold budget in every segment, as far as budgets may grow."""
         for factor in (2, 4):
             grown = tuple(segment.model_copy(update={"budget": self._scaled(segment, factor)}) for segment in segments)
-            if self.share(grown) < 1.0:
+            if all(segment.budget.resolve(self._length) <= self._most_chosen for segment in grown):
                 yield grown
 
     def segments(self, found: Sequence[FilterSegment], budget: Budget) -> Segments:
         """As plans have them."""
         return tuple(segment_of(one, self._reuse, budget, self._length) for one in found)
+
+    @property
+    def _most_chosen(self) -> int:
+        asked = self._options
+        return int(_MOST_CHOSEN * self._length) if asked.any_budget else asked.decode_budget.resolve(self._length)
 
     @property
     def _probed(self) -> Budget:
@@ -242,7 +247,7 @@ class CandidateSpace:
         budget = segment.budget
         if budget.fraction is None:
             return DecodeBudget(tokens=max(1, min(self._length, round(factor * budget.most))))
-        scaled = fraction(min(1.0, factor * budget.fraction))
+        scaled = fraction(min(1.0, float(f"{factor * budget.fraction:.3g}")))  # two steps that undo each other do
         return DecodeBudget(fraction=scaled.fraction, at_most=scaled.resolve(self._length))
 
 

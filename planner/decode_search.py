@@ -85,7 +85,7 @@ class Effort:
         """
         if device.type == "cuda":
             return cls(min(12, samples + 4), 32, 100)
-        return cls(min(4, samples + 1), 16, 24)
+        return cls(min(6, samples + 3), 16, 24)
 
 
 def measure_decode(

@@ -18,6 +18,7 @@ from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, prefill_rows, split_rows
@@ -131,7 +132,9 @@ class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
         self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
         vllm.check_pages(own[0].impl, own[0], kv_cache_spec)
         for layer in own:
-            layer.impl.program = self._host.program.layers[vllm.layer_number(layer.layer_name)]
+            program = self._host.program.layers[vllm.layer_number(layer.layer_name)]
+            check_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+            layer.impl.program = program
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
+from sparsekv.runtime.core.program import LayerProgram
 
 TESTED = {"cpu": ("0.32.0",)}  # releases of vLLM by device
 
@@ -63,6 +64,21 @@ def check_layers(plan: Plan, model: ModelInfo) -> None:
         )
 
 
+def check_layer(layer: LayerProgram, heads: int, kv_heads: int, window: int | None) -> None:
+    """Refuses a layer that vLLM runs with another shape or window than the model's config says, on which the plan is
+    built. vLLM takes the windows of some architectures from elsewhere.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    expected, found = (layer.heads, layer.kv_heads, layer.window), (heads, kv_heads, window)
+    if expected != found:
+        raise UnsupportedError(
+            f"expected layer {layer.layer} with (heads, KV heads, window) {expected}, as the config of the model says, "
+            f"found that vLLM runs it with {found}; run this model without a plan"
+        )
+
+
 def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
     tested = TESTED.get(facts.device, ())
     if facts.release not in tested and not allowed:
@@ -70,6 +86,11 @@ def _untested(facts: EngineFacts, allowed: bool) -> Iterator[str]:
         yield (
             f"vLLM {facts.release} on {facts.device}: sparsekv was tested with vLLM {known}; use that, or take the "
             'risk with "allow_untested": true'
+        )
+    if facts.stages and not allowed:
+        yield (
+            f"pipeline parallelism over {len(facts.stages)} stages, which was not tested: use "
+            '--pipeline-parallel-size 1, or take the risk with "allow_untested": true'
         )
 
 

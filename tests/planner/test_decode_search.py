@@ -126,6 +126,21 @@ def test_every_neighbour_is_legal_and_one_step_away(space: CandidateSpace) -> No
     assert [0.1, 0.1, 0.2] in budgets
 
 
+def test_steps_of_a_budget_that_undo_each_other_lead_back(space: CandidateSpace) -> None:
+    start = (segment(0, (1, 2)),)
+    smaller = next(one for one in space.neighbours(start) if one[0].budget.fraction == 0.0707)
+    assert start in space.neighbours(smaller)
+
+
+def test_no_candidate_exceeds_a_budget_that_was_asked_for(space: CandidateSpace) -> None:
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(np.ones((LAYERS, LAYERS))))
+    asked = CandidateSpace(MODEL, entry, PlanOptions(decode_budget=fraction(0.05)))
+    start = (segment(0, (1, 2), 0.05),)
+    assert any(one[0].budget.fraction == 0.1 for one in space.neighbours(start))
+    assert all(part.budget.fraction <= 0.05 for one in asked.neighbours(start) for part in one)
+    assert not list(asked.larger(start))
+
+
 def test_dense_layers_become_a_segment(space: CandidateSpace) -> None:
     shapes = {tuple((part.filter, part.layers) for part in one) for one in space.neighbours((segment(4, (5, 6)),))}
     assert ((1, (3,)), (4, (5, 6))) in shapes

@@ -73,7 +73,7 @@ SET_BY_INIT = {
     CPUAttentionBackendImpl: {
         "alibi_slopes", "attn_type", "kv_sharing_target_layer_name", "logits_soft_cap", "scale", "sinks",
     },
-    Attention: {"impl", "layer_name"},
+    Attention: {"impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window"},
 }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from sparsekv.plans.model import AttentionGroup
 from sparsekv.plans.patterns import AShape, TileShape, tokens
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
+from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layer, check_layers
 
 FACTS: dict[str, Any] = {"release": "0.32.0", "device": "cpu"}
 
@@ -36,6 +37,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"kv_connector": "LMCache"}, "the KV connector LMCache", "--kv-transfer-config"),
         ({"encoder_decoder": True}, "cross-attention", "only decoders"),
         ({"latent": True}, "MLA", "keys and values of each head"),
+        ({"stages": (range(8), range(8, 12))}, "pipeline parallelism over 2 stages", '"allow_untested": true'),
         ({"release": "0.31.0"}, "vLLM 0.31.0 on cpu", '"allow_untested": true'),
         ({"release": "0.26.0", "device": "cuda"}, "vLLM 0.26.0 on cuda", "tested with vLLM 0.32.0 on cpu"),
     ],
@@ -61,8 +63,8 @@ def test_an_untested_release_runs_where_it_is_allowed_and_nothing_else_with_it()
 
 def test_pipeline_stages_that_cut_a_segment_are_refused_and_others_are_not() -> None:
     plan = small_plan()  # layer 2 chooses for layers 4 to 7
-    assert "part filter layer 2 from layers of its segment" in refusal(plan, stages=(range(5), range(5, 12)))
-    check_engine(EngineFacts(**FACTS, stages=(range(8), range(8, 12))), plan, False)
+    assert "part filter layer 2 from layers of its segment" in refusal(plan, True, stages=(range(5), range(5, 12)))
+    check_engine(EngineFacts(**FACTS, stages=(range(8), range(8, 12))), plan, True)
 
 
 def test_patterns_in_sliding_layers_are_refused_and_dense_sliding_layers_are_not() -> None:
@@ -81,3 +83,11 @@ def test_patterns_in_sliding_layers_are_refused_and_dense_sliding_layers_are_not
     check_layers(plan(1), model)
     with pytest.raises(UnsupportedError, match=r"sliding window \(0\)"):
         check_layers(plan(0), model)
+
+
+@pytest.mark.parametrize("found", [(8, 2, None), (4, 1, None), (4, 2, 512)], ids=["heads", "kv heads", "window"])
+def test_a_layer_that_vllm_runs_otherwise_than_the_models_config_says_is_refused(found: tuple[Any, ...]) -> None:
+    layer = LayerProgram(3, heads=4, kv_heads=2, window=None)
+    check_layer(layer, 4, 2, None)
+    with pytest.raises(UnsupportedError, match="layer 3 with"):
+        check_layer(layer, *found)
