@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-# Before anything imports vLLM.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a line that counts log-probabilities: a minute
+if find_spec("vllm"):  # before anything imports it; elsewhere these would only reach other tests
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a line that counts log-probabilities: a minute
 
 from vllm_engine import CROSSOVER, Oracle, make_engine
 

@@ -155,7 +155,7 @@ def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     (found,) = predict(profile, cost, None, plan).lengths
     chosen, hot = 820, 4096
     one = 9.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * 0.7 * chosen / hot
-    assert abs(found.decode.sparse_us - (8.192 + 0.8192 + 2 * one)) < 1e-5
+    assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * one, rel=1e-5)
     (line,) = offload_remarks(profile, cost, plan)
     assert (
         f"decode at 8k is predicted to take {found.decode.sparse_us / found.decode.dense_us:.2f} times as long" in line
