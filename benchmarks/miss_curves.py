@@ -127,7 +127,7 @@ def _answered(
     traces: list[Trace] = [[] for _ in segments]
     draws = torch.Generator().manual_seed(seed)
     with apply(model, plan) as handle:
-        cache = handle.new_cache(prompt.get_seq_length() + count)
+        cache = handle.new_cache(prompt.get_seq_length() + count, answer=count)
         for layer, (own, given) in enumerate(zip(cache.layers, prompt.layers, strict=True)):
             own.update(given.keys, given.values, layer)
         for _ in range(count):

@@ -112,10 +112,12 @@ class Session:
         """
         return len(prompt) + min(self.max_new_tokens, room_for_answer(self.loaded.info.context_length, len(prompt)))
 
-    def new_cache(self, handle: Handle | None, tokens: int, at_most: int, say: bool = True) -> Cache:
-        """An empty cache for `tokens`; under a plan its memory is there before anything runs.
+    def new_cache(self, handle: Handle | None, prompt: int, answer: int, at_most: int, say: bool = True) -> Cache:
+        """An empty cache for a prompt and its answer; under a plan its memory is there before anything runs.
 
         Args:
+            prompt: tokens.
+            answer: most new tokens.
             at_most: tokens that it may grow to.
             say: where the keys and values lie, if that was decided here.
 
@@ -125,7 +127,9 @@ class Session:
         if handle is None:
             return DynamicCache()
         with _pinning() as on_bytes:
-            cache = handle.new_cache(tokens, chunk=self.chunk, at_most=at_most, on_bytes=on_bytes)
+            cache = handle.new_cache(
+                prompt + answer, answer=answer, chunk=self.chunk, at_most=at_most, on_bytes=on_bytes
+            )
         if say and self.offload == "auto" and self.plan and self.plan.decode and self.plan.decode.offload:
             tell(f"offload auto: {placed(handle.host_layers, self.loaded.info.layers)}")
         return cache
@@ -146,7 +150,7 @@ class Session:
         beginning = prompt[: self.warm_up_length(len(prompt))]
         for session in (without, self):
             with session.applied() as handle:
-                cache = session.new_cache(handle, len(beginning) + 2, at_most=self.tokens(prompt), say=False)
+                cache = session.new_cache(handle, len(beginning), 2, at_most=self.tokens(prompt), say=False)
                 generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk, cache=cache)
         return without.once(text), self.once(text)
 
@@ -189,9 +193,9 @@ class Conversation:
         tokens = self.session.tokens(prompt)
         if self.cache is None:
             at_most = self.session.loaded.info.context_length if self.turns else tokens
-            self.cache = self.session.new_cache(self.handle, tokens, at_most)
+            self.cache = self.session.new_cache(self.handle, len(prompt), tokens - len(prompt), at_most)
         elif self.handle is not None:
-            self.handle.check_growth(self.cache, tokens, chunk=self.session.chunk)
+            self.handle.check_growth(self.cache, tokens, chunk=self.session.chunk, answer=tokens - len(prompt))
         if self.handle is not None:
             self.handle.reset_stats()
         said = generate_stream(

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size
+from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+    from sparsekv.plans.phases import DecodePlan
     from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.memory import Available, MemoryModel, Request
     from sparsekv.runtime.settings import Settings
@@ -35,7 +36,17 @@ _PACKAGES = (
     "safetensors",
 )
 _HEAD_DIM = 128
-_OF_MEMORY = ("plan", "batch", "max_new_tokens", "chunk", "offload", "kv_host_layers", "device_memory", "host_memory")
+_OF_MEMORY = (
+    "plan",
+    "batch",
+    "max_new_tokens",
+    "chunk",
+    "offload",
+    "kv_host_layers",
+    "device_memory",
+    "host_memory",
+    "allow_mismatch",
+)
 _Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 80GiB; what this machine has by default.")]
 
 
@@ -72,13 +83,16 @@ def doctor(
             raise UsageError(f"expected --memory MODEL LENGTH beside {_flag(unused[0])}, found none; add it")
         _say_machine(machine, as_json)
         return
-    model, (length,) = memory[0], arguments.lengths_from(memory[1], "--memory")
+    model, lengths = memory[0], arguments.lengths_from(memory[1], "--memory")
+    if len(lengths) > 1:
+        raise UsageError(f"--memory: expected one length, found {memory[1]!r:.40}; ask for one after the other")
     limits = [
         None if text is None else arguments.bytes_from(text, flag)
         for text, flag in ((device_memory, "--device-memory"), (host_memory, "--host-memory"))
     ]
     placing = arguments.Placing.named(offload, kv_host_layers)
     subject = arguments.Subject.named(model, plan, None)
+    tell_if_idle(placing, subject.plan.decode if subject.plan else None)
     from sparsekv.planner.bench.random_model import config_of
 
     config, notes = config_of(model)
@@ -86,7 +100,14 @@ def doctor(
         config, model, subject.plan, machine, placing, allow_mismatch, device_bytes=limits[0], host_bytes=limits[1]
     )
     notes += [] if subject.plan else ["no plan: all layers are dense"]
-    say_memory(estimate, length, max_new_tokens, batch=batch, chunk=chunk, notes=notes, as_json=as_json)
+    say_memory(estimate, lengths[0], max_new_tokens, batch=batch, chunk=chunk, notes=notes, as_json=as_json)
+
+
+def tell_if_idle(placing: arguments.Placing, decode: DecodePlan | None) -> None:
+    """Says of --offload always that it moves nothing, where that is so."""
+    if placing.mode == "always" and (decode is None or decode.offload is None):
+        why = "decode runs without a plan" if decode is None else "the plan permits no layer to be offloaded"
+        tell(f"--offload always moves nothing: {why}; name layers with --kv-host-layers")
 
 
 def _flag(name: str) -> str:
@@ -172,6 +193,7 @@ class MemoryEstimate:
     name: str
     model: MemoryModel
     available: Available
+    quantised: bool = False  # its weights are, and are counted as if they were not
 
     @classmethod
     def of(
@@ -191,7 +213,7 @@ class MemoryEstimate:
             config: of the model.
             name: of the model, for people.
             plan: that is applied.
-            machine: device and dtype.
+            machine: device, dtype and backend.
             placing: the layers in host memory.
             allow_mismatch: take a plan that was made for another architecture.
             device_bytes: memory of a GPU that need not be there.
@@ -199,10 +221,12 @@ class MemoryEstimate:
 
         Raises:
             UsageError: there is no such device, or memory of a GPU was named for a CPU.
+            BackendError: the backend cannot run there. Of a GPU that need not be there, nobody can tell.
             PlanMismatchError: the plan is for another model.
         """
         import torch
 
+        from sparsekv.kernels.backends import choose_backend
         from sparsekv.plans.aliases import resolve_model
         from sparsekv.plans.schema import check_model
         from sparsekv.runtime.hf.load import torch_device, torch_dtype
@@ -215,17 +239,25 @@ class MemoryEstimate:
         loaded = ModelSize.from_config(config, dtype, resolve_model(name).path_or_id)
         if plan is not None:
             check_model(plan, loaded.info, allow_mismatch)
+        if device_bytes is None and (plan is not None or machine.backend != "auto"):
+            tile = plan.prefill.tile if plan and plan.prefill else None
+            choose_backend(device, dtype, loaded.info.attention[0].head_dim, machine.backend, tile)
         found = Available.here([device] if device_bytes is None else [])
         found = found if device_bytes is None else replace(found, device=device_bytes)
         found = found if host_bytes is None else replace(found, host=host_bytes)
         phases = (plan.prefill, plan.decode) if plan else (None, None)
         on_cpu = device.type == "cpu"
-        return cls(name, MemoryModel(loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers), found)
+        memory = MemoryModel(loaded, *phases, on_cpu, placing.mode or "always", placing.host_layers)
+        quantised = getattr(config, "quantization_config", None) is not None
+        return cls(name, memory, found, quantised)
 
     def data(self, request: Request) -> dict[str, Any]:
         """The JSON of one request."""
+        from sparsekv.runtime.stores.pinned import spare_beside
+
         model, placement = self.model, self.model.place(request, self.available)
         use = model.use(request, placement)
+        host_spare = spare_beside(model.host(use))
         working = {"prefill": use.prefill, "decode": use.decode}
         on_device = {"weights": use.weights, "kv": use.kv_device, "hot_set": use.hot_set, **working, "spare": use.spare}
         return {
@@ -237,7 +269,12 @@ class MemoryEstimate:
             "context_length": model.size.info.context_length,
             "host_layers": sorted(placement.layers) if use.kv_host else [],
             "device": on_device | {"needed": use.device, "available": self.available.device},
-            "host": {"kv": use.kv_host, "needed": model.host(use), "available": self.available.host},
+            "host": {
+                "kv": use.kv_host,
+                "spare": host_spare,
+                "needed": model.host(use) + host_spare,
+                "available": self.available.host,
+            },
             "on_cpu": model.on_cpu,
             "fits": model.fits(use, self.available),
             "longest_prompt": model.longest(request, self.available),
@@ -262,6 +299,8 @@ def say_memory(
     from sparsekv.runtime.hf.memory import Request
 
     data = estimate.data(Request(prompt, answer, batch, chunk))
+    if estimate.quantised:
+        notes = [*notes, f"its weights are quantised; they are counted as {data['dtype']}, which takes more"]
     if as_json:
         emit_json(data | {"notes": list(notes)})
     else:
@@ -274,7 +313,7 @@ def _memory_text(data: dict[str, Any], layers: int, notes: Sequence[str]) -> str
     device, host = data["device"], data["host"]
     rows: list[tuple[str, ...]] = [("", "memory") if data["on_cpu"] else ("", "device", "host")]
     for part, name in _PARTS.items():
-        on_host = host["kv"] if part == "kv" else 0
+        on_host = host[part] if part in ("kv", "spare") else 0
         if not device[part] + on_host:
             continue
         if data["on_cpu"]:
@@ -310,5 +349,7 @@ def _longest(data: dict[str, Any]) -> str:
     longest, context = data["longest_prompt"], data["context_length"]
     if longest is None:
         return "how long a prompt fits is unknown: this machine does not tell how much memory it has"
+    if not longest:
+        return "no prompt fits"
     beyond = f"; the model's own context is {context:,}" if longest + data["new_tokens"] > context else ""
     return f"longest prompt that fits: {longest:,} tokens{beyond}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.doctor import MemoryEstimate, say_memory
+from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import PromptError, UsageError
 
@@ -92,6 +92,8 @@ def run(
         raise UsageError(
             "expected a prompt beside --json, --compare or --dry-run, found none; give --prompt or --prompt-file"
         )
+    if not dense:
+        tell_if_idle(placing, None if dense_decode or used is None else used.decode)
     if dry_run:
         from sparsekv.runtime.hf.generate import room_for_answer
 

@@ -249,7 +249,7 @@ class DecodeRuns:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            cache = handle.new_cache(length, batch, chunk=1)
+            cache = handle.new_cache(length, batch, answer=length - 1)  # no prompt runs
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
         return cache

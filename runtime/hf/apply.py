@@ -37,7 +37,7 @@ from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, grown
+from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 
 class PlanEngine:
@@ -187,6 +187,7 @@ class Handle:
         tokens: int,
         batch: int = 1,
         *,
+        answer: int = 0,
         chunk: int | None = None,
         at_most: int | None = None,
         on_bytes: Callable[[int, int], object] | None = None,
@@ -203,8 +204,10 @@ class Handle:
         Args:
             tokens: prompt and answer together; the cache may grow beyond, which copies it.
             batch: rows.
+            answer: how many of the tokens are the answer: decode adds them one by one, and they need nothing besides
+                the cache.
             chunk: most tokens of a row that run through the model at once, which bounds what they need besides the
-                cache; None is all of them.
+                cache; None is the whole prompt.
             at_most: tokens that it may grow to, for the decision of `offload="auto"`; `tokens` when None.
             on_bytes: is told of host memory as it is had, large blocks in steps: how many bytes more, and of how many
                 in all; may raise.
@@ -219,10 +222,15 @@ class Handle:
         for name, count in sizes.items():
             if type(count) is not int or count < 1:
                 raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
-        request, available = Request(tokens, batch=batch, chunk=chunk), self._available()
-        self._engine.placement = self._memory.place(replace(request, prompt=max(tokens, at_most)), available)
-        self._memory.check(request, self._engine.placement, available)
-        total = self._memory.use(request, self._engine.placement).kv_host
+        if type(answer) is not int or not 0 <= answer < tokens:
+            raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
+        request, available = Request(tokens - answer, answer, batch, chunk), self._available()
+        largest = replace(request, prompt=max(tokens, at_most) - answer)
+        placement = self._memory.place(largest, available)
+        # of a cache that may grow, shorter prompts change nothing of the placement
+        self._memory.check(request, available, placement if largest != request else None)
+        self._engine.placement = placement
+        total = self._memory.use(request, placement).kv_host
         cache = sparse_cache(None, self._engine, len(self._layouts))
         try:
             with self._engine.memory.telling(on_bytes and partial(_tell_of, on_bytes, total)):
@@ -236,23 +244,26 @@ class Handle:
             raise
         return cache
 
-    def check_growth(self, cache: Cache, tokens: int, batch: int = 1, chunk: int | None = None) -> None:
+    def check_growth(
+        self, cache: Cache, tokens: int, batch: int = 1, chunk: int | None = None, *, answer: int = 0
+    ) -> None:
         """Refuses what a cache of this handle, as for a next turn, cannot grow to.
 
         Args:
             tokens: in all, those that are cached included.
             batch: rows of the cache.
-            chunk: most tokens of a row that run through the model at once; None is all new ones.
+            chunk: most tokens of a row that run through the model at once; None is all new ones but the answer.
+            answer: how many of the new tokens decode adds one by one.
 
         Raises:
             UsageError: the memory of the device or the host does not suffice.
         """
         layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
-        held, new = [layer.store.bytes for layer in layers], tokens - cache.get_seq_length()
-        request = Request(grown(0, tokens), batch=batch, chunk=max(1, new if chunk is None else min(chunk, new)))
+        held, new = [layer.store.bytes for layer in layers], max(1, tokens - answer - cache.get_seq_length())
+        request = Request(tokens - answer, answer, batch, new if chunk is None else min(chunk, new), grows=True)
         host_layers = frozenset(layer.layer for layer in layers if type(layer.store) is HostStore)
         available = self._available(sum(one.device for one in held), sum(one.host for one in held))
-        self._memory.check(request, replace(self._engine.placement, layers=host_layers), available)
+        self._memory.check(request, available, replace(self._engine.placement, layers=host_layers))
 
     def _available(self, held_on_device: int = 0, held_on_host: int = 0) -> Available:
         """For a cache that takes over what is held, and blocks that are free."""

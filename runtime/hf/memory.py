@@ -31,7 +31,7 @@ from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, 
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.bank import Reads, allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
-from sparsekv.runtime.stores.store import Bytes
+from sparsekv.runtime.stores.store import Bytes, grown
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
 _FRAGMENTS = 16  # a share of what a forward pass makes: freed blocks and new ones are not of the same sizes
@@ -84,17 +84,20 @@ class Request:
         answer: most new tokens of each row.
         batch: rows.
         chunk: most tokens of a row that run through the model at once; None is the whole prompt.
+        grows: the cache outgrows its room, and so gets more than it takes.
     """
 
     prompt: int
     answer: int = 0
     batch: int = 1
     chunk: int | None = None
+    grows: bool = False
 
     @property
     def tokens(self) -> int:
-        """Of a row in the end."""
-        return self.prompt + self.answer
+        """That a row has room for in the end."""
+        tokens = self.prompt + self.answer
+        return grown(0, tokens) if self.grows else tokens
 
     @property
     def piece(self) -> int:
@@ -223,37 +226,41 @@ class MemoryModel:
         """Bytes of host memory: on a CPU, all there is."""
         return use.kv_host + (use.device if self.on_cpu else 0)
 
-    def longest(self, request: Request, available: Available) -> int | None:
+    def longest(self, request: Request, available: Available, placement: Placement | None = None) -> int | None:
         """The most tokens of a prompt that fit, all else being as in `request`: 0 where none does, None where nobody
-        tells how much memory there is."""
+        tells how much memory there is. `placement` is that of `place` when None."""
 
         def fits(prompt: int) -> bool:
             longer = replace(request, prompt=prompt)
-            return self.fits(self.use(longer, self.place(longer, available)), available)
+            return self.fits(self.use(longer, placement or self.place(longer, available)), available)
 
         return None if fits(_LONGEST) else _last(fits, _LONGEST)
 
-    def check(self, request: Request, placement: Placement, available: Available) -> None:
-        """Refuses what does not fit.
+    def check(self, request: Request, available: Available, placement: Placement | None = None) -> None:
+        """Refuses what does not fit; `placement` is that of `place` when None.
 
         Raises:
             UsageError: it does not; the message says what would.
         """
-        use = self.use(request, placement)
+        placed = placement or self.place(request, available)
+        use = self.use(request, placed)
         if self.fits(use, available):
             return
-        longest = self.longest(request, available)
+        longest = self.longest(request, available, placement)
         where, needed, found = "host memory", self.host(use), available.host
+        spare = f" (and {SPARE >> 30} GiB to spare)"
         if not self._fits_device(use, available):
-            where, needed, found = "device memory", use.device, available.device
+            where, needed, found, spare = "device memory", use.device, available.device, ""
         assert found is not None, "unknown memory suffices"
         raise UsageError(
-            f"expected {needed / 2**30:.1f} GiB of {where} for {request.tokens:,} tokens"
-            + (f" in each of {request.batch} rows" if request.batch > 1 else "")
-            + (f", layers {format_ids(placement.layers)} in host memory" if placement.layers else "")
+            f"expected {needed / 2**30:.1f} GiB of {where}{spare} for {request.tokens:,} tokens"
+            + (f", {request.answer:,} of them new" if request.answer else "")
+            + (f", in each of {request.batch} rows" if request.batch > 1 else "")
+            + (f", layers {format_ids(placed.layers)} in host memory" if placed.layers else "")
             + f", found {found / 2**30:.1f} GiB available; "
             + (f"a prompt of {longest:,} tokens fits: shorten it" if longest else "no prompt fits")
-            + ", or run longer ones in pieces (--prefill-chunk), or move layers (--offload, --kv-host-layers)"
+            + ", or run longer ones in pieces (--prefill-chunk)"
+            + ("" if self.on_cpu else ", or move layers (--offload, --kv-host-layers)")
         )
 
     def _fits_device(self, use: MemoryUse, available: Available) -> bool:

@@ -232,6 +232,11 @@ def has_room(nbytes: int, available: int | None) -> bool:
     return available is None or nbytes < _ASK_FROM or nbytes + SPARE <= available
 
 
+def spare_beside(nbytes: int) -> int:
+    """Bytes of host memory that are left alone beside so many."""
+    return SPARE if nbytes >= _ASK_FROM else 0
+
+
 def check_room(nbytes: int, available: int | None) -> None:
     """Refuses a large block that would make the machine run out of memory.
 

@@ -1,5 +1,6 @@
 """doctor: what is installed and which backend runs, and with --memory what a run takes."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -88,13 +89,48 @@ def test_a_cpu_has_one_memory(sparsekv, folder):
     assert data["host"]["needed"] == data["device"]["needed"]
     assert (data["device"]["hot_set"], data["device"]["spare"], data["host"]["kv"]) == (0, 0, 0)
     assert "available" in sparsekv(*call).out
-    assert sparsekv("doctor", "--memory", folder, "1m", "--device", "cpu", "--host-memory", "2GiB").code == 1
+    large = ("doctor", "--memory", folder, "1m", "--device", "cpu", "--host-memory", "2GiB", "--json")
+    assert sparsekv(*large).code == 1
+    host = sparsekv(*large).data["host"]
+    assert host["needed"] == sparsekv(*large).data["device"]["needed"] + host["spare"]
+    assert host["spare"] == 1 << 30
+    assert "to spare" in sparsekv(*large[:-1]).out
+
+
+def test_an_answer_that_leaves_no_room_for_a_prompt(sparsekv, folder):
+    call = (
+        "doctor",
+        "--memory",
+        folder,
+        "1k",
+        "--device",
+        "cpu",
+        "--host-memory",
+        "2GiB",
+        "--max-new-tokens",
+        9_000_000,
+    )
+    done = sparsekv(*call)
+    assert done.code == 1
+    assert done.out.endswith("it does not fit\nno prompt fits\n")
+
+
+def test_quantised_weights_are_said_to_be_counted_as_if_they_were_not(sparsekv, folder, tmp_path):
+    quantised = shutil.copytree(folder, tmp_path / "quantised")
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (quantised / "config.json").write_text(json.dumps(config))
+    said = "its weights are quantised; they are counted as float32"
+    assert said in sparsekv("doctor", "--memory", quantised, "1k", *GPU, "--allow-mismatch").out
+    assert said not in sparsekv("doctor", "--memory", folder, "1k", *GPU).out
 
 
 def test_without_a_plan_all_layers_are_dense(sparsekv, folder, tmp_path):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("sparsekv.yaml"))
     done = sparsekv("doctor", "--memory", bare, "1k", *GPU)
     assert "no plan: all layers are dense" in done.out
+    idle = sparsekv("doctor", "--memory", bare, "1k", *GPU, "--offload", "always")
+    assert "--offload always moves nothing: decode runs without a plan" in idle.err
     named = ("--plan", folder / "sparsekv.yaml", "--offload", "always", "--json")
     assert sparsekv("doctor", "--memory", bare, "1k", *GPU, *named).data["host_layers"] == list(HOSTED)
 
@@ -103,12 +139,15 @@ def test_without_a_plan_all_layers_are_dense(sparsekv, folder, tmp_path):
     ("arguments", "word"),
     [
         (("--memory", "{}", "soon"), "--memory: expected a length"),
+        (("--memory", "{}", "1k,2k"), "--memory: expected one length, found '1k,2k'"),
+        (("--memory", "{}", "1k", "--device", "cpu", "--backend", "triton"), "backend 'triton' cannot run on cpu"),
         (("--memory", "{}", "1k", "--device-memory", "much"), "--device-memory: expected an amount"),
         (("--memory", "{}", "1k", "--host-memory", "0GiB"), "--host-memory: expected an amount"),
         (("--memory", "{}", "1k", "--device", "cpu", "--device-memory", "1GiB"), "found cpu"),
         (("--memory", "{}", "1k", "--offload", "auto", "--kv-host-layers", "1"), "found both"),
         (("--memory", "/nowhere/model", "1k"), "/nowhere/model"),
         (("--batch", "2"), "beside --batch"),
+        (("--allow-mismatch",), "beside --allow-mismatch"),
         (("--prefill-chunk", "64"), "beside --prefill-chunk"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 
-from sparsekv.plans.files import write_plan
+from sparsekv.plans.files import load_plan, write_plan
 
 PROMPT = "What is the number? " * 80
 SAID = ("--prompt", PROMPT, "--max-new-tokens", 6)
@@ -72,6 +72,18 @@ def test_what_the_plan_permits_is_a_choice_of_the_run(sparsekv, folder):
     for done in (auto, default):  # on a CPU nothing is won by moving
         assert done.data["kv_bytes_host"] == 0
         assert "offload auto: keys and values of all 3 layers on the device" in done.err
+
+
+def test_an_offload_that_moves_nothing_is_said_to(sparsekv, folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    plan = load_plan(folder / "sparsekv.yaml")
+    assert plan.decode is not None
+    decode = plan.decode.model_copy(update={"offload": None})
+    write_plan(plan.model_copy(update={"decode": decode}), other / "sparsekv.yaml")
+    always = ("--offload", "always", "--dry-run", *FEW)
+    assert "the plan permits no layer" in sparsekv("run", other, *always).err
+    assert "decode runs without a plan" in sparsekv("run", folder, *always, "--dense-decode").err
+    assert "moves nothing" not in sparsekv("run", folder, *always).err + sparsekv("run", other, "--dry-run", *FEW).err
 
 
 def test_large_amounts_of_host_memory_are_told_of_as_they_are_had(sparsekv, folder, monkeypatch):

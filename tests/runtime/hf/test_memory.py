@@ -1,10 +1,12 @@
 """What a run takes of memory is known before it runs: exactly for keys and values, closely for the rest."""
 
 import gc
+import re
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
@@ -79,6 +81,7 @@ def test_peaks_of_long_prompts_are_as_they_were_measured(llama, length, density,
     assert use.kv_host == host_layers * length * 2 * 8 * 128 * 2
 
 
+@settings(deadline=None)
 @given(
     device=st.integers(0, 1 << 26),
     host=st.integers(0, 3 << 30),
@@ -100,6 +103,7 @@ def test_the_longest_prompt_fits_and_no_longer_one_does(size, mode, device, host
     assert not fits(longest + more)
 
 
+@settings(deadline=None)
 @given(free=st.integers(0, 1 << 26), prompt=st.integers(1, 20_000))
 def test_auto_moves_as_few_layers_as_it_can_and_none_that_the_plan_does_not_permit(size, free, prompt):
     estimate, request = MemoryModel(size, None, DECODE, False, "auto"), Request(prompt)
@@ -107,7 +111,7 @@ def test_auto_moves_as_few_layers_as_it_can_and_none_that_the_plan_does_not_perm
     available = Available(GIB + free, None)
     found, tighter = (estimate.place(request, one).layers for one in (available, Available(GIB + free // 2, None)))
     assert found <= tighter <= set(OFFLOADED)
-    assert (not found) == never.fits(never.use(request, never.permitted), available) or not OFFLOADED
+    assert (not found) == never.fits(never.use(request, never.permitted), available)
     if found:
         assert 5 in found  # its segment chooses fewer tokens
 
@@ -115,16 +119,19 @@ def test_auto_moves_as_few_layers_as_it_can_and_none_that_the_plan_does_not_perm
 def test_a_request_that_does_not_fit_is_refused_with_the_prompt_that_would(size):
     estimate, available = MemoryModel(size, None, DECODE, False, "never"), Available(2 * GIB, None)
     longest = estimate.longest(Request(1), available)
-    estimate.check(Request(longest), estimate.permitted, available)
+    estimate.check(Request(longest), available)
     with pytest.raises(
         UsageError, match=rf"device memory for {longest + 1:,} tokens.*2\.0 GiB.*a prompt of {longest:,}"
     ):
-        estimate.check(Request(longest + 1), estimate.permitted, available)
+        estimate.check(Request(longest + 1), available)
     with pytest.raises(UsageError, match="no prompt fits"):
-        estimate.check(Request(1), estimate.permitted, Available(0, None))
+        estimate.check(Request(1), Available(0, None))
     hosted = MemoryModel(size, None, DECODE, False, "always")
-    with pytest.raises(UsageError, match=r"of host memory .*layers 2-3,5 in host memory"):
-        hosted.check(Request(1 << 22), hosted.permitted, Available(None, GIB))
+    with pytest.raises(UsageError, match=r"of host memory \(and 1 GiB to spare\).*layers 2-3,5 in host memory"):
+        hosted.check(Request(1 << 22), Available(None, GIB))
+    on_cpu = MemoryModel(size, None, DECODE, True, "never")
+    with pytest.raises(UsageError, match=r"1 GiB to spare.*--prefill-chunk\)$"):
+        on_cpu.check(Request(1 << 22), Available(None, GIB))
 
 
 def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(model):
@@ -134,11 +141,43 @@ def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(mode
         assert handle.stats().kv_bytes_host == 0
 
 
+def test_the_prompt_that_a_refusal_names_is_not_refused(model, monkeypatch):
+    monkeypatch.setattr(Available, "here", lambda _: Available(None, 2 * GIB))
+    with apply(model, plan_for(model), offload="never") as handle:
+        with pytest.raises(UsageError, match="200,000 of them new") as refused:
+            handle.new_cache(1_200_000, answer=200_000)
+        advised = int(re.search(r"a prompt of ([\d,]+) tokens", str(refused.value))[1].replace(",", ""))
+        handle.new_cache(advised + 200_000, answer=200_000)
+        with pytest.raises(UsageError, match="GiB of host memory"):
+            handle.new_cache(advised + 200_001, answer=200_000)
+        with pytest.raises(UsageError, match="GiB of host memory"):
+            handle.new_cache(advised + 200_000)  # all of it is prompt
+
+
+def test_a_refused_cache_leaves_the_placement_as_it_was(model, monkeypatch):
+    monkeypatch.setattr(Available, "here", lambda _: Available(5 * GIB, GIB))
+    with apply(model, plan_for(model, decode=DECODE), offload="auto") as handle:
+        monkeypatch.setattr(handle, "_memory", replace(handle._memory, on_cpu=False))
+        handle.new_cache(100)
+        assert handle.host_layers == set()
+        with pytest.raises(UsageError, match="GiB of device memory"):
+            handle.new_cache(1 << 24)
+        assert handle.host_layers == set()
+
+
 @pytest.mark.parametrize(
-    "sizes", [{"tokens": None}, {"tokens": 9, "chunk": 0}, {"tokens": 9, "at_most": True}], ids=str
+    ("sizes", "said"),
+    [
+        ({"tokens": None}, "of 1 or more"),
+        ({"tokens": 9, "chunk": 0}, "of 1 or more"),
+        ({"tokens": 9, "at_most": True}, "of 1 or more"),
+        ({"tokens": 9, "answer": 9}, "answer to be 0 to 8 of the 9 tokens, found 9"),
+        ({"tokens": 9, "answer": -1}, "found -1"),
+    ],
+    ids=str,
 )
-def test_sizes_that_are_none_are_refused(model, sizes):
-    with apply(model, plan_for(model)) as handle, pytest.raises(UsageError, match="of 1 or more"):
+def test_sizes_that_are_none_are_refused(model, sizes, said):
+    with apply(model, plan_for(model)) as handle, pytest.raises(UsageError, match=said):
         handle.new_cache(**sizes)
 
 
