@@ -306,6 +306,19 @@ def check_budget(profile: Profile, options: PlanOptions) -> None:
             budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
 
 
+def check_trials(profile: Profile, options: PlanOptions) -> None:
+    """Refuses a bound on divergence with a profile that says nothing of it.
+
+    Raises:
+        UsageError: nothing was tried out.
+    """
+    if options.decode_kl is not None and options.filter_rule == "dp" and not takes_trials(profile, options):
+        raise UsageError(
+            "expected a profile with decode trials for --decode-kl, found none in it; profile again (leave --profile "
+            "out), or bound the attention mass that is lost instead (--decode-loss)"
+        )
+
+
 def lost_mass(reuse: Reuse, budget: int, full: Sequence[int], options: PlanOptions) -> Floats:
     """[selector, layer j, layer i]: share of layer j's attention mass that is lost to the choice of layer i; infinite
     where layer j may not attend to it.

@@ -23,7 +23,13 @@ from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode
-from sparsekv.planner.filter_layers import check_budget, check_filters, choose_filter_layers, takes_trials
+from sparsekv.planner.filter_layers import (
+    check_budget,
+    check_filters,
+    check_trials,
+    choose_filter_layers,
+    takes_trials,
+)
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.mix import with_tasks
@@ -295,6 +301,7 @@ def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: Devi
         check_filters(model, asked)
         if own is not None:
             check_budget(own, asked)
+            check_trials(own, asked)
     if "prefill" in asked.phases and own is not None and asked.target_speedup is None:
         check_profiled(own, asked)
     if cost is not None:

@@ -43,7 +43,8 @@ def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: Devic
         lines += dense_decode_remarks(profile, cost, plan.decode, options)
         lines += no_sparse_decode_remarks(profile, cost, plan.decode, options)
         lines += sparse_decode_remarks(profile, cost, plan.decode)
-        lines += offload_remarks(profile, cost, plan.decode)
+        lines += offload_remarks(profile, cost, plan.decode, options)
+        lines += unpriced_remarks(profile, cost, options)
     return (*lines, *extrapolation_remarks(plan, profile, cost))
 
 
@@ -267,9 +268,23 @@ def _listed(lengths: Sequence[int]) -> str:
     return ", ".join(map(format_length, lengths))
 
 
-def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan) -> tuple[str, ...]:
-    """What of decode with rows in host memory could not be predicted, and why."""
+def unpriced_remarks(profile: Profile, cost: DeviceCost, options: PlanOptions) -> tuple[str, ...]:
+    """Of filter layers that were tried over their own choice, where the device cost has no price of that."""
+    trials = [trial for entry in profile.lengths for trial in entry.trials] if takes_trials(profile, options) else []
+    tried = any(segment.filter_is_sparse for trial in trials for segment in trial.segments)
+    if cost.decode_choose_alone is not None or not tried:
+        return ()
+    return (
+        "filter layers that attend to their own choice were tried, but the device cost has no price of that: decode "
+        "with them is not predicted, and not planned but with --no-crossover; measure again (leave --cost out)",
+    )
+
+
+def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan, options: PlanOptions) -> tuple[str, ...]:
+    """What of decode with rows in host memory was not planned, or could not be predicted, and why."""
     if decode.offload is None:
+        if options.offload and decode.sparse_layers:
+            return ("nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step",)
         return ()
     if cost.decode_host is None:
         return (
@@ -284,6 +299,8 @@ def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: 
         bucket, at = decode.bucket(entry.length), format_length(entry.length)
         step = step_us(bucket.segments, cost, entry.length, profile.model, offload)
         dense_us = dense_step_us(cost, entry.length, profile.model)
+        if step is None and cost.decode_choose_alone is None and any(one.filter_is_sparse for one in bucket.segments):
+            continue  # told of by `unpriced_remarks`
         if step is None:
             yield (
                 f"decode at {at} is not predicted: layers whose rows are in host memory run dense there and read all "

@@ -56,6 +56,7 @@ class SparseLayer(CacheLayerMixin):
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
 
+    @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.state, memo))

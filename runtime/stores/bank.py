@@ -165,6 +165,7 @@ class HostStore:
         copied = HostStore(self._hot, self._memory, self._reads, self.counts)
         memo[id(self.bytes)] = copied.bytes
         copied._reserved, copied._whole = self._reserved, deepcopy(self._whole, memo)
+        copied.bytes.device = self.bytes.device
         copied.length = self.length
         if (layout := self._layout()) is not None:
             copied._allocate(self._capacity, layout)

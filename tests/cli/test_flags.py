@@ -11,7 +11,10 @@ from typer.main import get_command
 from sparsekv.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = {"--local-dir"}  # of the hub's own command
+OTHERS = {  # of the hub's own command, and of vLLM's
+    *("--local-dir", "--additional-config", "--attention-backend", "--kv-cache-dtype", "--kv-transfer-config"),
+    *("--pipeline-parallel-size", "--speculative-config", "--tensor-parallel-size"),
+}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 

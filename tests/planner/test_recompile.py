@@ -89,6 +89,14 @@ def test_an_offloaded_plan_says_when_its_decode_has_no_price(measured: Profile, 
     assert all(entry.decode is not None for entry in result.plan.cost.lengths)
 
 
+def test_a_divergence_of_decode_is_refused_where_the_profile_has_no_trials(
+    measured: Profile, folder: Path, cost: DeviceCost
+) -> None:
+    options = quick_options(verify_samples=0, decode_kl=0.01)
+    with pytest.raises(UsageError, match="profile with decode trials for --decode-kl"):
+        compile_files(str(folder), options, measured, cost)
+
+
 def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, cost: DeviceCost, folder: Path) -> None:
     with pytest.raises(UsageError, match="without the model's weights"):
         compile_files(str(folder), quick_options(), measured, cost)

@@ -11,13 +11,20 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.cost.predict import predict
-from sparsekv.planner.cost.remarks import crossover_remarks, dense_decode_remarks, offload_remarks, plan_remarks
+from sparsekv.planner.cost.remarks import (
+    crossover_remarks,
+    dense_decode_remarks,
+    offload_remarks,
+    plan_remarks,
+    unpriced_remarks,
+)
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
-from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.verify import tightened_remarks
 from sparsekv.plans.patterns import tokens
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
 
 TARGET = options_for(target_density=(0.3,))
 WHERE = "on made up (cpu, float32)"
@@ -143,7 +150,7 @@ def test_rows_in_host_memory_without_a_price_are_not_predicted_and_it_says_so() 
     profile, cost = decode_profile(np.ones((3, 3))), made_up_cost()
     plan = choose_filter_layers(profile, cost, OFFLOAD)
     assert predict(profile, cost, None, plan).lengths == ()
-    (line,) = offload_remarks(profile, cost, plan)
+    (line,) = offload_remarks(profile, cost, plan, OFFLOAD)
     assert "no prices of rows in host memory; measure again with --offload" in line
 
 
@@ -156,12 +163,12 @@ def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     chosen, hot = 820, 4096
     one = 9.0 + 0.001 * (4 + chosen + 128) + 0.01 * chosen * 0.7 * chosen / hot
     assert found.decode.sparse_us == pytest.approx(8.192 + 0.8192 + 2 * one, rel=1e-5)
-    (line,) = offload_remarks(profile, cost, plan)
+    (line,) = offload_remarks(profile, cost, plan, OFFLOAD)
     assert (
         f"decode at 8k is predicted to take {found.decode.sparse_us / found.decode.dense_us:.2f} times as long" in line
     )
     cheap = made_up_cost(decode_host=Line(prices=(1.0, 0.001, 0.001)))
-    assert offload_remarks(profile, cheap, plan) == ()
+    assert offload_remarks(profile, cheap, plan, OFFLOAD) == ()
 
 
 def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicted() -> None:
@@ -171,14 +178,31 @@ def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicte
     assert plan.bucket(8192).dense
     assert plan.offload is not None
     assert [entry.length for entry in predict(profile, cost, None, plan).lengths] == [16384]
-    (line,) = offload_remarks(profile, cost, plan)
+    (line,) = offload_remarks(profile, cost, plan, OFFLOAD)
     assert line.startswith("decode at 8k is not predicted")
+
+
+def test_filter_layers_that_were_tried_over_their_own_choice_and_have_no_price_are_told_of() -> None:
+    own = Segment(filter=0, layers=(0, 1, 2), budget=DecodeBudget(tokens=100), recent=128)
+    profile = decode_profile(np.ones((3, 3)))
+    trials = (DecodeTrial(segments=(own,), kl=0.0, kl_bound=0.001, prompts=3),)
+    entry = profile.lengths[0].model_copy(update={"trials": trials})
+    profile = profile.model_copy(update={"lengths": (entry,)})
+    (line,) = unpriced_remarks(profile, made_up_cost(), PlanOptions())
+    assert "no price of that" in line
+    priced = made_up_cost(decode_choose_alone=Line(prices=(1.0, 0.001)))
+    assert unpriced_remarks(profile, priced, PlanOptions()) == ()
+    assert unpriced_remarks(profile, made_up_cost(), PlanOptions(decode_loss=0.1)) == ()
+    alone = own.model_copy(update={"layers": (0,)})
+    plan = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(alone,)),))
+    (line,) = offload_remarks(profile, priced, plan, OFFLOAD)
+    assert "nothing is offloaded" in line
 
 
 def test_decode_on_the_device_needs_no_price_of_the_host() -> None:
     profile = decode_profile(np.ones((3, 3)))
     plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False))
-    assert offload_remarks(profile, made_up_cost(), plan) == ()
+    assert offload_remarks(profile, made_up_cost(), plan, PlanOptions()) == ()
     assert len(predict(profile, made_up_cost(), None, plan).lengths) == 1
 
 

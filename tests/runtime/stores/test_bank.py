@@ -87,6 +87,9 @@ def test_a_copy_of_a_store_has_what_was_still_under_way_and_goes_its_own_way():
     assert holds(twin, *(torch.cat(pair, 2) for pair in zip((k, v), other, strict=True)))
     assert holds(store, *(torch.cat(pair, 2) for pair in zip((k, v), more, strict=True)))
     assert copy.deepcopy(HostStore(tokens(1), shared)).length == 0
+    short = HostStore(tokens(700), shared)
+    filled(short, [500])
+    assert copy.deepcopy(short).bytes == short.bytes
 
 
 def test_memory_goes_from_one_store_to_the_next():
