@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.kernels.decode.selection import ALL
+from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
@@ -29,7 +30,7 @@ from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.stores.bank import Reads, allocated_tokens
+from sparsekv.runtime.stores.bank import Reads, allocated_slots, allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
 from sparsekv.runtime.stores.store import Bytes, grown
 
@@ -115,7 +116,7 @@ class MemoryUse:
         hot_set: what layers in host memory have on the device all the same.
         kv_host: keys and values in host memory.
         prefill: most that a forward pass of the prompt makes on its way, let go of before decode.
-        decode: most that a decode step makes.
+        decode: most that a decode step makes, and the tables of the hot set.
         spare: left alone on the device: workspaces of libraries, compiled kernels, rounding of blocks.
     """
 
@@ -214,7 +215,7 @@ class MemoryModel:
             hot_set=sum(stores[layer].device for layer in placed),
             kv_host=sum(stores[layer].host for layer in on_host),
             prefill=prefill,
-            decode=self._decode(request, on_host),
+            decode=self._decode(request, on_host) + self._slot_tables(request, placement, on_host),
             spare=0 if self.on_cpu else SPARE + prefill // _FRAGMENTS,
         )
 
@@ -320,20 +321,50 @@ class MemoryModel:
     def _decode(self, request: Request, on_host: list[int]) -> int:
         """The logits and scores of a filter layer; all tokens of a layer in host memory that reads them all."""
         tokens = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)
-        scratch = max((_score_bytes(layer, request.batch * tokens) for layer in self._program.filters), default=0)
+        scores = [self._scores(layer, request.batch, tokens) for layer in self._program.filters]
         whole = [layer for layer in on_host if self._reads_all(self._program.layers[layer], request.tokens)]
         copied = max((request.tokens * self._token_bytes(layer) for layer in whole), default=0)
-        return scratch + request.batch * copied
+        return max(scores, default=0) + request.batch * copied
 
     @staticmethod
     def _reads_all(layer: LayerProgram, length: int) -> bool:
         return layer.follows is None or layer.follows.count(length) == ALL or layer.chooses_for_itself
 
+    def _scores(self, layer: LayerProgram, batch: int, tokens: int) -> int:
+        """What a filter layer makes to choose among so many tokens of each row."""
+        assert layer.filters is not None
+        lists = 1 if layer.filters.heads == "max" else layer.kv_heads
+        if layer.filters.queries == 1:
+            return 4 * (layer.heads + lists) * min(scored_tokens(layer.heads), batch * tokens)
+        widened = self.on_cpu and self.size.dtype != torch.float32  # the keys of a product
+        copied = 4 if widened else self.size.dtype.itemsize if batch > 1 else 0
+        return _window_bytes(layer, lists, batch * tokens, copied * self._groups[layer.layer].head_dim)
 
-def _score_bytes(layer: LayerProgram, tokens: int) -> int:
+    def _slot_tables(self, request: Request, placement: Placement, on_host: list[int]) -> int:
+        """SlotTable of each choice that layers in host memory follow: where every token is, and what is in a slot."""
+        tables: dict[int, int] = {}
+        for layer in (self._program.layers[number] for number in on_host):
+            slots = allocated_slots(placement.hot, self._reads[layer.layer], request.tokens)
+            if layer.follows is None or not slots:
+                continue
+            lists = 1 if layer.follows.heads == "max" and layer.kv_map is None else layer.kv_heads
+            choice = layer.follows.filter if layer.kv_map is None else layer.layer
+            tables[choice] = max(tables.get(choice, 0), 4 * lists * (request.tokens + 1 + 2 * (slots + 1)))
+        return request.batch * sum(tables.values())
+
+
+def _window_bytes(layer: LayerProgram, lists: int, tokens: int, key_bytes: int) -> int:
+    """Scores of several queries, as kernels/scores.py makes them: some KV heads at a time, with copies of keys."""
     assert layer.filters is not None
-    lists = 1 if layer.filters.heads == "max" else layer.kv_heads
-    return 4 * (layer.heads + lists) * min(scored_tokens(layer.heads), tokens)
+    window = layer.filters.queries
+    queries = layer.heads // layer.kv_heads * window  # of a KV head
+    everything = layer.kv_heads * queries * tokens
+    block = min(everything, max(BLOCK_ELEMENTS, queries * tokens))
+    alive = 2 if block == everything else 3  # a block's scores and its softmax, and those of the block before
+    # maxima over heads: so far, of a block, and of both; or those of a block alone, and weighted
+    reduced = 12 * window * tokens if lists == 1 else 8 * (block // queries) * window
+    hidden, chosen = window * tokens, 4 * tokens * (3 * lists + 4)  # a mask; the scores, in order and packed
+    return 4 * alive * block + block // queries * key_bytes + reduced + hidden + chosen
 
 
 def _index_bytes(layer: LayerProgram, request: Request) -> int:

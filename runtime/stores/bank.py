@@ -123,6 +123,12 @@ def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int
     return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
 
 
+def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:
+    """How many slots a layer in host memory has for chosen tokens, where there is room for `capacity`."""
+    sizes = _Sizes.of(hot, reads, capacity)
+    return sizes.slots if capacity > sizes.whole else 0
+
+
 class HostStore:
     """Keys and values in host memory, but for a hot set.
 

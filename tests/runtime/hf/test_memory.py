@@ -2,6 +2,8 @@
 
 import gc
 import re
+import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, info_of, plan_for, segment
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, hand_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens
@@ -66,6 +70,69 @@ def test_keys_and_values_take_what_was_said_to_the_byte(model, size, options, ho
     assert (made.kv_bytes_device, made.kv_bytes_host) == (use.kv_device + use.hot_set, use.kv_host)
     assert (ran.kv_bytes_device, ran.kv_bytes_host) == (made.kv_bytes_device, made.kv_bytes_host)
     assert (use.kv_host > 0) == (options not in ({"offload": "never"}, {"offload": "auto"}) and hot != tokens(5000))
+
+
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+def test_slot_tables_are_counted_to_the_byte(model, size, heads):
+    segments = segment(1, (2, 3), 64, heads=heads), segment(4, (5, 6), 32, heads=heads)
+    decode = decode_plan(*segments, offload=OFFLOADED, hot=16)
+    always, never = (MemoryModel(size, None, decode, True, mode) for mode in ("always", "never"))
+    request, before = Request(300, 7, batch=2), {id(table) for table in slot_tables()}
+    said = [one.use(request, one.permitted).decode for one in (always, never)]
+    with torch.no_grad(), apply(model, plan_for(model, decode=decode), offload="always") as handle:
+        cache = handle.new_cache(request.tokens, request.batch)
+        for count in (300, 1):
+            model(random_tokens(2, count), past_key_values=cache)
+        made = [table for table in slot_tables() if id(table) not in before]
+    tensors = [part for table in made for part in (table.slot_of_BgC, table.token_BgH, table.worth_BgH)]
+    assert len(made) == 2
+    assert sum(part.nbytes for part in tensors) == said[0] - said[1]
+
+
+def slot_tables():
+    return [thing for thing in gc.get_objects() if type(thing) is SlotTable]
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes of tensors made here that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.bytes, self.most = Counter(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {self._storage(x)[0] for x in args if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            address, count = self._storage(out)
+            if self.alive[address] or address not in given:
+                self.alive[address] += 1
+                self.bytes += count if self.alive[address] == 1 else 0
+                self.most = max(self.most, self.bytes)
+                weakref.finalize(out, self._drop, address, count)
+        return out
+
+    def _drop(self, address, count):
+        self.alive[address] -= 1
+        self.bytes -= 0 if self.alive[address] else count
+
+    @staticmethod
+    def _storage(tensor):
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+
+
+@pytest.mark.parametrize("heads", ["max", "per_kv_head"])
+def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
+    decode = decode_plan(segment(1, (2, 3), 8, selector="uniform", window=16, heads=heads))
+    estimate = MemoryModel(size, None, decode, True)
+    said = estimate.use(Request(4000, 1), estimate.permitted).decode
+    with torch.no_grad(), apply(model, plan_for(model, decode=decode)) as handle:
+        cache = handle.new_cache(4001)
+        model(random_tokens(1, 4000), past_key_values=cache)
+        with Peak() as peak:
+            model(random_tokens(1, 1), past_key_values=cache)
+    assert said / 2 < peak.most < said
 
 
 # Peak memory of the sparse rows of "Whole models at long prompts" in benchmarks/RESULTS.md, on an H200.
