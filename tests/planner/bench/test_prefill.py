@@ -233,7 +233,9 @@ def test_layers_go_to_the_host_in_every_way_and_have_their_room_before_the_clock
 
     monkeypatch.setattr(HostMemory, "take", take)
     hook = subject.model.register_forward_pre_hook(lambda *call: running.append(1))
-    runs = PrefillRuns(subject.model, plan, PrefillBench((1,), kv_host_layers=2))  # those of contexts beyond the hot set
+    runs = PrefillRuns(
+        subject.model, plan, PrefillBench((1,), kv_host_layers=2)
+    )  # those of contexts beyond the hot set
     runs.run(way, torch.ones(1, 1280, dtype=torch.long), layers=1)
     hook.remove()
     assert running
