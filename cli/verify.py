@@ -56,6 +56,8 @@ def verify(
     from sparsekv.planner.options import TASKS, PlanOptions
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
+    if not own and found.cost:  # one bucket for all lengths
+        own = sorted(entry.length for entry in found.cost.lengths)
     asked = PlanOptions(
         lengths=tuple(own) if lengths is None else arguments.lengths_from(lengths, "--lengths"),
         tasks=TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks"),

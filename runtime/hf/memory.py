@@ -31,7 +31,7 @@ from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.bank import Reads, allocated_slots, allocated_tokens
-from sparsekv.runtime.stores.pinned import SPARE, available_bytes, has_room
+from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, grown
 
 _LONGEST = 1 << 30  # tokens: where the search for a length ends
@@ -221,7 +221,9 @@ class MemoryModel:
 
     def fits(self, use: MemoryUse, available: Available) -> bool:
         """Whether both memories suffice."""
-        return self._fits_device(use, available) and has_room(self.host(use), available.host)
+        host = self.host(use)
+        enough = available.host is None or host + spare_beside(host) <= available.host
+        return self._fits_device(use, available) and enough
 
     def host(self, use: MemoryUse) -> int:
         """Bytes of host memory: on a CPU, all there is."""

@@ -89,6 +89,7 @@ def test_a_cpu_has_one_memory(sparsekv, folder):
     assert data["host"]["needed"] == data["device"]["needed"]
     assert (data["device"]["hot_set"], data["device"]["spare"], data["host"]["kv"]) == (0, 0, 0)
     assert "available" in sparsekv(*call).out
+    assert sparsekv(*call[:-1], "1MiB").code == 1  # little is compared too
     large = ("doctor", "--memory", folder, "1m", "--device", "cpu", "--host-memory", "2GiB", "--json")
     assert sparsekv(*large).code == 1
     host = sparsekv(*large).data["host"]

@@ -13,6 +13,7 @@ from tiny_plans import every_head, plan_for
 
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
+from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 SMALL = ("--tasks", "kv_retrieval,perplexity")
 LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
@@ -141,6 +142,17 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
         assert written.status == ("unverified", "verified")[number]
         assert written.quality.prefill.lengths == (1024,)
         assert written.quality.prefill.agreement.exact == 1.0
+
+
+def test_verify_of_a_plan_of_one_bucket_measures_at_the_lengths_that_it_was_planned_for(sparsekv, copy):
+    model = tiny_model(context=2048)
+    same = Prediction(length=1024, prefill=Estimate(dense_us=1.0, sparse_us=1.0, density=1.0))
+    plan = plan_for(model, every_head(model, Dense()))
+    cost = Cost(device="made up", backend="cpu", lengths=(same,))
+    write_plan(plan.model_copy(update={"cost": cost}), copy / "sparsekv.yaml")
+    done = sparsekv("verify", copy, *SMALL, "--samples", 1, "--write")
+    assert done.code == 0, done.err
+    assert load_plan(copy / "sparsekv.yaml").quality.prefill.lengths == (1024,)
 
 
 def test_verify_does_not_write_what_was_measured_on_other_weights(sparsekv, folder, copy, tmp_path):
