@@ -33,10 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode import append, radix, slot_kernel, step_counts
+from sparsekv.kernels.decode import append, radix, step_counts
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
-from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
@@ -198,13 +197,8 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         bounds_N, most_SN, edges_S = torch.zeros(2).int(), torch.zeros(3, 3).long(), torch.zeros(3).int()
         return step_counts.budgets(lengths_B, bounds_N, most_SN, most_SN.double(), edges_S, edges_S.long())
 
-    def place() -> object:
-        table = SlotTable(1, 1, 4096, 600, lengths_B.device)
-        return slot_kernel.place(table, torch.zeros(1, 1, 2180, dtype=torch.int32))
-
     yield "choose", choose
     yield "budgets", rows
-    yield "place", place
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -100,7 +100,8 @@ def plan(
     as_json: arguments.Json = False,
 ) -> None:
     """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.options import PlanOptions, check_used
+    from sparsekv.planner.conflicts import check_used
+    from sparsekv.planner.options import PlanOptions
 
     check_used(arguments.given(context))
     resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either

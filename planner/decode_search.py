@@ -218,7 +218,7 @@ class _Search:
         for one in steps:
             change = self._space.expected(one, weights_J) - own
             # Where layers stand in for each other the model is too low: what it falls by counts in proportion.
-            kl = measured + change if change > 0 else measured * max(_MOST_FALL, 1.0 + change / own)
+            kl = measured + change if change > 0 else measured * max(_MOST_FALL, 1.0 + change / max(own, _NOTHING))
             deviation = (_STEP if whole else _AFTER_GIVEN_UP) + _CHANGE * abs(math.log(kl / measured))
             before = self._guesses.get(one)
             if before is None or deviation < before.deviation:

@@ -52,8 +52,8 @@ WAIT = 1  # layers between a filter and its segment, by OmniKV's rule
 def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
-    Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off or rows
-    are offloaded: an offloaded layer that runs dense reads all its rows back in every step.
+    Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
+    are to be offloaded: that asks for memory first, and only sparse layers can give theirs.
 
     Raises:
         UsageError: see `check_filters` and `check_budget`.

@@ -4,8 +4,8 @@ Every pattern computes the diagonal tile, the one before it, and the first key t
 that is most of the triangle, at 128K next to nothing; it follows from lengths and tiles alone, so that a density
 without room for them is refused before anything runs (`check_targets`).
 
-An option that nothing would read, because other options leave out every part of the run that reads it, is refused
-together with them (`check_used`). Names are those of the flags; most fields of `PlanOptions` are called the same.
+Names are those of the flags; most fields of `PlanOptions` are called the same. Options that leave one another unread
+are refused together (conflicts.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sparsekv.planner.conflicts import check_used
 from sparsekv.planner.tasks import QUOTE_TASKS
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
@@ -60,65 +61,6 @@ DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
 _DECODE_LOSS = 0.02
 _APART = 0.75  # of the longest length: what lies closer to it is left out
-
-
-_MACHINE = ("backend", "device", "dtype")
-# The parts of a run and the options that only they read: such an option counts as long as one of them takes place.
-READERS: Mapping[str, tuple[str, ...]] = {
-    "density target": ("target_density", "levels"),
-    "speedup target": ("target_speedup",),
-    "search": ("preset", "tile", "row_stride", "refine_rounds"),
-    "prefill": ("families",),
-    "calibration": ("prompts", "samples", *_MACHINE),
-    "task calibration": ("tasks", "seed"),
-    "decode": ("filter_rule", "decode_budget", "decode_sink", "decode_recent", "offload"),
-    "given layers": ("filter_layers",),
-    "loss bound": ("decode_selectors", "decode_loss"),
-    "divergence bound": ("decode_selectors", "decode_kl"),
-    "device cost": _MACHINE,
-    "verification": (
-        *("tasks", "seed", "verify_samples", "verify_lengths"),
-        *("max_accuracy_drop", "max_kl", "max_decode_kl", "min_agreement", "min_exact"),
-        *("batch", "prefill_chunk", *_MACHINE),
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """An option that leaves parts out: with any value, or with one of `values`."""
-
-    name: str
-    leaves_out: tuple[str, ...]
-    because: str
-    values: tuple[str, ...] = ()
-
-    def is_on(self, given: Mapping[str, object]) -> bool:
-        """Whether the options given say so."""
-        return self.name in given and (not self.values or given[self.name] in self.values)
-
-
-_BOUNDS = ("loss bound", "divergence bound")
-SWITCHES = (
-    Switch("profile", ("search", "calibration", "task calibration"), "a profile brings what it was made with"),
-    Switch("prompts", ("task calibration",), "own prompts take the place of tasks"),
-    Switch("cost", ("device cost",), "the device was measured already"),
-    Switch("preset", ("density target", "speedup target"), "the preset has a target of its own", ("minference",)),
-    Switch("target_speedup", ("density target",), "each is a target"),
-    Switch("only", ("decode", *_BOUNDS, "given layers"), "only prefill is planned", ("prefill",)),
-    Switch("only", ("prefill", "search", "density target", "speedup target"), "only decode is planned", ("decode",)),
-    Switch("filter_rule", ("given layers",), "this rule finds the layers itself", ("dp", "omnikv")),
-    Switch("filter_rule", _BOUNDS, "this rule has no bound on what is lost", ("omnikv", "fixed")),
-    Switch("filter_layers", _BOUNDS, "layers that are given have no bound on what is lost"),
-    Switch("decode_loss", ("divergence bound",), "each is a bound on what is lost"),
-    Switch("no_verify", ("verification",), "nothing is verified"),
-)
-
-_NO_FLAG = (
-    *("levels", "row_stride", "refine_rounds", "verify_lengths"),
-    *("decode_sink", "decode_recent", "decode_selectors"),
-)
-
 
 # The gates by default. Exact agreement is asked of whole answers and of up to 16 tokens of text, in which one near-tie
 # is enough to part from dense; so it is lower than agreement on single tokens.
@@ -464,24 +406,6 @@ def _told(found: object) -> str:
     return ", ".join(map(str, found)) or "none" if isinstance(found, tuple | list) else repr(found)
 
 
-def check_used(given: Mapping[str, object]) -> None:
-    """Refuses an option that nothing would read.
-
-    Args:
-        given: the options that were asked for, by name, and their values; not those left at their defaults.
-
-    Raises:
-        UsageError: naming the option, and those that leave out whatever would read it.
-    """
-    on = [switch for switch in SWITCHES if switch.is_on(given)]
-    for name in given:
-        others = [switch for switch in on if switch.name != name]
-        parts = [part for part, read in READERS.items() if name in read]
-        against = [next((switch for switch in others if part in switch.leaves_out), None) for part in parts]
-        if against and None not in against:
-            raise UsageError(_refusal(name, list(dict.fromkeys(switch for switch in against if switch)), given))
-
-
 def asked(options: PlanOptions) -> dict[str, object]:
     """The fields that differ from their defaults, as far as that tells what was asked for."""
     if options.is_settled:
@@ -492,18 +416,3 @@ def asked(options: PlanOptions) -> dict[str, object]:
 
 
 _DEFAULTS = PlanOptions(is_settled=True)
-
-
-def _refusal(name: str, against: list[Switch], given: Mapping[str, object]) -> str:
-    others = [flag_of(switch.name, given[switch.name] if switch.values else None) for switch in against]
-    reasons = "; ".join(dict.fromkeys(switch.because for switch in against))
-    if len(others) == 1:
-        return f"expected {flag_of(name)} or {others[0]}, found both: {reasons}; leave one out"
-    listed = f"{', '.join(others[:-1])} and {others[-1]}"
-    return f"expected no {flag_of(name)} beside {listed}, found it: nothing would read it ({reasons}); leave one out"
-
-
-def flag_of(name: str, value: object = None) -> str:
-    """The flag of an option, as messages show it."""
-    flag = name if name in _NO_FLAG else f"--{name.replace('_', '-')}"
-    return flag if value is None else f"{flag} {value}"

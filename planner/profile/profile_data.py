@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions, asked, flag_of
+from sparsekv.planner.conflicts import flag_of
+from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions, asked
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo, check_fit
 from sparsekv.plans.patterns import Budget, Pattern, TileShape

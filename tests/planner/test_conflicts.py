@@ -7,7 +7,8 @@ import pytest
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from progress import Counting
 
-from sparsekv.planner.options import READERS, SWITCHES, Gate, PlanOptions, check_used
+from sparsekv.planner.conflicts import READERS, SWITCHES, check_used
+from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan, plan_model
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.verify import after_a_missed_gate

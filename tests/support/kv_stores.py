@@ -12,7 +12,7 @@ LAYOUT = Layout(BATCH, GROUPS, SIZE, torch.float32, CPU)
 TOKEN_BYTES = 2 * BATCH * GROUPS * SIZE * 4
 
 
-class LateLane:
+class LateStream:
     """Does nothing before somebody waits: the worst that a stream of its own may do."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class LateMemory(HostMemory):
 
     def __init__(self):
         super().__init__()
-        self.late = LateLane()
+        self.late = LateStream()
 
     def stream(self, device):
         return self.late

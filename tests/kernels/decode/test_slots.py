@@ -12,7 +12,6 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap, SlotTable
 
 CPU = torch.device("cpu")
-needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 CAPACITY = 40
 
 
@@ -63,25 +62,6 @@ def test_the_tokens_that_are_worth_least_make_room(data, lists: int, batch: int,
                 assert placed.into_BgM[b, g].tolist() == [slot for _, slot in new] + rest
                 present = [expected[b][g].token.get(slot, -1) for slot in range(8 + spare)]
                 assert table.present_BgH[b, g].tolist() == present
-
-
-@needs_interpreter
-@settings(max_examples=15, deadline=None)
-@given(data=st.data(), lists=st.sampled_from([1, 2]), batch=st.sampled_from([1, 3]), spare=st.sampled_from([0, 1, 9]))
-def test_the_kernel_places_as_torch_does(data, lists: int, batch: int, spare: int) -> None:
-    from sparsekv.kernels.decode.slot_kernel import place
-
-    table = SlotTable(batch, lists, 8 + spare, CAPACITY, CPU)
-    twin = SlotTable(batch, lists, 8 + spare, CAPACITY, CPU)
-    for _ in range(data.draw(st.integers(1, 5))):
-        choices = [[data.draw(CHOICE) for _ in range(lists)] for _ in range(batch)]
-        padded = torch.tensor([[one + [-1] * (8 - len(one)) for one in row] for row in choices], dtype=torch.int32)
-        expected, found = table.place(padded), place(twin, padded)
-        for name in ("slots_BgM", "missed_BgM", "into_BgM"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        assert torch.equal(twin.present_BgH, table.present_BgH)
-        assert torch.equal(twin.slot_of_BgC[:, :, :-1], table.slot_of_BgC[:, :, :-1])
-        assert torch.equal(twin.worth_BgH[:, :, :-1], table.worth_BgH[:, :, :-1])
 
 
 def place_one_by_one(table: SlotTable, tokens: list[int]) -> None:

@@ -21,7 +21,7 @@ BATCH, GROUPS, SIZE = 2, 2, 64
 CUT = Chunking(above=64, rows=100, output_bytes=1)
 
 
-class SlowLane(CudaStream):
+class SlowStream(CudaStream):
     """Rests before each copy, so that whoever does not wait for it reads what was there before."""
 
     def run(self, work, reads):
@@ -34,7 +34,7 @@ class SlowLane(CudaStream):
 
 class SlowMemory(HostMemory):
     def stream(self, device):
-        return self._streams.setdefault(device, SlowLane(device))
+        return self._streams.setdefault(device, SlowStream(device))
 
 
 def rows(count):
