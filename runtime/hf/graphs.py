@@ -175,9 +175,7 @@ class StepGraphs:
         reads: where to count what layers in host memory read.
     """
 
-    def __init__(
-        self, decoder: nn.Module, model_type: str, engine: Engine, program: Program, reads: HostReads
-    ) -> None:
+    def __init__(self, decoder: nn.Module, model_type: str, engine: Engine, program: Program, reads: HostReads) -> None:
         self._decoder = decoder
         self._model_type = model_type
         self._engine = engine

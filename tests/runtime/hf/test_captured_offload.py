@@ -42,7 +42,9 @@ def ids(batch, length, seed=0):
 
 
 def applied(model, offload, *segments):
-    return apply(model, plan_for(model, None, decode_plan(*(segments or (SEGMENT,)), offload=offload)), backend="triton")
+    return apply(
+        model, plan_for(model, None, decode_plan(*(segments or (SEGMENT,)), offload=offload)), backend="triton"
+    )
 
 
 def on_host(cache):
@@ -142,7 +144,10 @@ def test_a_layer_that_reads_everything_from_host_memory_runs_as_single_launches(
     with applied(model, ()):
         expected, _ = steps(model, prompt, new)
     plan = plan_for(model, None, decode_plan(SEGMENT, offload=(1, 2)))
-    with apply(model, plan, backend="triton", kv_host_layers=[0]) as handle, pytest.warns(match="not captured: layer 0"):
+    with (
+        apply(model, plan, backend="triton", kv_host_layers=[0]) as handle,
+        pytest.warns(match="not captured: layer 0"),
+    ):
         found, _ = steps(model, prompt, new)
     assert handle.steps.replayed == 0
     assert torch.equal(found, expected)
