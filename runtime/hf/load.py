@@ -97,7 +97,7 @@ def _check_device_map(device_map: str, device: str) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise UsageError(
             "expected accelerate, by which transformers spreads a model over devices, found it missing; "
-            "pip install accelerate"
+            "pip install 'sparsekv[spread]'"
         )
 
 
