@@ -24,6 +24,7 @@ from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
 from sparsekv.plans.types import LEAST_CHUNK, format_length
+from sparsekv.runtime.settings import DeviceMap
 
 Family = Literal["a_shape", "vertical_slash", "block_sparse", "adaptive"]
 
@@ -149,6 +150,8 @@ class PlanOptions:
         prefill_chunk: most tokens of a prompt given to the model at once in verification; None is all.
         seed: of calibration and verification samples.
         device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
+        device_map: how such a model is spread over the devices of this machine, instead of `device`: "auto",
+            "balanced", "balanced_low_0" or "sequential", as transformers names them.
         is_settled: set by `settled`: defaults are filled in, and a field no longer tells what was asked for.
     """
 
@@ -184,6 +187,7 @@ class PlanOptions:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    device_map: DeviceMap | None = None
     is_settled: bool = False
 
     def __post_init__(self) -> None:

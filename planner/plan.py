@@ -374,7 +374,7 @@ def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     if isinstance(model, str | Path):
-        return load_model(model, device=options.device, dtype=options.dtype)
+        return load_model(model, device=options.device, dtype=options.dtype, device_map=options.device_map)
     if tokenizer is None:
         raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")
     return LoadedModel(model, tokenizer, describe_model(model))
