@@ -90,7 +90,7 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self.graphs = StepGraphs(decoder, self._model_type, self, self._program)
+        self.graphs = StepGraphs(decoder, self._model_type, self, self._program, self.host_reads)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -279,7 +279,7 @@ class Handle:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
         found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
-        reads = self._engine.host_reads
+        reads = self._engine.host_reads.collect()
         return replace(
             found, host_steps=reads.steps, host_tokens_chosen=reads.chosen, host_tokens_fetched=reads.fetched
         )
