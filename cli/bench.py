@@ -360,8 +360,8 @@ _OFFLOAD_COLUMNS: dict[str, Callable[[OffloadRow], str]] = {
     "misses": lambda row: _number(row.misses, ".1f"),
     "share": lambda row: _number(row.miss_share, ".3f"),
     "MB a step": lambda row: _number(row.fetched_bytes and row.fetched_bytes / 1e6, ".2f"),
-    "link GB/s": lambda row: _number(row.link and row.link.gbytes_per_second, ".1f"),
-    "200 tokens us": lambda row: _number(row.link and row.link.few_us, ".1f"),
+    "link GB/s": lambda row: _number(row.link.gbytes_per_second if row.link else None, ".1f"),
+    "200 tokens us": lambda row: _number(row.link.few_us if row.link else None, ".1f"),
 }
 
 

@@ -5,7 +5,6 @@ Shapes: B batch, M tokens of a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,6 @@ def link_rate(
     *,
     programs: int | None = None,
     at_once: int | None = None,
-    once: Callable[[Callable[[], None], torch.device], float] = once,
 ) -> LinkRate:
     """Fetches random tokens into the first rows, whose contents are lost.
 

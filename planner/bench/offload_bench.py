@@ -34,7 +34,7 @@ from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.pinned import HostMemory
 
-ON_DEVICE = "never"
+ON_DEVICE: OffloadMode = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,17 @@ class OffloadRuns(DecodeRuns):
             Whatever the model raises: out of memory, a kernel that does not run here.
         """
         free_memory(self.model.device)
-        settings = {"backend": self.bench.backend, "allow_mismatch": True, "memory": self.memory}
-        with (
-            apply(self.model, plan, prefill=False, info=self.subject.info, offload=mode, **settings) as handle,
-            greedy(self.model),
-        ):
+        applied = apply(
+            self.model,
+            plan,
+            prefill=False,
+            info=self.subject.info,
+            backend=self.bench.backend,
+            allow_mismatch=True,  # asked before anything was timed
+            offload=mode,
+            memory=self.memory,
+        )
+        with applied as handle, greedy(self.model):
             if self.miss_rate is not None:
                 self._swap_choices(handle, length)
             cache = self.filled(handle, length, batch)
@@ -213,8 +219,7 @@ def bench_offload(
 
 def _row(blank: OffloadRow, runs: OffloadRuns, plan: Plan, mode: OffloadMode) -> OffloadRow:
     def run(way: str) -> OffloadRun:
-        chosen: OffloadMode = mode if way == mode else ON_DEVICE
-        return runs.run_mode(chosen, plan, blank.length, blank.batch)
+        return runs.run_mode(mode if way == mode else ON_DEVICE, plan, blank.length, blank.batch)
 
     first, failed = try_each(dict.fromkeys((ON_DEVICE, mode)), run)
     found = {way: [one] for way, one in first.items()}
