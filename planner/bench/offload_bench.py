@@ -224,7 +224,7 @@ def _row(blank: OffloadRow, runs: OffloadRuns, plan: Plan, mode: OffloadMode) ->
     first, failed = try_each(dict.fromkeys((ON_DEVICE, mode)), run)
     found = {way: [one] for way, one in first.items()}
     notes = [repeat_in_turn(found, run, runs.bench.repeats)]
-    words = {ON_DEVICE: "on the device", mode: f"--offload {mode}"}
+    words: dict[str, str] = {ON_DEVICE: "on the device", mode: f"--offload {mode}"}
     notes += [f"{words[way]}: {why}" for way, why in failed.items()]
     notes += [f"{words[way]}: not captured: {some[-1].why_not}" for way, some in found.items() if some[-1].why_not]
     times = {way: statistics.median(one.milliseconds for one in some) for way, some in found.items()}
