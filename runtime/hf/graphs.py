@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
 A graph is captured for a batch size and a capacity, and serves every cache of that size: the addresses of keys and
-values stand in a small tensor that is written when another cache comes, or one has grown (runtime/stores/captured.py);
+values stand in a small tensor that is written when another cache comes, or one has grown (runtime/hf/captured.py);
 lengths, choices and budgets are read on the device as well. It covers the decoder; what follows (the head, sampling)
 runs as always, on a copy of the hidden state.
 
@@ -29,9 +29,9 @@ from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
 from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.bank import HotSet
-from sparsekv.runtime.stores.captured import StepStores, kinds_of, obstacle
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64

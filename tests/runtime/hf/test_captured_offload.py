@@ -12,8 +12,8 @@ from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.phases import DecodeBucket
+from sparsekv.runtime.hf import captured as captured_stores
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.stores import captured as captured_stores
 from sparsekv.runtime.stores.bank import HostStore
 
 CUDA = torch.cuda.is_available()

@@ -13,9 +13,9 @@ from tiny_plans import decode_plan, segment
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.stores import captured
+from sparsekv.runtime.hf import captured
+from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
 from sparsekv.runtime.stores.bank import HostStore, Reads
-from sparsekv.runtime.stores.captured import StepStores, kinds_of, obstacle
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import HostReads
 
