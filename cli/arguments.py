@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sparsekv.plans.patterns import Budget, TileShape
     from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.load import LoadedModel
-    from sparsekv.runtime.settings import Settings
+    from sparsekv.runtime.settings import DeviceMap, Settings
 
 Value = TypeVar("Value")
 
@@ -363,18 +363,23 @@ class Subject:
         return self.plan
 
     def load(
-        self, device: str | None, dtype: str | None, check: Callable[[ModelInfo, str], object] | None = None
+        self,
+        device: str | None,
+        dtype: str | None,
+        check: Callable[[ModelInfo, str], object] | None = None,
+        device_map: DeviceMap | None = None,
     ) -> LoadedModel:
         """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
 
         Args:
+            device_map: see `load_model`; over SPARSEKV_DEVICE.
             check: called with the model's description and the type of the device before weights are downloaded or
                 read, which takes minutes; raises where they are not worth it.
 
         Raises:
             UsageError: there is no such model, or a setting is none of those allowed.
         """
-        asked = settings(device, dtype)
+        asked = settings("auto" if device is None and device_map is not None else device, dtype)
         from transformers.utils import logging
 
         from sparsekv.runtime.hf.load import load_config, load_model, torch_device
@@ -388,7 +393,7 @@ class Subject:
                 config = load_config(self.model)
             check(describe_config(config, resolve_model(self.model).path_or_id), target.type)
         with self._saying_whose_model():
-            return load_model(self.model, device=asked.device, dtype=asked.dtype)
+            return load_model(self.model, device=asked.device, dtype=asked.dtype, device_map=device_map)
 
     def config_and_prompt_tokens(self, text: str, chat: bool) -> tuple[PreTrainedConfig, int]:
         """The model's config and how many tokens a prompt has, without its weights.

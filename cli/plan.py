@@ -18,6 +18,7 @@ from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.settings import DeviceMap
 
 if TYPE_CHECKING:
     from sparsekv.planner.plan import PlanResult
@@ -95,6 +96,10 @@ def plan(
     batch: arguments.Batch = None,
     prefill_chunk: arguments.Chunk = None,
     device: arguments.Device = None,
+    device_map: Annotated[
+        DeviceMap | None,
+        typer.Option(help="Spread a model that is too large for one device over all, by accelerate."),
+    ] = None,
     dtype: arguments.Dtype = None,
     backend: arguments.Backend = None,
     as_json: arguments.Json = False,
@@ -159,7 +164,10 @@ def plan(
             result = compile_files(model, wanted, profiled, measured, **outputs)
         else:
             loaded = arguments.Subject(model).load(
-                device, dtype, lambda info, hardware: check_plannable(info, wanted, hardware, profiled, measured)
+                device,
+                dtype,
+                lambda info, hardware: check_plannable(info, wanted, hardware, profiled, measured),
+                device_map,
             )
             result = compile_plan(
                 loaded,

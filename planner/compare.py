@@ -428,7 +428,8 @@ def prompts_at_once(model: PreTrainedModel, length: int) -> int:
     if model.device.type != "cuda":
         return 1
     total: int = torch.cuda.get_device_properties(model.device).total_memory
-    left = total - sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
+    left = total - sum(weight.numel() * weight.element_size() for weight in here)
     fitting = int(_SHARE * left) // (length * bytes_per_token(model) + bytes_to_score(model))
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sparsekv.plans.errors import UsageError
 
-_MACHINE = ("backend", "device", "dtype")
+_MACHINE = ("backend", "device", "dtype", "device_map")
 # The parts of a run and the options that only they read: such an option counts as long as one of them takes place.
 READERS: Mapping[str, tuple[str, ...]] = {
     "density target": ("target_density", "levels"),

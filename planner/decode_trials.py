@@ -22,7 +22,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 from sparsekv.kernels.scores import scaled_scores
-from sparsekv.kernels.topk import top_mask
+from sparsekv.kernels.topk import blocks, top_mask
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.similarity import WINDOW
@@ -174,14 +174,17 @@ class _Steps:
         """[1, H, R, D], and the largest weight that the heads of each KV head give a token, [G, R, K]."""
         k_1GKD, v_1GKD = call.k_BGKD, call.v_BGKD
         q_1GND = call.q_BHSD.unflatten(1, (k_1GKD.shape[1], -1)).flatten(2, 3)
+        groups, keys = k_1GKD.shape[1:3]
+        hidden_gRK = ~seen_gRK
         outputs, best = [], []
-        for g in range(k_1GKD.shape[1]):
-            scores_NK = scaled_scores(q_1GND[:, g : g + 1], k_1GKD[:, g : g + 1], call.scale)[0, 0]
-            hidden_RK = ~seen_gRK[min(g, len(seen_gRK) - 1)]
-            weights_NRK = scores_NK.unflatten(0, (-1, self.rows)).masked_fill_(hidden_RK, -torch.inf).softmax(-1)
-            best.append(weights_NRK.amax(0))
-            outputs.append(weights_NRK.flatten(0, 1).to(v_1GKD.dtype) @ v_1GKD[0, g])
-        return torch.stack(outputs).view(call.q_BHSD.shape), torch.stack(best)
+        for part in blocks(groups, q_1GND.shape[2] * keys):
+            scores_GNK = scaled_scores(q_1GND[:, part], k_1GKD[:, part], call.scale)[0]
+            hidden_G1RK = (hidden_gRK[part] if len(hidden_gRK) == groups else hidden_gRK)[:, None]
+            scores_GNRK = scores_GNK.unflatten(1, (-1, self.rows)).masked_fill_(hidden_G1RK, -torch.inf)
+            weights_GNRK = scores_GNRK.softmax(-1)
+            best.append(weights_GNRK.amax(1))
+            outputs.append(weights_GNRK.flatten(1, 2).to(v_1GKD.dtype) @ v_1GKD[0, part])
+        return torch.cat(outputs).view(call.q_BHSD.shape), torch.cat(best)
 
     def _visible(self, call: AttentionCall) -> torch.Tensor:
         at_R1, at_K = self._positions(call.q_BHSD.device)

@@ -6,10 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from sparsekv.plans.errors import UsageError
 
 PREFIX = "SPARSEKV_"
+DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]  # as transformers names them
+DEVICE_MAPS: tuple[DeviceMap, ...] = get_args(DeviceMap)
 CHOICES = {
     "backend": ("auto", "cpu", "triton", "flash", "reference"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -201,17 +201,20 @@ class DecodeRuns:
             Whatever the model raises: out of memory, a kernel that does not run here.
         """
         free_memory(self.model.device)
-        with self._prepared(way) as prepared, _greedy(self.model):
+        with self._prepared(way) as prepared, greedy(self.model):
             handle = prepared if isinstance(prepared, Handle) else None
-            cache = self._filled(handle, length, batch)  # grows with all that follows
-            self.seconds(cache, batch, _WARM_UP_TOKENS)
-            first = self.seconds(cache, batch, 1)
-            if handle is not None:
-                handle.reset_stats()
-            milliseconds = self._each(first, self.seconds(cache, batch, 1 + self.bench.new_tokens))
+            cache = self.filled(handle, length, batch)  # grows with all that follows
             if handle is None:
-                return Run(milliseconds)
-            return Run(milliseconds, self._replay_ms(handle), handle.stats().decode_share, self._why_not(handle))
+                return Run(self.token_ms(cache, batch))
+            milliseconds = self.token_ms(cache, batch, handle.reset_stats)
+            return Run(milliseconds, self.replay_ms(handle), handle.stats().decode_share, self.why_not(handle))
+
+    def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
+        """Milliseconds of one more token; `begin` is called before those that are timed."""
+        self.seconds(cache, batch, _WARM_UP_TOKENS)
+        first = self.seconds(cache, batch, 1)
+        begin()
+        return self._each(first, self.seconds(cache, batch, 1 + self.bench.new_tokens))
 
     def seconds(self, cache: Cache, batch: int, tokens: int) -> float:
         """Of `generate`, for so many new tokens behind the cached ones and one more."""
@@ -232,16 +235,18 @@ class DecodeRuns:
             raise RuntimeError(f"{self.bench.new_tokens} tokens more took no longer than one; measure again")
         return (all_of_them - first) / self.bench.new_tokens * 1e3
 
-    def _replay_ms(self, handle: Handle) -> float | None:
+    def replay_ms(self, handle: Handle) -> float | None:
+        """Of the captured step alone."""
         latest = handle.steps.latest if handle.steps else None
         return once(latest.run, self.model.device) if latest else None
 
-    def _why_not(self, handle: Handle) -> str:
+    def why_not(self, handle: Handle) -> str:
+        """Why steps were not captured, on CUDA."""
         if handle.steps is None:
             return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
         return handle.steps.why_not
 
-    def _filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
+    def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
         """A cache with so many tokens that `length` are reached at the end."""
         tokens = length - self.bench.fewest_tokens + 1
         layouts = [replace(layout, batch=batch) for layout in layouts_of(self.model)]
@@ -284,7 +289,7 @@ class _Appended:
 
 
 @contextmanager
-def _greedy(model: PreTrainedModel) -> Iterator[None]:
+def greedy(model: PreTrainedModel) -> Iterator[None]:
     """Without what the checkpoint's own settings would have `generate` do, an end token among it."""
     own = model.generation_config
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)

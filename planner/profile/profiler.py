@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
@@ -192,7 +193,7 @@ class Pass:
         with torch.no_grad():
             walk_layers(model, ids_1S, self._prompt.answer_rows, seed, up, down if self._aims else None)
 
-    def _decode(self, call: AttentionCall, o_proj: torch.nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
+    def _decode(self, call: AttentionCall, o_proj: nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:
             return {}
         layer = DecodeLayer(call, _weight_of(o_proj, call.q_BHSD))
@@ -240,12 +241,13 @@ class Pass:
         return fit_to_target(prefix, [aim.patterns for aim in aims], targets, slack)
 
 
-def _weight_of(projection: Any, q_BHSD: torch.Tensor) -> torch.Tensor:
-    """The weight of an output projection, [W, Z], read through the module where it is stored otherwise (quantised)."""
-    size = q_BHSD.shape[1] * q_BHSD.shape[3]
-    weight: torch.Tensor = projection.weight
-    if weight.is_floating_point() and weight.dim() == 2 and weight.shape[1] == size:
+def _weight_of(projection: nn.Module, q_BHSD: torch.Tensor) -> torch.Tensor:
+    """The weight of an output projection, [W, Z]: read through the module unless it is stored as plain numbers on its
+    device. Quantised ones are packed or scaled, and accelerate brings offloaded ones only when the module is called."""
+    weight = getattr(projection, "weight", None)
+    if type(projection) is nn.Linear and type(weight) is nn.Parameter and weight.device == q_BHSD.device:
         return weight.detach()
+    size = q_BHSD.shape[1] * q_BHSD.shape[3]
     unit_ZZ = torch.eye(size, dtype=q_BHSD.dtype, device=q_BHSD.device)
     nothing_1Z = torch.zeros_like(unit_ZZ[:1])
     through_ZW: torch.Tensor = projection(unit_ZZ) - projection(nothing_1Z)

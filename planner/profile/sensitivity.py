@@ -81,8 +81,9 @@ def walk_layers(
         captured_inputs(model) as walk.inputs,
         _last_output(model) as last,
     ):
-        rows = torch.tensor(list(scored), device=ids_BS.device)
-        logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=rows).logits
+        first = min(scored)  # a slice of rows: the last layer may be on another device than a tensor of indices
+        logits_BTV = model(input_ids=ids_BS, use_cache=False, logits_to_keep=ids_BS.shape[1] - first).logits
+        logits_BTV = logits_BTV[:, [row - first for row in scored]]
         if down is None:
             return
         check_numbers(model, "logits", logits_BTV)

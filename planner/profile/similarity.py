@@ -104,14 +104,14 @@ class ReuseScores:
         weights_HS = _probabilities(layer, row)
         share_H = _head_shares(layer, weights_HS, row)
         mass_S = (weights_HS * share_H[:, None]).sum(0)
-        tokens_CK = torch.stack(
-            [self._chosen[i, s][position] for s in range(len(self.choice.selectors)) for i in filters]
-        )
+        selectors = range(len(self.choice.selectors))
+        # layers may be spread over devices
+        tokens_CK = torch.stack([self._chosen[i, s][position].to(mass_S.device) for s in selectors for i in filters])
         running_CK = torch.nn.functional.pad(mass_S[tokens_CK].double().cumsum(-1), (1, 0))
         among = self._candidates(row)
         always = mass_S[: among.start].sum() + mass_S[among.stop :].sum()
         held_CB = running_CK[:, self._counts(row)] + always
-        held_SIB = held_CB.clamp_(0.0, 1.0).cpu().numpy().reshape(len(self.choice.selectors), len(filters), -1)
+        held_SIB = held_CB.clamp_(0.0, 1.0).cpu().numpy().reshape(len(selectors), len(filters), -1)
         return np.asarray(held_SIB).swapaxes(1, 2)
 
 

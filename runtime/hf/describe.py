@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def describe_model(model: PreTrainedModel, source: str | None = None, revision: 
         revision: the hub revision, where one was asked for.
 
     Raises:
-        UnsupportedError: the architecture is not supported, or weights are not in memory (offloaded by accelerate).
+        UnsupportedError: the architecture is not supported, or weights lie on the meta device, and not because
+            accelerate has offloaded them.
     """
     described = describe_config(model.config, source, revision)
     weights = weights_fingerprint(_weight_samples(model))
@@ -70,17 +72,31 @@ def _weight_samples(model: PreTrainedModel) -> Iterator[tuple[str, bytes]]:
     weights than any plan has seen.
     """
     tensors = {name: data for name, data in model.state_dict().items() if isinstance(data, torch.Tensor)}
-    elsewhere = sorted(name for name, data in tensors.items() if data.is_meta)
-    if elsewhere:
-        raise UnsupportedError(
-            f"expected all tensors of the model in memory, found {len(elsewhere)} of {len(tensors)} on the meta device "
-            f"({elsewhere[0]}, ...), as offloading leaves them; load the whole model on one device"
-        )
+    values = _offloaded_samples(model, [name for name, data in tensors.items() if data.is_meta])
     plain = {name: data for name, data in tensors.items() if type(data) is torch.Tensor and data.numel()}
-    values = dict(zip(plain, _rounded([_sampled(data) for data in plain.values()]), strict=True))
+    values |= {name: _sampled(data) for name, data in plain.items() if not data.is_meta}
+    digests = dict(zip(values, _rounded(list(values.values())), strict=True)) if values else {}
     for name, data in tensors.items():
         kind = f"{tuple(data.shape)}".encode()
-        yield name, kind + values.get(name, type(data).__name__.encode())
+        yield name, kind + digests.get(name, type(data).__name__.encode())
+
+
+def _offloaded_samples(model: PreTrainedModel, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Samples of tensors that accelerate keeps on the host or on disk; it brings those of a module at a time."""
+    found: dict[str, torch.Tensor] = {}
+    for module_name, own in groupby(names, lambda name: name.rpartition(".")[0]):
+        module = model.get_submodule(module_name)
+        if not hasattr(module, "_hf_hook"):
+            raise UnsupportedError(
+                f"expected all tensors of the model in memory, or offloaded by accelerate, found {len(names)} on the "
+                f"meta device ({names[0]}, ...); load the model with its weights"
+            )
+        from accelerate.utils import align_module_device  # optional; what has a hook was loaded with it
+
+        with align_module_device(module, torch.device("cpu")):
+            data = {name: getattr(module, name.rpartition(".")[2]).detach() for name in own}
+            found |= {name: _sampled(one) for name, one in data.items() if type(one) is torch.Tensor and one.numel()}
+    return found
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.model_config import check_supported
-from sparsekv.runtime.settings import check_device
+from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap, check_device
 
 _NAMED = 3  # tensors that a message names
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -36,7 +38,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode on its device, and what it is."""
+    """A model in evaluation mode on its device, or spread over several, and what it is."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -48,6 +50,7 @@ def load_model(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    device_map: DeviceMap | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> LoadedModel:
@@ -58,16 +61,20 @@ def load_model(
         device: a torch device; "auto" is the first GPU, or the CPU.
         dtype: bfloat16, float16 or float32; "auto" is the checkpoint's own half precision on a GPU (bfloat16 where
             it has none), and float32 on a CPU, which is faster there than half precision.
+        device_map: how transformers spreads the layers over the devices of this machine by accelerate, instead of one
+            device; the first layer has to fit on one of them.
         revision: of a hub model.
         local_files_only: do not ask the hub.
 
     Raises:
-        UsageError: there is no such model, or no access to it, or no such device or dtype; its config or tokenizer
-            cannot be, or its tensors are not those of its config, or not finite.
+        UsageError: there is no such model, or no access to it, or no such device or dtype, or both a device and a
+            device map; its config or tokenizer cannot be, or its tensors are not those of its config, or not finite.
         UnsupportedError: its architecture is not supported.
     """
     found = source if isinstance(source, ModelSource) else resolve_model(source)
     target = torch_device(str(device))
+    if device_map is not None:
+        _check_device_map(device_map, str(device))
     options: dict[str, Any] = {}
     if not Path(found.path_or_id).is_dir():
         options["revision"] = revision
@@ -75,10 +82,23 @@ def load_model(
     config = _read_config(found, options)
     precision = torch_dtype(str(dtype).removeprefix("torch."), config, target)
     tokenizer = _read_tokenizer(found, options, config.vocab_size)
-    model: Any = _read_weights(found, options | {"config": config, "dtype": precision})
-    model = model.to(target).eval()
+    placed = {} if device_map is None else {"device_map": device_map}
+    model: Any = _read_weights(found, options | placed | {"config": config, "dtype": precision})
+    model = (model.to(target) if device_map is None else model).eval()
     _check_finite(found, model)
     return LoadedModel(model, tokenizer, describe_model(model, found.path_or_id, options.get("revision")))
+
+
+def _check_device_map(device_map: str, device: str) -> None:
+    if device_map not in DEVICE_MAPS:
+        raise UsageError(f"expected a device map of {', '.join(DEVICE_MAPS)}, found {device_map!r:.40}")
+    if device != "auto":
+        raise UsageError(f"expected a device or a device map, found {device} and {device_map}; leave one out")
+    if importlib.util.find_spec("accelerate") is None:
+        raise UsageError(
+            "expected accelerate, by which transformers spreads a model over devices, found it missing; "
+            "pip install 'sparsekv[spread]'"
+        )
 
 
 def load_config(source: ModelSource | str | os.PathLike[str]) -> PreTrainedConfig:
@@ -248,10 +268,12 @@ def _without_table() -> Iterator[None]:
 
 
 def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
-    # quantised tensors are types of their own
+    # quantised tensors are types of their own, and what accelerate has offloaded is not here
     named = [(name, data) for name, data in model.named_parameters() if type(data) is Parameter and _is_real(data)]
     bounds = [torch.stack(data.detach().aminmax()).float() for _, data in named]
-    finite = torch.stack(bounds).isfinite().all(1).tolist()  # waits for the device once
+    finite: list[bool] = []
+    for _, own in groupby(bounds, lambda bound: bound.device):
+        finite += torch.stack(list(own)).isfinite().all(1).tolist()  # waits for a device once, in turn
     names = {name for (name, _), whole in zip(named, finite, strict=True) if not whole}
     if names:
         raise UsageError(
@@ -261,7 +283,7 @@ def _check_finite(found: ModelSource, model: PreTrainedModel) -> None:
 
 
 def _is_real(data: torch.Tensor) -> bool:
-    return data.dtype in _DTYPES.values() and data.numel() > 0
+    return data.dtype in _DTYPES.values() and data.numel() > 0 and not data.is_meta
 
 
 def _first(names: Iterable[str]) -> str:

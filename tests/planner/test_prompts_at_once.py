@@ -64,6 +64,8 @@ def test_a_large_vocabulary_counts_where_the_model_is_small(monkeypatch: pytest.
 def test_weights_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _on_gpu(monkeypatch, 8 * GIB)
     before = prompts_at_once(model, 65536)
-    heavy = SimpleNamespace(numel=lambda: 3 * GIB, element_size=lambda: 2)
+    heavy = SimpleNamespace(numel=lambda: 3 * GIB, element_size=lambda: 2, device=model.device)
     model.parameters = lambda: iter([heavy])
     assert prompts_at_once(model, 65536) < before
+    heavy.device = torch.device("cuda", 1)
+    assert prompts_at_once(model, 65536) == before

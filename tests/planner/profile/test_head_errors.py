@@ -162,7 +162,43 @@ class PackedLinear(nn.Linear):
         return self.weight.T.float() * self.scale
 
 
-def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats() -> None:
+class ScaledLinear(PackedLinear):
+    """The same in float8 and in the usual order: its weight reads as a weight, but for the scale."""
+
+    @classmethod
+    def of(cls, plain: nn.Linear) -> ScaledLinear:
+        scaled = cls(plain.in_features, plain.out_features, bias=False)
+        scaled.scale = plain.weight.detach().abs().amax() / 448
+        scaled.weight = nn.Parameter(
+            (plain.weight.detach() / scaled.scale).to(torch.float8_e4m3fn), requires_grad=False
+        )
+        return scaled
+
+    def floats(self) -> torch.Tensor:
+        return self.weight.float() * self.scale
+
+
+class OpaqueLinear(nn.Module):
+    """No parameters, and a `weight` that is a method, as in torch's own quantised layers."""
+
+    @classmethod
+    def of(cls, plain: nn.Linear) -> OpaqueLinear:
+        opaque = cls()
+        opaque.inside = (PackedLinear.of(plain),)
+        return opaque
+
+    def weight(self) -> torch.Tensor:
+        return self.inside[0].weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inside[0](hidden)
+
+    def floats(self) -> torch.Tensor:
+        return self.inside[0].floats()
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, ScaledLinear, OpaqueLinear])
+def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats(kind: Any) -> None:
     options = quick_options(phases=("decode",), target_density=(), levels=(), tile=None, row_stride=None)
     options = options.settled(4096, "cpu")
     found = {}
@@ -170,7 +206,7 @@ def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats() -> N
         loaded = loaded_tiny()
         model: Any = loaded.model
         for layer in model.model.layers:
-            packed = PackedLinear.of(layer.self_attn.o_proj)
+            packed = kind.of(layer.self_attn.o_proj)
             if name == "floats":
                 layer.self_attn.o_proj.weight.data = packed.floats()
             else:

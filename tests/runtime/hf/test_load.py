@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.hf.load import load_config, load_model, torch_device
+from sparsekv.runtime.settings import DEVICE_MAPS
 
 HUB_ID = "some-organisation/some-model"
 
@@ -50,6 +52,33 @@ def test_a_model_may_be_a_path_and_device_and_dtype_those_of_torch(folder):
     loaded = load_model(folder, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert (loaded.info.id, loaded.model.dtype) == ("tiny", torch.bfloat16)
     assert load_config(folder).model_type == "llama"
+
+
+@pytest.mark.parametrize("device_map", DEVICE_MAPS)
+def test_a_device_map_gives_the_same_model(folder, device_map):
+    spread, plain = load_model(folder, device_map=device_map), load_model(folder)
+    assert spread.info == plain.info
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(
+            spread.model(ids.to(spread.model.device)).logits, plain.model(ids.to(plain.model.device)).logits
+        )
+
+
+def test_a_device_beside_a_device_map_is_refused(folder):
+    with pytest.raises(UsageError, match=r"expected a device or a device map, found cpu and auto; leave one out"):
+        load_model(folder, device="cpu", device_map="auto")
+
+
+def test_a_device_map_that_is_none_is_refused(folder):
+    with pytest.raises(UsageError, match=r"expected a device map of auto, balanced, .*, found 'everywhere'"):
+        load_model(folder, device_map="everywhere")
+
+
+def test_without_accelerate_a_device_map_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UsageError, match=r"pip install 'sparsekv\[spread\]'"):
+        load_model(folder, device_map="auto")
 
 
 @pytest.mark.parametrize("source", [None, 3, b"tiny"])

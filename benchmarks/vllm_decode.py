@@ -1,0 +1,130 @@
+"""A token of vLLM's dense decode beside ours, dense and by a plan made by hand, in one process on one GPU.
+
+    python benchmarks/vllm_decode.py [MODEL] [--lengths 8k,32k,128k] [--batch 1,4] [--budget 2k] [--filters 2,8,18]
+
+Random weights of MODEL's shape in both. A token is (time of 65 tokens less time of 1) / 64 through the public
+`generate` of each, the median of three; vLLM finds the prompt in its prefix cache, so that neither time holds its
+prefill. Its engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) with its own CUDA graphs and is shut down
+before ours begins, for memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sparsekv.planner.bench.decode_bench import OURS, DecodeBench, DecodeRuns
+from sparsekv.planner.bench.random_model import HandDecode, config_of, describe_named, random_model
+from sparsekv.plans.patterns import tokens
+from sparsekv.plans.types import format_length, parse_lengths
+
+NEW_TOKENS = 64
+REPEATS = 3
+_SPARE_BYTES = 8 << 30  # for what vLLM computes with: activations, CUDA graphs
+Case = tuple[int, int]  # tokens and rows
+
+
+def main() -> None:
+    """A row for each length and batch."""
+    args = _arguments()
+    cases = [case for case in product(args.lengths, args.batch) if case[0] * case[1] <= args.most]
+    theirs = dict(_by_vllm(args.model, cases))
+    print("| tokens | batch | vLLM, dense | captured dense | by the plan | over vLLM |\n|---|---|---|---|---|---|")
+    for case, ours in _by_us(args, cases):
+        dense, sparse = ours
+        ratio = f"{theirs[case] / sparse:.2f}x"
+        times = " | ".join(f"{ms:.2f}" for ms in (theirs[case], dense, sparse))
+        print(f"| {format_length(case[0])} | {case[1]} | {times} | {ratio} |", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="llama3-8b-1m", help="whose shape")
+    parser.add_argument("--lengths", type=parse_lengths, default=(8192, 32768, 131072))
+    parser.add_argument("--batch", type=lambda text: tuple(map(int, text.split(","))), default=(1, 4))
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--filters", type=lambda text: tuple(map(int, text.split(","))), default=(2, 8, 18))
+    parser.add_argument("--most", type=int, default=1 << 19, help="cases with more cached tokens are left out")
+    return parser.parse_args()
+
+
+def _by_vllm(name: str, cases: Sequence[Case]) -> Iterator[tuple[Case, float]]:
+    import vllm
+
+    print(f"vLLM {vllm.__version__}, torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+    longest = max(length for length, _ in cases) + 2
+    with tempfile.TemporaryDirectory() as folder:
+        config, _ = config_of(name)
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        config.max_position_embeddings = max(longest, config.max_position_embeddings)
+        config.save_pretrained(folder)
+        engine = vllm.LLM(
+            model=folder, load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest,
+            max_num_batched_tokens=16_384, enable_prefix_caching=True,
+            gpu_memory_utilization=_share_of_memory(config, max(length * batch for length, batch in cases)),
+        )  # fmt: skip
+        for length, batch in cases:
+            yield (length, batch), _token_ms(engine, length, batch)
+        engine.llm_engine.engine_core.shutdown()
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _share_of_memory(config: Any, cached: int) -> float:
+    """What the engine needs of the device, and no more: should it keep its memory, ours has to fit beside it."""
+    with torch.device("meta"):
+        weights = 2 * sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    total = torch.cuda.get_device_properties(0).total_memory
+    return min(0.92, (weights + cached * token * 1.05 + _SPARE_BYTES) / total)
+
+
+def _token_ms(engine: Any, length: int, batch: int) -> float:
+    from vllm import SamplingParams
+
+    ids_BS = torch.randint(1, 32_000, (batch, length - NEW_TOKENS - 1)).tolist()
+    rows: list[Any] = [{"prompt_token_ids": ids_S} for ids_S in ids_BS]
+
+    def seconds(count: int) -> float:
+        asked = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, temperature=0.0)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.generate(rows, asked, use_tqdm=False)
+        return time.perf_counter() - start
+
+    seconds(1 + NEW_TOKENS)  # prefills, and fills the prefix cache
+    seconds(1)
+    return statistics.median((seconds(1 + NEW_TOKENS) - seconds(1)) / NEW_TOKENS for _ in range(REPEATS)) * 1e3
+
+
+def _by_us(args: argparse.Namespace, cases: Sequence[Case]) -> Iterator[tuple[Case, tuple[float, float]]]:
+    longest = max(length for length, _ in cases)
+    info = describe_named(args.model, True)
+    info = info.model_copy(update={"context_length": max(longest, info.context_length)})
+    plans, _ = HandDecode(tokens(args.budget), args.filters, ("last",), None).plans(info, longest)
+    subject = random_model(args.model, device=torch.device("cuda"), dtype=torch.bfloat16, longest=longest)
+    runs = DecodeRuns(subject, plans, DecodeBench(tuple(args.lengths), args.batch, REPEATS))
+    (by_plan,) = plans
+    for length, batch in cases:
+        each = [[runs.run(way, length, batch).milliseconds for way in (OURS, by_plan)] for _ in range(REPEATS)]
+        dense, sparse = (statistics.median(times) for times in zip(*each, strict=True))
+        yield (length, batch), (dense, sparse)
+
+
+if __name__ == "__main__":
+    main()
