@@ -1,5 +1,6 @@
 """bench: rows that scripts rely on, and what is refused."""
 
+from importlib.util import find_spec
 from shutil import copyfile
 
 import pytest
@@ -210,3 +211,17 @@ def test_what_cannot_be_timed_is_a_usage_error(sparsekv, call, word):
     done = sparsekv("bench", *call)
     assert (done.code, done.out) == (2, "")
     assert word in done.err
+
+
+def test_serve_without_vllm_says_what_to_install(sparsekv):
+    if find_spec("vllm"):
+        pytest.skip("vLLM is installed here")
+    done = sparsekv("bench", "serve", "tiny-retriever", "--json")
+    assert done.code == 2
+    assert "pip install vllm==0.26.0" in done.data["error"]["message"]
+
+
+def test_serve_takes_a_plan_or_one_made_by_hand(sparsekv, folder):
+    done = sparsekv("bench", "serve", folder, "--plan", folder / "sparsekv.yaml", "--density", "20%")
+    assert done.code == 2
+    assert "choose one" in done.err
