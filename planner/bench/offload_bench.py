@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-import torch
 from transformers import Cache
 
 from sparsekv.planner.bench.decode_bench import DecodeBench, DecodeRuns, greedy
@@ -126,12 +125,10 @@ class OffloadRuns(DecodeRuns):
 
     Attributes:
         miss_rate: share of new tokens in each choice; None leaves the choices.
-        measure: the rate of the link, from rows on the device and host memory.
         memory: blocks of host memory, which all runs use in turn.
     """
 
     miss_rate: float | None = None
-    measure: Callable[[torch.Tensor, torch.Tensor], LinkRate] = link_rate
     memory: HostMemory = field(default_factory=HostMemory)
 
     def run_mode(self, mode: OffloadMode, plan: Plan, length: int, batch: int) -> OffloadRun:
@@ -141,7 +138,16 @@ class OffloadRuns(DecodeRuns):
             Whatever the model raises: out of memory, a kernel that does not run here.
         """
         free_memory(self.model.device)
-        applied = apply(
+        with self.applied(mode, plan, length) as handle, greedy(self.model):
+            cache = self.filled(handle, length, batch)
+            milliseconds = self.token_ms(cache, batch, handle.reset_stats)
+            stats, why_not = handle.stats(), self.why_not(handle)
+            link, layers = self._link(cache)
+            return OffloadRun(milliseconds, self.replay_ms(handle), layers, stats, link, why_not)
+
+    def applied(self, mode: OffloadMode, plan: Plan, length: int) -> Handle:
+        """The plan at work, with choices as the miss rate has them."""
+        handle = apply(
             self.model,
             plan,
             prefill=False,
@@ -151,17 +157,13 @@ class OffloadRuns(DecodeRuns):
             offload=mode,
             memory=self.memory,
         )
-        with applied as handle, greedy(self.model):
-            if self.miss_rate is not None:
-                self._swap_choices(handle, length)
-            cache = self.filled(handle, length, batch)
-            milliseconds = self.token_ms(cache, batch, handle.reset_stats)
-            stats, why_not = handle.stats(), self.why_not(handle)
-            link, layers = self._link(cache)
-            return OffloadRun(milliseconds, self.replay_ms(handle), layers, stats, link, why_not)
+        if self.miss_rate is not None:
+            self._swap_choices(handle, length)
+        return handle
 
     def _swap_choices(self, handle: Handle, length: int) -> None:
         if handle.steps is None:
+            handle.close()
             raise UsageError("expected captured steps for --miss-rate, found none on this device; leave it out")
         assert self.miss_rate is not None
         handle.steps.revise = MissRate(self.miss_rate, length - self.bench.fewest_tokens)
@@ -172,7 +174,7 @@ class OffloadRuns(DecodeRuns):
         stores = [layer.store for layer in layers if isinstance(layer.store, HostStore) and layer.store.is_long()]
         if not stores or self.model.device.type != "cuda":
             return None, len(stores)
-        return self.measure(*stores[0].memory_of_step), len(stores)
+        return link_rate(*stores[0].memory_of_step), len(stores)
 
 
 def bench_offload(

@@ -100,7 +100,7 @@ class CapturedStore:
         """Nothing to do: the memory is the cache's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
     """Layers in host memory that follow one choice."""
 
@@ -109,17 +109,23 @@ class _Group:
     recent: int
     table: SlotTable
     placed: Any  # PlacedStep
+    state: object = None  # of the table; stores whose slots are as the table has them hold the same object
 
     @property
     def selection(self) -> Selection:
         """The choice, in rows of the device."""
         return Selection(self.placed.rows_BgA, self.placed.totals_B, 0, 0)
 
-    def clear(self) -> None:
-        """Forgets what is in the slots."""
+    def take(self, stores: Sequence[HostStore]) -> None:
+        """The table is that of these stores, one a layer: as it is if they were the last, else empty."""
+        if self.state is not None and all(store.follows is self.state for store in stores):
+            return
+        self.state = object()
         self.table.slot_of_BgC.fill_(NO_SLOT)
         self.table.token_BgH.fill_(NO_TOKEN)
         self.table.worth_BgH.zero_()
+        for store in stores:
+            store.follows = self.state
 
 
 class StepStores:
@@ -144,7 +150,7 @@ class StepStores:
             for store, hot in zip(stores, self.kinds, strict=True)
         ]
         self._bound: list[Any] = []
-        self._binding = object()  # of the cache that the slot tables are of
+        self._binding: object = None  # what the stores hold that nothing else has written to since
         self._room = 0
         self._stream = stream_for(lengths_B.device)
         self._done: dict[int, CopyDone] = {}  # by layer, in this step
@@ -194,7 +200,8 @@ class StepStores:
         )
 
     def bind(self, stores: Sequence[Any]) -> None:
-        """The next step reads and writes these, of the kinds that it was made for; their slots begin empty."""
+        """The next step reads and writes these, of the kinds that it was made for. Slots begin empty, unless they are
+        still as the last step over these stores left them."""
         rows = [
             self._addresses(shape_BGSD, hot, store)
             for shape_BGSD, hot, store in zip(self.shapes, self.kinds, stores, strict=True)
@@ -204,9 +211,11 @@ class StepStores:
             table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
         self.where_LX.copy_(table_LX, non_blocking=True)
         self._binding = object()
-        for layer, group in self._of_layer.items():
-            group.clear()
-            stores[layer].bound_to = self._binding
+        for group in (group for groups in self._groups.values() for group in groups):
+            mine = [stores[layer] for layer in group.layers]
+            group.take(mine)
+            for store in mine:
+                store.bound_to = self._binding
         self._bound = [
             None if hot else weakref.ref(store.keys) for hot, store in zip(self.kinds, stores, strict=True)
         ]  # a cache that is let go of is freed

@@ -175,7 +175,7 @@ class HostStore:
         self._rows_PBGRD: torch.Tensor | None = None
         self._written: CopyDone = None  # the last copy to the host
         self._slots = SlotMap()  # where no other layer takes the same choice
-        self._follows: tuple[SlotMap, int] | None = None  # the map and its version that the slots are as
+        self.follows: object = None  # what the slots are as: a map and its version, or a captured step's table
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """A store of its own in a block of its own, once everything has arrived on the host. Its slots are empty."""
@@ -341,7 +341,7 @@ class HostStore:
     def _unbind(self) -> None:
         """Of a context that captured steps have written to, what they did counts as a copy to the host."""
         if self.bound_to is not None:
-            self.bound_to = self._follows = None
+            self.bound_to = None
             self._written = self._stream().run(lambda: None, ())
 
     def _first_hot(self, length: int) -> int:
@@ -354,12 +354,12 @@ class HostStore:
         """Brings the slots to the state of the map."""
         self.counts.steps += 1
         self.counts.chosen += step.slotted
-        if self._follows == (shared, step.version):
+        if self.follows == (shared, step.version):
             return
-        fetch = step.missed if self._follows == (shared, step.version - 1) else step.present
+        fetch = step.missed if self.follows == (shared, step.version - 1) else step.present
         self._fetch(fetch)
         self.counts.fetched += len(fetch)
-        self._follows = (shared, step.version)
+        self.follows = (shared, step.version)
 
     def _fetch(self, fetch: Fetch) -> None:
         if fetch.newest >= self._arrived:
@@ -420,6 +420,7 @@ class HostStore:
         former, sizes = self._rows_PBGRD, self.hot_set
         if former is not None and former.shape[3] == sizes.rows:
             return
+        self.follows = None
         self._rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
         if former is not None:
             self._rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]

@@ -90,9 +90,11 @@ class HostReads:
     def uncounted(self) -> Iterator[None]:
         """What is counted on devices inside does not count."""
         before = {device: counts_3.clone() for device, counts_3 in self._on_device.items()}
-        yield
-        for device, counts_3 in self._on_device.items():
-            counts_3.copy_(before[device]) if device in before else counts_3.zero_()
+        try:
+            yield
+        finally:
+            for device, counts_3 in self._on_device.items():
+                counts_3.copy_(before[device]) if device in before else counts_3.zero_()
 
     def reset(self) -> None:
         """Counts anew."""

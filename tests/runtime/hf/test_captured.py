@@ -161,13 +161,17 @@ def long_cache() -> Cache:
     return cache
 
 
-def test_steps_of_one_cache_fetch_what_was_missed_and_after_another_cache_everything() -> None:
+def test_slots_stay_filled_until_something_else_writes_to_them() -> None:
     steps, caches = Steps(), [long_cache(), long_cache()]
     listed = 2 * BATCH * (SINK + CHOSEN)  # of two layers
     step(steps, caches[0], 1)
     assert (steps.reads.collect().fetched, steps.reads.chosen) == (listed, listed)
-    step(steps, caches[0], 1)
-    assert steps.reads.collect().fetched < 2 * listed
+    for count in (0, 3):  # tokens appended by single launches between
+        steps.reads.reset()
+        if count:
+            caches[0].append(count, 2)
+        step(steps, caches[0], 1)
+        assert steps.reads.collect().fetched < listed
     steps.reads.reset()
     step(steps, caches[1], 1)
     step(steps, caches[0], 1)
