@@ -103,7 +103,7 @@ class SparseImpl(_Impl):
         if host is not None and attn_metadata is None and vllm.platform.profiles:
             host.warm_up(self.program_of(host, layer), query)
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
-        if host is None or self.program is None or step is None or not step.prefill:
+        if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
         done = self._sparse(host, self.program, step, (query, key, value), kv_cache, output)
         if not done:
@@ -133,7 +133,7 @@ class SparseImpl(_Impl):
             else:
                 done.add(rows.request)
         for rows in dense:
-            host.count_dense(program, rows.chunk)
+            host.count_dense((program,), rows.chunk)
         return frozenset(done)
 
 
@@ -153,8 +153,7 @@ class SparseBuilder(_Builder):
         first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
         self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
         vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
-        for layer in own:
-            layer.impl.program_of(self._host, layer)
+        self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -174,9 +173,13 @@ class SparseBuilder(_Builder):
             if self._counts:
                 self._log(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
                 self._host.count_step(prefill)
-            part_of = partial(self._part_of, common_attn_metadata)
-            step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of)
-            setattr(metadata, _STEP, step)
+            if any(self._host.is_sparse(rows.chunk.longest) for rows in prefill):
+                part_of = partial(self._part_of, common_attn_metadata)
+                step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of)
+                setattr(metadata, _STEP, step)
+            else:  # nothing for the layers to ask
+                for rows in prefill:
+                    self._host.count_dense(self._programs, rows.chunk)
         return metadata
 
     @staticmethod

@@ -181,9 +181,11 @@ class PlanHost:
             chunk, q_BHTD = Chunk.uniform(1, length - rows, length), q_THD[:rows].transpose(0, 1)[None]
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
 
-    def count_dense(self, layer: LayerProgram, chunk: Chunk) -> None:
-        """Counts a chunk that vLLM's own kernel computes in a layer."""
-        self.counters.meter.add_dense_prefill(layer.heads * causal_tiles(chunk, layer.tile))
+    def count_dense(self, layers: Sequence[LayerProgram], chunk: Chunk) -> None:
+        """Counts a chunk that vLLM's own kernel computes in these layers, which have the tile of the plan."""
+        self.counters.meter.add_dense_prefill(
+            sum(layer.heads for layer in layers) * causal_tiles(chunk, layers[0].tile)
+        )
 
 
 def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineModel) -> PlanHost:
