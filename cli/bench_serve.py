@@ -68,6 +68,7 @@ def serve(
         bench_serve,
         check_vllm,
         dense_up_to,
+        dummy_plan,
         served_model,
         start_engines,
     )
@@ -87,7 +88,8 @@ def serve(
         if used is None:
             (edge,) = arguments.lengths_from(crossover or _CROSSOVER, "--crossover")
             shares = tuple(map(density_for, wanted)) if density is None else arguments.shares_from(density, "--density")
-            used, words = hand_plan(subject.info, wanted, shares, arguments.tile_from(tile))
+            make = dummy_plan if random_weights else hand_plan
+            used, words = make(subject.info, wanted, shares, arguments.tile_from(tile))
             used, words = dense_up_to(used, edge), f"{words}, dense up to {edge}"
         if subject.note:
             tell(subject.note)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sparsekv.planner.bench.random_model import config_of
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import density as found_density
+from sparsekv.planner.bench.random_model import config_of, hand_plan
+from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.planner.bench.timing import BenchRow, in_short, repeat_in_turn
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import PrefillBucket
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
@@ -179,6 +185,40 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
         config.save_pretrained(folder)
         info = describe_config(config, name)
         yield ServedModel(folder, info, config.vocab_size, name, random=True, note="; ".join(notes))
+
+
+def dummy_plan(
+    info: ModelInfo, lengths: Sequence[int], densities: Sequence[float], tile: TileShape
+) -> tuple[Plan, str]:
+    """A plan made by hand that has these densities with vLLM's dummy weights; and in words.
+
+    Those are so small that all scores are nearly equal. The best diagonals are then neighbours, which every row sees,
+    and not scattered ones: a plan sized for scattered ones would be far denser, whether prompts are cut or not.
+
+    Args:
+        densities: one for all lengths, or one for each.
+
+    Raises:
+        UsageError: lengths and densities do not pair up.
+    """
+    each = tuple(densities) * len(lengths) if len(densities) == 1 else tuple(densities)
+    asked = tuple(map(partial(_asked, tile=tile), lengths, each)) if len(each) == len(lengths) else each
+    plan, words = hand_plan(info, lengths, asked, tile)
+    shares = ", ".join(f"{share:g}" for _, share in sorted(zip(lengths, each, strict=True)))
+    return plan, f"{words.partition(', sized')[0]}, sized for a density of {shares} with equal scores"
+
+
+def _asked(length: int, density: float, tile: TileShape) -> float:
+    """The density to size patterns for so that equal scores give `density`."""
+    generator, shape = torch.Generator().manual_seed(0), (1, 2, length, 16)
+    q_BHSD, k_BGSD = (1e-4 * torch.randn(shape, generator=generator) for _ in range(2))
+    chunk, least, most = Chunk.uniform(1, 0, length), 0.0, density
+    for _ in range(7):
+        middle = (least + most) / 2
+        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in ("vertical_slash", "a_shape"))
+        index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
+        least, most = (middle, most) if found_density(index, chunk) < density else (least, middle)
+    return most
 
 
 def dense_up_to(plan: Plan, length: int) -> Plan:

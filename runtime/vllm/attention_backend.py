@@ -152,7 +152,8 @@ class SparseBuilder(_Builder):
             return
         first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
         self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
-        vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
+        pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
+        self._host.scratch.copy(pages, torch.ones(1, dtype=torch.int32, device=device), 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
 
     @classmethod

@@ -166,8 +166,13 @@ def layer_number(name: str) -> int:
     return extract_layer_index(name)
 
 
-def check_pages(config: VllmConfig, impl: Any, layer: Any, spec: Any, device: torch.device) -> None:
+def check_pages(
+    config: VllmConfig, impl: Any, layer: Any, spec: Any, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes a page as vLLM does and reads it back: its layout depends on settings, the release and the CPU.
+
+    Returns:
+        Two pages of keys and of values, of which the second was written.
 
     Raises:
         UnsupportedError: keys and values do not lie where `pages_of` looks for them.
@@ -185,6 +190,7 @@ def check_pages(config: VllmConfig, impl: Any, layer: Any, spec: Any, device: to
             f"expected keys and values in plain pages, found that vLLM packs those of {spec.dtype} in an order of its "
             f"own ({getattr(layer, 'isa', 'its settings')}); on a CPU use --dtype float32"
         )
+    return k_NGSD, v_NGSD
 
 
 def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:

@@ -1,12 +1,17 @@
 """bench serve, as far as it needs no vLLM: which model is served, and by which plan."""
 
+from itertools import pairwise
+
+import pytest
 import torch
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 from transformers import AutoConfig
 
-from sparsekv.planner.bench.serve_bench import Load, ServeBench, dense_up_to, served_model
-from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.planner.bench.serve_bench import Load, ServeBench, dense_up_to, dummy_plan, served_model
+from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.plan_checks import check_plan
 
@@ -34,3 +39,22 @@ def test_engines_have_room_for_the_longest_request_and_for_all_that_come_at_once
     assert bench.engine["max_model_len"] == 1100
     assert bench.engine["max_num_seqs"] == 8
     assert "gpu_memory_utilization" not in bench.engine
+
+
+def test_a_plan_for_dummy_weights_has_its_density_where_all_scores_are_equal_cut_or_not() -> None:
+    model = tiny_model()
+    info, tile, length = plan_for(model, every_head(model, Dense()), None).model, TileShape(), 32768
+    plan, words = dummy_plan(info, (length,), (0.2,), tile)
+    assert "density of 0.2 " in words
+    patterns = Program.of(plan.prefill, None, info).layers[0].patterns_at(length)[:2]
+    torch.manual_seed(1)
+    q_BHSD, k_BGSD = 1e-4 * torch.randn(2, 1, 2, length, 16)
+    for cuts in ((), (16384,)):
+        computed = causal = 0.0
+        for first, end in pairwise((0, *cuts, length)):
+            chunk = Chunk.uniform(1, first, end)
+            part = (q_BHSD[:, :, first:end], k_BGSD[:, :, :end])
+            index = build_index(patterns, *part, chunk, tile, scale=0.25, window=None, builder="torch")
+            computed += float(computed_tiles(index).sum())
+            causal += 2 * chunk.causal_tiles(tile)
+        assert computed / causal == pytest.approx(0.2, rel=0.05)
