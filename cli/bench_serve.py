@@ -50,10 +50,12 @@ def serve(
     ] = 3,
     seed: arguments.Seed = 0,
     dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
     given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
+    named = arguments.settings(None, dtype, backend).backend
     (budget,) = arguments.lengths_from(step_tokens, "--step-tokens")
     by_hand = density is not None or crossover is not None or tile is not None
     if by_hand and plan is not None:
@@ -75,7 +77,7 @@ def serve(
     hardware, precision = arguments.device_and_dtype(None, dtype)
     wanted = given or arguments.lengths_from(_LENGTHS[hardware.type], "--lengths")
     loads = tuple(Load(length, answer, at_once, requests or at_once) for length in wanted)
-    bench = ServeBench(loads, hardware, precision, repeats, budget, seed)
+    bench = ServeBench(loads, hardware, precision, repeats, budget, named, seed)
     from sparsekv.planner.bench.random_model import hand_plan
     from sparsekv.planner.options import density_for
     from sparsekv.planner.progress import BarProgress
@@ -120,8 +122,9 @@ def _print(rows: Sequence[ServeRow], as_json: bool) -> None:
         emit_json([row.as_data() for row in rows])
     else:
         one = rows[0]
-        title = f"{one.model}, {one.device}, {one.dtype}, {one.backend}, steps of {one.step_tokens} tokens"
-        table = columns([tuple(_COLUMNS), *(tuple(show(row) for show in _COLUMNS.values()) for row in rows)], range(12))
+        title = f"{one.model}, {one.device}, {one.dtype}, {one.host}, {one.backend} kernels, steps of {one.step_tokens}"
+        lines = [tuple(show(row) for show in _COLUMNS.values()) for row in rows]
+        table = columns([tuple(_COLUMNS), *lines], right=range(len(_COLUMNS)))
         notes = dict.fromkeys(row.note for row in rows if row.note)
         emit("\n".join([f"{title}; weights: {one.weights}; plan: {one.plan}", "", table, *notes]))
     failures = sum(row.failures for row in rows)

@@ -61,6 +61,7 @@ class ServeBench:
     Attributes:
         repeats: of each load, in turn.
         step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
+        backend: of the kernels that prefill sparse, or "auto".
         settings: more of vLLM's own.
     """
 
@@ -69,6 +70,7 @@ class ServeBench:
     dtype: torch.dtype
     repeats: int = 3
     step_tokens: int = 8192
+    backend: str = "auto"
     seed: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -104,6 +106,7 @@ class ServeRow(BenchRow):
         failures: chunks of a layer that were to be sparse and that vLLM's own kernel computed after an error.
     """
 
+    host: str
     model: str
     weights: str
     plan: str
@@ -121,7 +124,7 @@ class ServeRow(BenchRow):
         """As JSON data."""
         times = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
         case = ("answer", "at_once", "requests", "step_tokens")
-        return self.with_keys(*case, *times, "failures", "model", "weights", "plan")
+        return self.with_keys(*case, *times, "failures", "host", "model", "weights", "plan")
 
 
 def check_vllm() -> None:
@@ -214,7 +217,9 @@ def start_engines(model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator
         path = Path(folder) / "sparsekv.yaml"
         write_plan(plan, path)
         dense = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": {"dense": True}})
-        ours = vllm.asking_for_ours() | {"additional_config": {"sparsekv": {"plan": str(path)}}}
+        ours = vllm.asking_for_ours() | {
+            "additional_config": {"sparsekv": {"plan": str(path), "backend": bench.backend}}
+        }
         yield Engines(dense, vllm.make_engine(model.folder, **settings, **ours), vllm.release)
 
 
@@ -231,7 +236,8 @@ def bench_serve(
             row = ServeRow(
                 name="serve",
                 length=load.prompt,
-                backend=f"vLLM {engines.release}",
+                backend=bench.backend,
+                host=f"vLLM {engines.release}",
                 device=device_name(bench.device),
                 dtype=dtype_name(bench.dtype),
                 model=model.name,
@@ -252,7 +258,7 @@ def bench_serve(
 
 
 def _timed(row: ServeRow, engines: Engines, prompts: Sequence[Sequence[int]], repeats: int) -> ServeRow:
-    from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
+    from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
     from sparsekv.runtime.vllm.serving import Served, serve
 
     def run(way: str) -> Served:
@@ -269,6 +275,7 @@ def _timed(row: ServeRow, engines: Engines, prompts: Sequence[Sequence[int]], re
     )
     return replace(
         row,
+        backend=serving_backend(engines.sparse) or row.backend,
         dense_ms=dense_ms,
         sparse_ms=sparse_ms,
         density=stats.prefill_density,

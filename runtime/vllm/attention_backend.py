@@ -200,7 +200,9 @@ def _host_of(config: Any) -> PlanHost | None:
     path = None if model is None else plan_path(options, model.model, model.revision)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
-    return start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
+    host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
+    vllm.logger.info("sparsekv: prefill by %s, kernels: %s", path, host.backend)
+    return host
 
 
 def _keys(

@@ -126,6 +126,11 @@ class PlanHost:
         self._fallback = Fallback(backend)
         self._warm: set[frozenset[type]] = set()
 
+    @property
+    def backend(self) -> str:
+        """The kernels that prefill at present."""
+        return self._fallback.backend
+
     def is_sparse(self, length: int) -> bool:
         """Whether any layer prefills sparse at a context of `length` tokens."""
         return any(layer.patterns_at(length) for layer in self.program.layers)
@@ -197,7 +202,7 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     check_layers(plan, found)
     group = max(found.attention, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
-    choice = choose_backend(model.device, model.dtype, group.head_dim, "auto", tile)
+    choice = choose_backend(model.device, model.dtype, group.head_dim, options.backend, tile)
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm")
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)

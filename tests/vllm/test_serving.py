@@ -31,7 +31,7 @@ def test_a_row_has_the_times_of_both_engines_and_the_density_of_the_sparse_one(
     bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=1)
     model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
     (row,) = bench_serve(Engines(engine, engine, "0.32.0"), model, "given", bench)  # one engine is enough for a row
-    assert (row.note, row.failures, row.backend) == ("", 0, "vLLM 0.32.0")
+    assert (row.note, row.failures, row.backend, row.host) == ("", 0, "cpu", "vLLM 0.32.0")
     assert 0 < row.density < 1
     assert min(row.dense_ms, row.sparse_ms, row.token_ms, row.dense_token_ms, row.tokens_per_second) > 0
     assert list(row.as_data())[:4] == ["name", "length", "dense_ms", "sparse_ms"]
