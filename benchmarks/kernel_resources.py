@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -33,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
-from sparsekv.kernels.decode import append, radix, step_counts
+from sparsekv.kernels.decode import append, gather, place, radix, step_counts
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
+from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
@@ -199,6 +201,20 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
     yield "choose", choose
     yield "budgets", rows
+    for lists in (1, 8):
+        yield f"fetch, {lists} lists", partial(_fetch, lists)
+
+
+def _fetch(lists: int) -> None:
+    """A choice of 2,048 tokens placed in a hot set of 4,096, and one layer's rows of what it misses."""
+    table = SlotTable(1, lists, 3904, 8192, torch.device("cpu"))
+    chosen_BgN = torch.zeros((1, lists, 2048), dtype=torch.int32)
+    ones_B, counts_3 = torch.ones(1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    placed = place.PlacedStep.empty(table, 2048 + 4 + 128, 128)
+    place.place_step(table, Selection(chosen_BgN, ones_B, 4, 128), ones_B, 192, placed, counts_3, 9)
+    where_X = torch.zeros(gather.COLUMNS, dtype=torch.int64)
+    sizes = {"kv_heads": 8, "token_bytes": 256, "slots": 3904, "ring": 192, "recent": 128}
+    gather.gather_missed(where_X, placed, ones_B, **sizes)
 
 
 def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:

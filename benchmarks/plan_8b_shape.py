@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
 from sparsekv.planner.bench.random_model import BenchModel, random_model
+from sparsekv.planner.bench.step_attention import StepAttention
+from sparsekv.planner.bench.timing import measure, replayed
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress
@@ -30,6 +34,7 @@ from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.generate import Generation, generate_stream
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.hf.placement import layouts_of
 
 _NEW_TOKENS = 32
 
@@ -49,6 +54,7 @@ def main() -> None:
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
     plan, found = _plan(loaded, args)
     found["prefill"] = _prefill(subject, plan, args)
+    found["predicted"] = list(_predicted(subject, plan, found["prefill"], args.repeats))
     found["decode"] = _decode(loaded, plan, args.backend, max(args.lengths))
     (args.out / "plan_8b_shape.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -105,6 +111,32 @@ def _prefill(subject: BenchModel, plan: Plan, args: argparse.Namespace) -> list[
         sparse, dense, density = row.sparse_ms or 0.0, row.dense_ms or 0.0, row.density or 1.0
         print(f"{row.length:7} {row.backend:7} dense {dense:9.1f} ms, planned {sparse:9.1f} ms, density {density:.3f}")
     return rows
+
+
+def _predicted(
+    subject: BenchModel, plan: Plan, prefill: list[dict[str, Any]], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Predicted beside measured milliseconds at each planned length: what sparse prefill saves of a whole prompt, as
+    attention alone is all that differs, and attention of one decode step, dense and by the plan."""
+    saved = {row["length"]: row["dense_ms"] - row["sparse_ms"] for row in prefill if row["sparse_ms"]}
+    for entry in plan.cost.lengths if plan.cost else ():
+        row: dict[str, Any] = {"length": entry.length}
+        if entry.prefill and entry.length in saved:
+            row["prefill_saves"] = (entry.prefill.dense_us - entry.prefill.sparse_us) / 1e3, saved[entry.length]
+        if entry.decode:
+            measured = _step_ms(subject, plan, entry.length, repeats)
+            row["step_dense"] = entry.decode.dense_us / 1e3, measured["dense"]
+            row["step_planned"] = entry.decode.sparse_us / 1e3, measured["planned"]
+        print("predicted, measured ms:", row, flush=True)
+        yield row
+
+
+def _step_ms(subject: BenchModel, plan: Plan, length: int, repeats: int) -> dict[str, float]:
+    device, group = subject.model.device, subject.info.attention[0]
+    backend = choose_backend(device, subject.model.dtype, group.head_dim, "auto").name
+    attention = StepAttention(subject.info, tuple(layouts_of(subject.model)), length, backend, 0)
+    steps = {"dense": attention.by_plan(None), "planned": attention.by_plan(plan.decode)}
+    return measure({name: replayed(step, device) for name, step in steps.items()}, device, repeats)
 
 
 def _decode(loaded: LoadedModel, plan: Plan, backend: str, length: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sparsekv.plans.errors import UsageError
 if TYPE_CHECKING:
     from sparsekv.planner.bench.decode_bench import DecodeRow
     from sparsekv.planner.bench.kernel_bench import KernelRow
+    from sparsekv.planner.bench.offload_bench import OffloadRow
     from sparsekv.planner.bench.prefill_bench import PrefillRow
     from sparsekv.planner.bench.timing import DensePeers
 
@@ -194,6 +195,21 @@ def decode(
         int | None,
         typer.Option(min=1, max=_WIDEST, metavar="N", help="Queries that uniform and exponential selectors weigh."),
     ] = None,
+    offload: Annotated[
+        Literal["auto", "always", "never"] | None,
+        typer.Option(
+            help="In place of dense: the plan with layers in host memory (as `run --offload`) against the plan with "
+            "everything on the device."
+        ),
+    ] = None,
+    miss_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="With --offload on a GPU: the share of the chosen tokens that is new in each step. Random weights "
+            "choose at random.",
+        ),
+    ] = None,
     repeats: Repeats = 3,
     seed: arguments.Seed = 0,
     device: arguments.Device = None,
@@ -222,11 +238,19 @@ def decode(
     from sparsekv.plans.patterns import tokens
     from sparsekv.runtime.model_config import dtype_name
 
+    if miss_rate is not None and offload is None:
+        raise UsageError("expected --miss-rate beside --offload, found it alone; add --offload always")
+    shares = () if miss_rate is None else arguments.shares_from(miss_rate, "--miss-rate")
+    if len(shares) > 1:
+        raise UsageError(f"expected one share for --miss-rate, found {miss_rate!r:.40}")
+    if shares and hardware.type != "cuda":
+        raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
     hand = HandDecode(
         tokens(2048) if budget is None else arguments.budget_from(budget, "--budget"),
         () if filters is None else arguments.layers_from(filters, "--filters"),
         ("last",) if selector is None else arguments.names_from(selector, "--selector"),
         window,
+        offload is not None,
     )
     info = describe_named(model, random_weights)
     usual = arguments.lengths_from(_DECODE_LENGTHS[hardware.type], "--lengths")
@@ -238,6 +262,11 @@ def decode(
     bench = DecodeBench(wanted, batches, repeats, backend=named, seed=seed, allow_mismatch=allow_mismatch)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
     check_decode(info, plans, bench)
+    if offload is not None and any(one.decode and one.decode.offload is None for one in plans.values()):
+        raise UsageError(
+            "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
+            "`plan --offload`, or make one by hand: --budget 2k"
+        )
     if random_weights:
         # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
         offloads = any(one.decode and one.decode.offload for one in plans.values())
@@ -247,6 +276,12 @@ def decode(
     else:
         loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))
         subject = BenchModel(loaded.model, loaded.info, model, "loaded")
+    if offload is not None:
+        from sparsekv.planner.bench.offload_bench import bench_offload
+
+        found = list(bench_offload(subject, plans, words, bench, offload, shares[0] if shares else None, BarProgress()))
+        _print_offload(found, as_json)
+        return
     rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
     if as_json:
         tell(RANDOM_NOTE)
@@ -310,6 +345,43 @@ _DECODE_COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
     "replay ms": lambda row: _number(row.replay_ms, ".3f"),
     "dense replay": lambda row: _number(row.dense_replay_ms, ".3f"),
 }
+
+
+_OFFLOAD_COLUMNS: dict[str, Callable[[OffloadRow], str]] = {
+    "length": lambda row: _tokens(row.length),
+    "batch": lambda row: str(row.batch),
+    "host layers": lambda row: str(row.host_layers),
+    "device ms": lambda row: _number(row.device_ms, ".3f"),
+    "offloaded ms": lambda row: _number(row.offloaded_ms, ".3f"),
+    "ratio": lambda row: _number(row.slowdown, ".3f"),
+    "device replay": lambda row: _number(row.device_replay_ms, ".3f"),
+    "offloaded replay": lambda row: _number(row.offloaded_replay_ms, ".3f"),
+    "ratio of replays": lambda row: _number(row.replay_slowdown, ".3f"),
+    "misses": lambda row: _number(row.misses, ".1f"),
+    "share": lambda row: _number(row.miss_share, ".3f"),
+    "MB a step": lambda row: _number(row.fetched_bytes and row.fetched_bytes / 1e6, ".2f"),
+    "link GB/s": lambda row: _number(row.link.gbytes_per_second if row.link else None, ".1f"),
+    "200 tokens us": lambda row: _number(row.link.few_us if row.link else None, ".1f"),
+}
+
+
+def _print_offload(rows: Sequence[OffloadRow], as_json: bool) -> None:
+    """As `_print`."""
+    if as_json:
+        emit_json([row.as_data() for row in rows])
+    else:
+        first = rows[0]
+        title = f"{first.model}, {first.device}, {first.dtype}; weights: {first.weights}; --offload {first.mode}"
+        if first.miss_rate is not None:
+            title += f"; choices swapped for lists with {first.miss_rate:.3g} of new tokens a step"
+        lines = [tuple(show(row) for show in _OFFLOAD_COLUMNS.values()) for row in rows]
+        table = columns([tuple(_OFFLOAD_COLUMNS), *lines], right=range(len(_OFFLOAD_COLUMNS)))
+        plans = dict.fromkeys(f"plan: {row.plan}" for row in rows)
+        notes = dict.fromkeys(f"{_tokens(row.length)}, batch {row.batch}: {row.note}" for row in rows if row.note)
+        emit("\n".join([title, *plans, "", table, *notes]))
+    if not any(row.measured for row in rows):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
 
 
 def _print(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli import bench, diff, doctor, eval, plan, run, schema, seal, show, validate, verify
+from sparsekv.cli import bench, bench_serve, diff, doctor, eval, plan, run, schema, seal, show, validate, verify
 from sparsekv.cli.output import (
     emit,
     emit_json,
@@ -128,6 +128,7 @@ app.command("seal")(seal.seal)
 app.command("eval")(eval.evaluate)
 app.command("schema")(schema.schema)
 app.command("doctor")(doctor.doctor)
+bench.app.command("serve")(bench_serve.serve)
 app.add_typer(bench.app, name="bench")
 
 

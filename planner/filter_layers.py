@@ -43,7 +43,7 @@ Floats = npt.NDArray[np.float64]
 
 _DENSE, _SPARSE, _FILTER = 0, 1, 2
 _NO_FILTER = (-1, -1)
-HOT_TOKENS = 4096
+_LEAST_HOT = 4096
 _FIRST_DENSE = 2
 _LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
 WAIT = 1  # layers between a filter and its segment, by OmniKV's rule
@@ -64,7 +64,17 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     buckets = chooser.buckets(chooser.choose())
     plan = DecodePlan(lengths=buckets)
     layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
-    return plan.model_copy(update={"offload": Offload(layers=layers, hot=tokens(HOT_TOKENS))}) if layers else plan
+    if not layers:
+        return plan
+    budgets = [segment.budget for bucket in buckets for segment in bucket.segments]
+    longest = max(entry.length for entry in profile.lengths)
+    return plan.model_copy(update={"offload": Offload(layers=layers, hot=hot_set(budgets, longest))})
+
+
+def hot_set(budgets: Iterable[DecodeBudget], longest: int) -> Budget:
+    """Tokens on the device for layers that choose so many at contexts of up to `longest`: twice the largest budget, and
+    never few. What that leaves to fetch is in benchmarks/RESULTS.md."""
+    return tokens(max(_LEAST_HOT, 2 * max(budget.resolve(longest) for budget in budgets)))
 
 
 def takes_trials(profile: Profile, options: PlanOptions) -> bool:

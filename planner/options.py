@@ -132,7 +132,7 @@ class PlanOptions:
             the CPU.
         gate: what verification asks for.
         verify_samples: held-out samples a task and length; None: on CUDA as many as verification needs over all
-            tasks, two on the CPU; 0 leaves the plan unverified.
+            tasks, one on the CPU; 0 leaves the plan unverified.
         verify_lengths: lengths to verify at; empty for every planned length.
         decode_budget: tokens that a filter layer chooses for the layers of its segment; of a fraction, no more than it
             comes to at the longest planned length. Where budgets are tried out, any other than the default is the most.
@@ -235,7 +235,6 @@ class PlanOptions:
         tasks = ("kv_retrieval",) if preset and not self.tasks else self.tasks
         every = len(tasks) or _SAMPLES["cuda"]
         samples = 1 if preset else every if on_gpu else min(_SAMPLES["cpu"], every)
-        verified = math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if on_gpu else 1
         return replace(
             self,
             lengths=lengths,
@@ -246,10 +245,17 @@ class PlanOptions:
             refine_rounds=_ROUNDS.get(device_type, 0) if self.refine_rounds is None else self.refine_rounds,
             tasks=tasks,
             samples=self.samples or len(self.prompts) or samples,
-            verify_samples=verified if self.verify_samples is None else self.verify_samples,
+            verify_samples=self.held_out(tasks, device_type),
             verify_lengths=self.verify_lengths or lengths,
             is_settled=True,
         )
+
+    def held_out(self, tasks: Sequence[str], device_type: str) -> int:
+        """Held-out samples of each of these tasks at a length: as asked for, or on a GPU as many as verification needs
+        over all tasks, on a CPU one. No tasks are those that any model is verified on."""
+        if self.verify_samples is not None:
+            return self.verify_samples
+        return math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if device_type == "cuda" else 1
 
     def _densities(self, lengths: tuple[int, ...]) -> tuple[float, ...]:
         given = self.target_density

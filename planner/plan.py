@@ -12,7 +12,7 @@ cannot be, so the plan carries the fingerprint of the weights that were profiled
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ def compile_plan(
     _check(loaded.info, asked, own, cost_in)
     if asked.verify_samples or not (own or asked.prompts):
         asked = with_tasks(loaded, asked, own.tasks if own else ())
+        asked = replace(asked, verify_samples=options.held_out(asked.tasks, loaded.model.device.type))
     kit = None
     if asked.verify_samples:
         kit = prepare(loaded.tokenizer, Split.EVALUATION)

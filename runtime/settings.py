@@ -1,4 +1,5 @@
-"""The one place that reads SPARSEKV_* environment variables. Flags go over them, they go over defaults."""
+"""The one place that looks at environment variables: SPARSEKV_* (flags go over them, they go over defaults), and those
+that a host is preset with."""
 
 from __future__ import annotations
 
@@ -53,3 +54,15 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
             expected = ", ".join(CHOICES[name])
             raise UsageError(f"expected {PREFIX}{name.upper()} to be {expected}, found {value!r}; correct or unset it")
     return Settings(**given)
+
+
+def preset_vllm() -> None:
+    """Presets vLLM, before it is imported: engines run in this process, and nothing of theirs is written to standard
+    output. Variables that are set already stay."""
+    given = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    for name, value in given.items():
+        os.environ.setdefault(name, value)

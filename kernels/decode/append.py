@@ -15,30 +15,34 @@ from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.triton_support import overlap, overlaps_launches
 
 
-def append_newest(keys: KeyView, k_BG1D: torch.Tensor, v_BG1D: torch.Tensor) -> None:
+def append_newest(
+    keys: KeyView, k_BG1D: torch.Tensor, v_BG1D: torch.Tensor, ring: tuple[int, int] | None = None
+) -> None:
     """Writes one token a row, at position `lengths_B - 1` of keys that are found by `where`.
 
     Args:
         keys: lengths that count the new token already.
         k_BG1D: its keys, of the dtype of what is cached, stride 1 in the last dimension.
         v_BG1D: its values, likewise.
+        ring: where the positions are those of a ring, its first row and how many there are.
     """
     assert keys.where is not None, "the host writes to tensors that it knows by itself"
     batch, heads, _, size = k_BG1D.shape
+    first, size_of_ring = ring or (0, 0)
     with torch.cuda.device_of(k_BG1D):
         append_kernel[(heads, batch)](
             k_BG1D, v_BG1D, keys.k, keys.v, keys.where, keys.lengths_B,
-            *k_BG1D.stride()[:2], *v_BG1D.stride()[:2], heads,
-            D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=1,
+            *k_BG1D.stride()[:2], *v_BG1D.stride()[:2], heads, first,
+            size_of_ring, D=size, BLOCK_D=triton.next_power_of_2(size), num_warps=1,
             **overlap(overlaps_launches(k_BG1D.device)),
         )  # fmt: skip
 
 
 @no_type_check
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(do_not_specialize=["heads", "first", "ring"])
 def append_kernel(
     new_k_ptr, new_v_ptr, k_ptr, v_ptr, where_ptr, lengths_ptr, k_stride_B, k_stride_G, v_stride_B, v_stride_G, heads,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    first, ring, D: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (KV heads, batch)."""
     if OVERLAP:
@@ -47,7 +51,9 @@ def append_kernel(
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     lanes_D = tl.arange(0, BLOCK_D)
-    row = (batch * heads + head) * tl.load(where_ptr + 2) + tl.load(lengths_ptr + batch) - 1
+    at = tl.load(lengths_ptr + batch) - 1
+    at = tl.where(ring > 0, first + at % tl.maximum(ring, 1), at)
+    row = (batch * heads + head) * tl.load(where_ptr + 2) + at
     k_D = tl.load(new_k_ptr + batch * k_stride_B + head * k_stride_G + lanes_D, mask=lanes_D < D)
     v_D = tl.load(new_v_ptr + batch * v_stride_B + head * v_stride_G + lanes_D, mask=lanes_D < D)
     tl.store(k_ptr + tl.load(where_ptr) + row * D + lanes_D, k_D, mask=lanes_D < D)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -56,7 +56,7 @@ RANDOM_NOTE = (
 )
 UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
 ATTENTION, TOKEN = "attention", "token"  # rows
-_WARM_UP_TOKENS = 3  # the first is the prompt's, the first step after it is captured
+WARM_UP_TOKENS = 3  # the first is the prompt's, the first step after it is captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DecodeBench:
     @property
     def fewest_tokens(self) -> int:
         """That a row has at the end: one, and all that are generated behind it."""
-        return 1 + _WARM_UP_TOKENS + 1 + 1 + self.new_tokens
+        return 1 + WARM_UP_TOKENS + 1 + 1 + self.new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,30 +201,37 @@ class DecodeRuns:
             Whatever the model raises: out of memory, a kernel that does not run here.
         """
         free_memory(self.model.device)
-        with self._prepared(way) as prepared, _greedy(self.model):
+        with self._prepared(way) as prepared, greedy(self.model):
             handle = prepared if isinstance(prepared, Handle) else None
-            cache = self._filled(handle, length, batch)  # grows with all that follows
-            self.seconds(cache, batch, _WARM_UP_TOKENS)
-            first = self.seconds(cache, batch, 1)
-            if handle is not None:
-                handle.reset_stats()
-            milliseconds = self._each(first, self.seconds(cache, batch, 1 + self.bench.new_tokens))
+            cache = self.filled(handle, length, batch)  # grows with all that follows
             if handle is None:
-                return Run(milliseconds)
-            return Run(milliseconds, self._replay_ms(handle), handle.stats().decode_share, self._why_not(handle))
+                return Run(self.token_ms(cache, batch))
+            milliseconds = self.token_ms(cache, batch, handle.reset_stats)
+            return Run(milliseconds, self.replay_ms(handle), handle.stats().decode_share, self.why_not(handle))
+
+    def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
+        """Milliseconds of one more token; `begin` is called before those that are timed."""
+        self.seconds(cache, batch, WARM_UP_TOKENS)
+        first = self.seconds(cache, batch, 1)
+        begin()
+        return self._each(first, self.seconds(cache, batch, 1 + self.bench.new_tokens))
 
     def seconds(self, cache: Cache, batch: int, tokens: int) -> float:
         """Of `generate`, for so many new tokens behind the cached ones and one more."""
+        wait_for(self.model.device)
+        start = time.perf_counter()
+        self.generate(cache, batch, tokens)
+        wait_for(self.model.device)
+        return time.perf_counter() - start
+
+    def generate(self, cache: Cache, batch: int, tokens: int, **options: Any) -> None:
+        """So many new tokens behind the cached ones and one more, with more options of `generate`."""
         generator = torch.Generator().manual_seed(self.bench.seed)
         size, device = (batch, cache.get_seq_length() + 1), self.model.device
         ids_BS = torch.randint(1, self.model.config.vocab_size, size, generator=generator).to(device)
         mask_BS = torch.ones_like(ids_BS)
         generate: Any = self.model.generate
-        wait_for(device)
-        start = time.perf_counter()
-        generate(ids_BS, attention_mask=mask_BS, past_key_values=cache, max_new_tokens=tokens)
-        wait_for(device)
-        return time.perf_counter() - start
+        generate(ids_BS, attention_mask=mask_BS, past_key_values=cache, max_new_tokens=tokens, **options)
 
     def _each(self, first: float, all_of_them: float) -> float:
         """Milliseconds of a token from the seconds of one, and of all."""
@@ -232,16 +239,18 @@ class DecodeRuns:
             raise RuntimeError(f"{self.bench.new_tokens} tokens more took no longer than one; measure again")
         return (all_of_them - first) / self.bench.new_tokens * 1e3
 
-    def _replay_ms(self, handle: Handle) -> float | None:
+    def replay_ms(self, handle: Handle) -> float | None:
+        """Of the captured step alone."""
         latest = handle.steps.latest if handle.steps else None
         return once(latest.run, self.model.device) if latest else None
 
-    def _why_not(self, handle: Handle) -> str:
+    def why_not(self, handle: Handle) -> str:
+        """Why steps were not captured, on CUDA."""
         if handle.steps is None:
             return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
         return handle.steps.why_not
 
-    def _filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
+    def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
         """A cache with so many tokens that `length` are reached at the end."""
         tokens = length - self.bench.fewest_tokens + 1
         layouts = [replace(layout, batch=batch) for layout in layouts_of(self.model)]
@@ -284,7 +293,7 @@ class _Appended:
 
 
 @contextmanager
-def _greedy(model: PreTrainedModel) -> Iterator[None]:
+def greedy(model: PreTrainedModel) -> Iterator[None]:
     """Without what the checkpoint's own settings would have `generate` do, an end token among it."""
     own = model.generation_config
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from sparsekv.planner.bench.step_attention import kv_bytes
 from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.planner.bench.timing import free_memory
+from sparsekv.planner.filter_layers import hot_set
 from sparsekv.planner.options import SELECTORS, Selector
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
@@ -27,6 +28,7 @@ from sparsekv.plans.phases import (
     DecodeBudget,
     DecodePlan,
     HeadGroup,
+    Offload,
     PrefillBucket,
     PrefillPlan,
     Segment,
@@ -253,12 +255,14 @@ class HandDecode:
         filters: the filter layers, each of which chooses for all layers up to the next; empty for three by depth.
         selectors: how the last queries weigh in the choice; a plan each.
         window: how many queries all selectors but `last` weigh.
+        offload: whether the plans permit the layers of segments to be in host memory, with a hot set of two budgets.
     """
 
     budget: Budget = field(default_factory=lambda: tokens(2048))
     filters: tuple[int, ...] = ()
     selectors: tuple[str, ...] = ("last",)
     window: int | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.selectors if name not in SELECTORS]
@@ -307,7 +311,11 @@ class HandDecode:
                 )
                 for layer, layers in segments.items()
             )
-            decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=rows),))
+            layers = tuple(layer for followers in segments.values() for layer in followers)
+            decode = DecodePlan(
+                lengths=(DecodeBucket(up_to=None, segments=rows),),
+                offload=Offload(layers=layers, hot=hot_set([budget], longest)) if self.offload else None,
+            )
             plans[selector] = Plan(status="unverified", model=info, decode=decode)
         words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {_SINK} sinks, {_RECENT} recent"
         return plans, words

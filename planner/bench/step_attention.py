@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.planner.bench.timing import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel
+from sparsekv.planner.bench.timing import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel, wait_for
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.runtime.core.decode import count_step, decode
@@ -79,6 +79,8 @@ def fill(
         for x_BGSD in (k_BGSD, v_BGSD):
             x_BGSD.normal_(generator=generator)
         layer.commit(k_BGSD, v_BGSD)
+        del k_BGSD, v_BGSD, x_BGSD
+        wait_for(layout.device)  # what is on its way to host memory takes device memory until it is there
 
 
 class StepAttention:

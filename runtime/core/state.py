@@ -18,6 +18,9 @@ from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 ReduceMax = Callable[[torch.Tensor], torch.Tensor]
 """The elementwise maximum of a tensor over all ranks."""
 
+OnChoice = Callable[[SegmentProgram, Selection], Selection]
+"""Is told what a segment's filter layer chose, and gives what its layers are to follow."""
+
 
 class DecodeState:
     """The state of one batch of sequences. Nothing in it asks the device, so that a step can be captured.
@@ -25,18 +28,22 @@ class DecodeState:
     Args:
         program: what the layers compute.
         reduce_max: all-reduces a filter layer's scores; needed where `program.reduces`.
+        on_choice: what to do right behind every choice.
 
     Raises:
         UsageError: the program reduces over ranks and there is no `reduce_max`.
     """
 
-    def __init__(self, program: Program, reduce_max: ReduceMax | None = None) -> None:
+    def __init__(
+        self, program: Program, reduce_max: ReduceMax | None = None, on_choice: OnChoice | None = None
+    ) -> None:
         if program.reduces and reduce_max is None:
             raise UsageError(
                 f"expected reduce_max for a program of {program.rank.count} ranks whose filter layers choose together, "
                 f"found none; pass the all-reduce of maxima over the ranks, or plan with `scope: local`"
             )
         self.reduce_max = reduce_max
+        self._on_choice = on_choice
         self._windows = {
             layer.layer: layer.filters.queries
             for layer in program.layers
@@ -141,6 +148,8 @@ class DecodeState:
 
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""
+        if selection is not None and self._on_choice is not None:
+            selection = self._on_choice(segment, selection)
         self._selected[segment.filter] = selection
         self._moved.clear()
 

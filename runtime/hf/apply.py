@@ -49,6 +49,7 @@ class PlanEngine:
         backend: the kernel backend's name; prefill goes on with another one should it fail.
         placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
         chunking: how long inputs are cut.
+        memory: where blocks of host memory come from; its own when None.
     """
 
     differentiable = False
@@ -60,6 +61,7 @@ class PlanEngine:
         backend: str,
         placement: Placement,
         chunking: Chunking,
+        memory: HostMemory | None = None,
     ) -> None:
         self.open = True
         self.bytes: list[Bytes] = []
@@ -74,7 +76,8 @@ class PlanEngine:
         self._program = program
         self.placement = placement
         self._chunking = chunking
-        self.memory = HostMemory()
+        self.memory = HostMemory() if memory is None else memory
+        self._owns_memory = memory is None
 
     def new_store(self, layer: int) -> KVStore:
         """Host memory for the layers that are placed there, else the device."""
@@ -90,7 +93,7 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self.graphs = StepGraphs(decoder, self._model_type, self, self._program)
+        self.graphs = StepGraphs(decoder, self._model_type, self, self._program, self.host_reads)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -105,7 +108,8 @@ class PlanEngine:
 
     def release(self) -> None:
         """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
-        self.memory.close()
+        if self._owns_memory:
+            self.memory.close()
         if self.graphs is not None:
             self.graphs.release()
 
@@ -279,7 +283,7 @@ class Handle:
         """What was computed since the start or the last reset; waits for the device. Also after `close()`."""
         stores = self._engine.bytes
         found = self._engine.meter.read(sum(store.device for store in stores), sum(store.host for store in stores))
-        reads = self._engine.host_reads
+        reads = self._engine.host_reads.collect()
         return replace(
             found, host_steps=reads.steps, host_tokens_chosen=reads.chosen, host_tokens_fetched=reads.fetched
         )
@@ -317,6 +321,7 @@ def apply(
     offload: OffloadMode | None = None,
     kv_host_layers: int | Sequence[int] | None = None,
     chunking: Chunking | None = None,
+    memory: HostMemory | None = None,
 ) -> Handle:
     """Runs `model` by `plan` until the returned handle is closed; `model(...)` and `model.generate(...)` as before.
 
@@ -336,6 +341,8 @@ def apply(
             that decode reads least of come first). Decode of a layer in no segment copies all of its keys and values
             back at every step: 80 ms a layer at 1M tokens.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
+        memory: blocks of host memory to share with handles before and after this one, which the caller closes; by
+            default this handle's own, which `close()` frees.
 
     Returns:
         The handle, which is also a context manager.
@@ -365,9 +372,9 @@ def apply(
         check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype))
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
-    memory = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(Program.of(*phases, info), model, choice.name, memory.permitted, chunking)
-    return Handle(model, engine, choice, memory)
+    sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
+    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
+    return Handle(model, engine, choice, sizes)
 
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:

@@ -1,23 +1,22 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
 A graph is captured for a batch size and a capacity, and serves every cache of that size: the addresses of keys and
-values stand in a small tensor that is written when another cache comes, or one has grown; lengths, choices and budgets
-are read on the device as well. It covers the decoder; what follows (the head, sampling) runs as always, on a copy of
-the hidden state.
+values stand in a small tensor that is written when another cache comes, or one has grown (runtime/hf/captured.py);
+lengths, choices and budgets are read on the device as well. It covers the decoder; what follows (the head, sampling)
+runs as always, on a copy of the hidden state.
 
-Shapes: B batch, G KV heads, C tokens a row has room for, D head size, E hidden size.
+Shapes: B batch, E hidden size.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import contains, is_
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -25,114 +24,81 @@ from torch.nn.modules import module as torch_modules
 from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sparsekv.kernels.keys import KeyView
-from sparsekv.runtime.core.program import Program
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
 from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
-from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.store import Bytes, KVStore, Layout
+from sparsekv.runtime.stores.bank import HotSet
+from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
 _LEAST_CAPACITY = 4096
 _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not used for longest makes room
 
 
+Revise = Callable[[SegmentProgram, Selection], Selection]
+"""Another choice in place of what a filter layer chose for its segment."""
+
+
+class _Key(NamedTuple):
+    """What a step is captured for: a batch size, a capacity, and the hot sets of layers in host memory."""
+
+    rows: int
+    capacity: int
+    kinds: tuple[HotSet | None, ...]
+
+
 class GraphWarning(UserWarning):
     """Decode steps are not captured: they run one launch at a time, which is slower."""
 
 
-class StepStore:
-    """Keys and values of one layer, wherever the cache of the step has them."""
-
-    def __init__(self, layer: int, step: StepGraph) -> None:
-        self.length = 0
-        self.bytes = Bytes()
-        self._layer = layer
-        self._step = step
-
-    def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Writes the newest token of each row."""
-        from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
-
-        append_newest(self.view(self._step.lengths_B), k_BGSD, v_BGSD)
-
-    def view(self, lengths_B: torch.Tensor) -> KeyView:
-        """All tokens of the cache of the step."""
-        shape_BGCD = self._step.shapes[self._layer]
-        return KeyView(shape_BGCD, shape_BGCD, lengths_B, None, self._step.where_L3[self._layer])
-
-    def gather(self, selection: Any, lengths_B: torch.Tensor, window: int | None = None, slots: Any = None) -> Any:
-        """All tokens: kernels read the selected ones where they lie."""
-        return self.view(lengths_B), selection, window
-
-    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
-        """Nothing to do: the memory is the cache's."""
-
-
 class StepGraph:
-    """One captured step of one batch size and capacity.
+    """One captured step of one batch size, one capacity, and one kind of stores.
 
     Args:
-        stores: of a cache of this size, one a layer.
+        stores: of a cache of this kind, one a layer.
         capacity: tokens that a row may have: what grids and scratch are made for.
         program: what the layers compute.
+        reads: where to count what layers in host memory read.
+        revise: what to put in place of the choices of filter layers.
     """
 
-    def __init__(self, stores: Sequence[DeviceStore], capacity: int, program: Program) -> None:
-        first_BGCD = stores[0].tensors[0]
-        batch, device = first_BGCD.shape[0], first_BGCD.device
+    def __init__(
+        self, stores: Sequence[Any], capacity: int, program: Program, reads: HostReads, revise: Revise | None = None
+    ) -> None:
+        batch, device = stores[0].keys.shape[0], stores[0].keys.device
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
         self.capacity = capacity
         self.ids_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.positions_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.lengths_B = torch.ones(batch, dtype=torch.int32, device=device)
-        self.where_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, device=device)
-        self._where_host_L3 = torch.zeros((len(stores), 3), dtype=torch.int64, device="cpu", pin_memory=True)
-        self._copied = torch.cuda.Event()
-        self.shapes = [self._shape(store.tensors[0]) for store in stores]
-        self._bound: list[weakref.ref[torch.Tensor]] = []  # a cache that is let go of is freed
-        self._room = 0
-        self._state = DecodeState(program)
+        self.stores = StepStores(stores, capacity, program, self.lengths_B, reads)
+        self._revise = revise
+        self._state = DecodeState(program, on_choice=self._chosen)
         self._graph = torch.cuda.CUDAGraph()
         self._out_B1E: torch.Tensor | None = None
 
-    def _shape(self, k_BGCD: torch.Tensor) -> torch.Tensor:
-        batch, heads, _, size = k_BGCD.shape
-        return k_BGCD.new_empty((batch, heads, 1, size)).expand(batch, heads, self.capacity, size)
+    def _chosen(self, segment: SegmentProgram, selection: Selection) -> Selection:
+        if self._revise is not None:
+            selection = self._revise(segment, selection)
+        self.stores.fetch(segment, selection)
+        return selection
 
     def new_store(self, layer: int) -> KVStore:
         """Of the cache that the step is captured with."""
-        store: Any = StepStore(layer, self)
-        return store  # type: ignore[no-any-return]
+        return self.stores.new_store(layer)
 
     def new_state(self) -> DecodeState:
         """The one state of the graph."""
         return self._state
 
-    def serves(self, ids_B1: torch.Tensor, stores: Sequence[DeviceStore], length: int) -> bool:
+    def serves(self, ids_B1: torch.Tensor, stores: Sequence[Any], length: int) -> bool:
         """Whether the next step is of the very stores that it is bound to, and these have room for it."""
-        if ids_B1.shape != self.ids_B1.shape or length > self._room:
-            return False
-        return len(stores) == len(self._bound) and all(
-            store.keys is bound() for store, bound in zip(stores, self._bound, strict=True)
-        )
-
-    def bind(self, stores: Sequence[DeviceStore]) -> None:
-        """The next step reads and writes these."""
-        self._copied.synchronize()  # the last copy has left the pinned memory
-        for layer, store in enumerate(stores):
-            k_BGCD, v_BGCD = store.tensors
-            anchor, size = self.shapes[layer].data_ptr(), k_BGCD.element_size()
-            self._where_host_L3[layer, 0] = (k_BGCD.data_ptr() - anchor) // size
-            self._where_host_L3[layer, 1] = (v_BGCD.data_ptr() - anchor) // size
-            self._where_host_L3[layer, 2] = k_BGCD.shape[2]
-        self.where_L3.copy_(self._where_host_L3, non_blocking=True)
-        self._copied.record()
-        self._bound = [weakref.ref(store.tensors[0]) for store in stores]
-        self._room = min(store.tensors[0].shape[2] for store in stores)
+        return ids_B1.shape == self.ids_B1.shape and self.stores.serves(stores, length)
 
     def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, past: int) -> None:
         """What the next step is of."""
@@ -146,7 +112,7 @@ class StepGraph:
     def step_of(self, forward: Callable[..., Any], engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
-        cache.layers = [SparseLayer(self, layer, self._state) for layer in range(len(self.shapes))]
+        cache.layers = [SparseLayer(self, layer, self._state) for layer in range(len(self.stores.kinds))]
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
@@ -157,6 +123,7 @@ class StepGraph:
                 use_cache=True,
                 **{CONTEXT: Context(engine, cache, Phase.DECODE)},
             )
+            self.stores.join()
             hidden_B1E: torch.Tensor = found.last_hidden_state
             return hidden_B1E
 
@@ -205,20 +172,23 @@ class StepGraphs:
         model_type: the model's.
         engine: attends.
         program: what the layers compute.
+        reads: where to count what layers in host memory read.
     """
 
-    def __init__(self, decoder: nn.Module, model_type: str, engine: Engine, program: Program) -> None:
+    def __init__(self, decoder: nn.Module, model_type: str, engine: Engine, program: Program, reads: HostReads) -> None:
         self._decoder = decoder
         self._model_type = model_type
         self._engine = engine
         self._program = program
-        self._graphs: dict[tuple[int, int], StepGraph] = {}  # by rows and capacity, the one used last at the end
+        self._reads = reads
+        self.revise: Revise | None = None  # for measurements: what to put in place of choices in steps to be captured
+        self._graphs: dict[_Key, StepGraph] = {}  # the one used last at the end
         self._next: StepGraph | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._capturing: torch.cuda.Stream | None = None
         self._parts: _Parts | None = None
-        self._refused: dict[tuple[int, int], str] = {}  # rows and capacities that memory did not suffice for
+        self._refused: dict[_Key, str] = {}  # what memory did not suffice for
         self.replayed = 0  # steps so far
         self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
@@ -256,7 +226,7 @@ class StepGraphs:
             self.release()  # captured anew, where it can be
             return type(decoder).forward(decoder, **inputs)
         for store in _stores(cache):
-            store.length += 1
+            store.advance()
         self.replayed += 1
         return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=cache)
 
@@ -279,13 +249,13 @@ class StepGraphs:
         if cast(Any, decoder).config.num_hidden_layers != len(stores):
             return "only some layers of the model run"
         for store in stores:
-            if type(store) is not DeviceStore or store.keys is None or store.keys.device != ids.device:
+            if store.keys is None or store.keys.device != ids.device:
                 return "keys and values do not all lie on the device of the tokens"
             if store.keys.shape[0] != ids.shape[0]:
                 return f"the cache holds {store.keys.shape[0]} rows, the step has {ids.shape[0]}"
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"
-        return ""
+        return obstacle(self._program, stores, stores[0].length + 1, ids.shape[0])
 
     def _ready(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
@@ -300,24 +270,27 @@ class StepGraphs:
             return ""
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
             for store in stores:
-                store.reserve(past + 1)
+                store.prepare(past + 1)
             if self._parts is not None and self._parts.numbers_changed():
                 self.release()
-            rows, needed = ids_B1.shape[0], max(store.tensors[0].shape[2] for store in stores)
+            rows, needed, kinds = ids_B1.shape[0], max(store.capacity for store in stores), kinds_of(stores)
+            least = bucketed_capacity(needed)
             fitting = [
-                at for batch, at in self._graphs if batch == rows and needed <= at <= 4 * bucketed_capacity(needed)
+                key.capacity
+                for key in self._graphs
+                if (key.rows, key.kinds) == (rows, kinds) and needed <= key.capacity <= 4 * least
             ]
-            key = rows, min(fitting, default=bucketed_capacity(needed))
+            key = _Key(rows, min(fitting, default=least), kinds)
             graph = self._graphs.pop(key, None)
             if graph is not None:
-                graph.bind(stores)
+                graph.stores.bind(stores)
                 graph.load(ids_B1, positions, past)
             else:
                 found = self._refused.get(key) or self._parts_captured()
                 if found:
                     return found
                 try:
-                    graph = self._captured(decoder, stores, key[1], ids_B1, positions, past)
+                    graph = self._captured(decoder, stores, key.capacity, ids_B1, positions, past)
                 except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
                     return self._not_captured(key, error)
                 except BaseException:
@@ -329,18 +302,19 @@ class StepGraphs:
         return ""
 
     def _captured(
-        self, decoder: Any, stores: Sequence[DeviceStore], capacity: int, ids_B1: torch.Tensor,
+        self, decoder: Any, stores: Sequence[Any], capacity: int, ids_B1: torch.Tensor,
         positions: torch.Tensor | None, past: int,
     ) -> StepGraph:  # fmt: skip
-        graph = StepGraph(stores, capacity, self._program)
-        graph.bind(stores)
+        graph = StepGraph(stores, capacity, self._program, self._reads, self.revise)
+        graph.stores.bind(stores)
         graph.load(ids_B1, positions, past)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(ids_B1.device)  # cuBLAS keeps memory for each stream
-        graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
+        with self._reads.uncounted():
+            graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
         return graph
 
-    def _not_captured(self, key: tuple[int, int], error: Exception) -> str:
+    def _not_captured(self, key: _Key, error: Exception) -> str:
         """Frees everything, and notes not to try again: this size where memory ran out, else any."""
         self.release()
         found = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"

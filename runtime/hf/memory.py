@@ -344,6 +344,7 @@ class MemoryModel:
 
     def _slot_tables(self, request: Request, placement: Placement, on_host: list[int]) -> int:
         """SlotTable of each choice that layers in host memory follow: where every token is, and what is in a slot."""
+        columns = request.tokens if self.on_cpu else bucketed_capacity(request.tokens)  # as captured steps have it
         tables: dict[int, int] = {}
         for layer in (self._program.layers[number] for number in on_host):
             slots = allocated_slots(placement.hot, self._reads[layer.layer], request.tokens)
@@ -351,7 +352,7 @@ class MemoryModel:
                 continue
             lists = 1 if layer.follows.heads == "max" and layer.kv_map is None else layer.kv_heads
             choice = layer.follows.filter if layer.kv_map is None else layer.layer
-            tables[choice] = max(tables.get(choice, 0), 4 * lists * (request.tokens + 1 + 2 * (slots + 1)))
+            tables[choice] = max(tables.get(choice, 0), 4 * lists * (columns + 1 + 2 * (slots + 1)))
         return request.batch * sum(tables.values())
 
 

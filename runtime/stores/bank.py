@@ -97,18 +97,27 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Tokens of one layer on the device."""
+class HotSet:
+    """What a layer has on the device, in tokens.
+
+    Attributes:
+        slots: of chosen tokens; 0 where a step reads everything.
+        ring: rows behind them for the newest tokens.
+        listed: tokens that a step attends to at most; 0 where it reads everything.
+        whole: the longest context that lies there as a whole.
+    """
 
     slots: int
     ring: int
-    whole: int  # the longest context that lies there as a whole
+    listed: int
+    whole: int
 
     @classmethod
-    def of(cls, hot: Budget, reads: Reads, capacity: int) -> _Sizes:
-        rows, ring, listed = hot.resolve(capacity), reads.recent + _LEAVING, reads.listed(capacity)
-        slots = 0 if listed is None else max(rows - ring, listed)
-        return cls(slots, ring, max(rows, slots + ring, reads.whole_up_to))
+    def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:
+        """That of a layer with room for `capacity` tokens."""
+        rows, ring, listed = hot.resolve(capacity), reads.recent + _LEAVING, reads.listed(capacity) or 0
+        slots = max(rows - ring, listed) if listed else 0
+        return cls(slots, ring, listed, max(rows, slots + ring, reads.whole_up_to))
 
     @property
     def rows(self) -> int:
@@ -119,13 +128,13 @@ class _Sizes:
 def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int]:
     """How many tokens of a layer in host memory are allocated on the device at most, and on the host, where there is
     room for `capacity`."""
-    whole = _Sizes.of(hot, reads, capacity).whole
+    whole = HotSet.of(hot, reads, capacity).whole
     return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
 
 
 def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:
     """How many slots a layer in host memory has for chosen tokens, where there is room for `capacity`."""
-    sizes = _Sizes.of(hot, reads, capacity)
+    sizes = HotSet.of(hot, reads, capacity)
     return sizes.slots if capacity > sizes.whole else 0
 
 
@@ -150,10 +159,12 @@ class HostStore:
         self.length = 0
         self.bytes = Bytes()
         self.counts = HostReads() if counts is None else counts
+        self.bound_to: object = None  # the captured step that wrote the newest token, until something else happens
         self._hot = hot
         self._memory = HostMemory() if memory is None else memory
         self._reads = Reads() if reads is None else reads
         self._capacity = 0  # tokens that there is room for
+        self.hot_set = HotSet.of(hot, self._reads, 0)  # of that capacity
         self._reserved = 0
         self._whole: DeviceStore | None = DeviceStore(self.bytes)  # everything, while the context is short
         self._hot_from = 0  # tokens before it lie on the host, the others in the ring
@@ -164,7 +175,7 @@ class HostStore:
         self._rows_PBGRD: torch.Tensor | None = None
         self._written: CopyDone = None  # the last copy to the host
         self._slots = SlotMap()  # where no other layer takes the same choice
-        self._follows: tuple[SlotMap, int] | None = None  # the map and its version that the slots are as
+        self.follows: object = None  # what the slots are as: a map and its version, or a captured step's table
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """A store of its own in a block of its own, once everything has arrived on the host. Its slots are empty."""
@@ -177,7 +188,7 @@ class HostStore:
             copied._allocate(self._capacity, layout)
         if self._whole is None:
             self._stream().settle()
-            slots, hot_from = self._sizes.slots, self._hot_from
+            slots, hot_from = self.hot_set.slots, self._hot_from
             copied._rows()[:, :, :, slots:] = self._rows()[:, :, :, slots:]
             copied._host()[:hot_from] = self._host()[:hot_from]
             copied._hot_from = copied._arrived = hot_from
@@ -189,15 +200,16 @@ class HostStore:
         The copies to the host run behind the compute and read the two tensors until then: they may be let go of, but
         not overwritten. Every read of the store is ordered after them.
         """
-        check_fit(self._cached(), k_BGSD, v_BGSD)
+        check_fit(self.keys, k_BGSD, v_BGSD)
+        self._unbind()
         k_BGSD, v_BGSD = k_BGSD.detach(), v_BGSD.detach()
         old, new = self.length, self.length + k_BGSD.shape[2]
         self._make_room(new, Layout.of(k_BGSD))
-        if self._whole is not None and new <= self._sizes.whole:
+        if self._whole is not None and new <= self.hot_set.whole:
             self._whole.append(k_BGSD, v_BGSD)
             self.length = new
             return
-        hot_from = max(0, new - self._reads.recent) // _LEAVING * _LEAVING
+        hot_from = self._first_hot(new)
         if self._whole is not None:
             self._leave_device(self._whole, hot_from, Layout.of(k_BGSD))
         else:
@@ -208,15 +220,15 @@ class HostStore:
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory on the device: attention reads it there while it is copied to the host, if it goes there."""
-        layout.check(self._cached())
+        layout.check(self.keys)
         self._make_room(self.length + tokens, layout)
-        if self._whole is not None and self.length + tokens <= self._sizes.whole:
+        if self._whole is not None and self.length + tokens <= self.hot_set.whole:
             return self._whole.room(tokens, layout)
         return unpacked(empty_packed(tokens, layout))
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Appends what was written."""
-        if self._whole is None or self.length + k_BGSD.shape[2] > self._sizes.whole:
+        if self._whole is None or self.length + k_BGSD.shape[2] > self.hot_set.whole:
             self.append(k_BGSD, v_BGSD)
         else:
             self._whole.commit(k_BGSD, v_BGSD)
@@ -253,14 +265,14 @@ class HostStore:
         a row attends to everything. A row selects no more than what `reads` says."""
         if self._whole is not None:
             return self._whole.gather(selection, lengths_B, window)
-        shared, sizes = self._slots if slots is None else slots, self._sizes
-        listed = self._reads.listed(self._capacity)
-        if listed is None:
+        self._unbind()
+        shared, sizes = self._slots if slots is None else slots, self.hot_set
+        if not sizes.listed:
             return self.view(lengths_B), selection, window
         step = shared.place(
             selection,
             lengths_B,
-            most=listed,
+            most=sizes.listed,
             slots=sizes.slots,
             capacity=self._capacity,
             hot_from=self._hot_from,
@@ -277,18 +289,77 @@ class HostStore:
         keys = KeyView(k_BGRD, v_BGRD, torch.full_like(lengths_B, sizes.rows))
         return keys, Selection(rows_BgM, step.counts_B, 0, 0), None
 
+    # --- captured steps -----------------------------------------------------------------------------------------------
+
+    def is_long(self, length: int = 0) -> bool:
+        """Whether the context lies in host memory, or will with `length` tokens."""
+        return self._whole is None or length > self.hot_set.whole
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        if self._whole is None:
+            return self._capacity
+        return min(self._capacity, self._whole.capacity, self.hot_set.whole)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a short context, as DeviceStore.tensors."""
+        assert self._whole is not None, "the context is long"
+        return self._whole.tensors
+
+    @property
+    def memory_of_step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a long context, the rows on the device [P, B, G, R, D], and the memory on the host [C, B, P, G, D]."""
+        return self._rows(), self._host()
+
+    def prepare(self, length: int) -> None:
+        """Makes room for a captured step at which a row has so many tokens. Of a long context, all tokens before the
+        recent ones of that step are on the host for whatever the device is given from here on."""
+        self.reserve(length)
+        self._unbind()
+        if self._whole is not None and length <= self.hot_set.whole:
+            self._whole.reserve(length)
+            return
+        if self._whole is not None:
+            cached = self._whole.keys
+            assert cached is not None, "there is a context"
+            hot_from = self._first_hot(self.length)
+            self._leave_device(self._whole, hot_from, Layout.of(cached))
+            self._hot_from = hot_from
+        self._evict(self._hot_from, max(0, length - self._reads.recent))
+        self._stream().order(self._written)
+
+    def advance(self) -> None:
+        """Counts the token that a captured step has written."""
+        self.length += 1
+        if self._whole is None:
+            self._hot_from = self._first_hot(self.length)
+        else:
+            self._whole.length = self.length
+
+    def _unbind(self) -> None:
+        """Of a context that captured steps have written to, what they did counts as a copy to the host."""
+        if self.bound_to is not None:
+            self.bound_to = None
+            self._written = self._stream().run(lambda: None, ())
+
+    def _first_hot(self, length: int) -> int:
+        """Tokens before it are on the host once the append that led to this length is done."""
+        return max(0, length - self._reads.recent) // _LEAVING * _LEAVING
+
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def _follow(self, shared: SlotMap, step: Step) -> None:
         """Brings the slots to the state of the map."""
         self.counts.steps += 1
         self.counts.chosen += step.slotted
-        if self._follows == (shared, step.version):
+        if self.follows == (shared, step.version):
             return
-        fetch = step.missed if self._follows == (shared, step.version - 1) else step.present
+        fetch = step.missed if self.follows == (shared, step.version - 1) else step.present
         self._fetch(fetch)
         self.counts.fetched += len(fetch)
-        self._follows = (shared, step.version)
+        self.follows = (shared, step.version)
 
     def _fetch(self, fetch: Fetch) -> None:
         if fetch.newest >= self._arrived:
@@ -305,10 +376,6 @@ class HostStore:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _sizes(self) -> _Sizes:
-        return _Sizes.of(self._hot, self._reads, self._capacity)
-
     def _rows(self) -> torch.Tensor:
         assert self._rows_PBGRD is not None, "the context is short yet"
         return self._rows_PBGRD
@@ -318,15 +385,16 @@ class HostStore:
         return self._host_CBPGD
 
     def _ring_rows(self, first: int, stop: int) -> torch.Tensor:
-        sizes = self._sizes
+        sizes = self.hot_set
         return sizes.slots + torch.arange(first, stop, device=self._rows().device) % sizes.ring
 
-    def _cached(self) -> torch.Tensor | None:
-        """[B, G, *, D]."""
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[B, G, *, D]: those on the device."""
         return self._rows()[0] if self._whole is None else self._whole.keys
 
     def _layout(self) -> Layout | None:
-        return None if (cached := self._cached()) is None else Layout.of(cached)
+        return None if (cached := self.keys) is None else Layout.of(cached)
 
     def _stream(self) -> CopyStream:
         return self._memory.stream(self._rows().device)
@@ -338,19 +406,21 @@ class HostStore:
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _allocate(self, capacity: int, layout: Layout) -> None:
-        self._capacity = capacity
+        self._unbind()
+        self._capacity, self.hot_set = capacity, HotSet.of(self._hot, self._reads, capacity)
         if self._whole is None:
             self._allocate_rows(layout)
         elif self.length == 0:
-            self._whole.reserve(min(capacity, self._sizes.whole), layout)
-        if self._whole is None or capacity > self._sizes.whole:
+            self._whole.reserve(min(capacity, self.hot_set.whole), layout)
+        if self._whole is None or capacity > self.hot_set.whole:
             self._allocate_host(capacity - self._reads.recent, layout)
 
     def _allocate_rows(self, layout: Layout) -> None:
         """Rows of the present sizes, with what the ring held; a slot map of another size begins anew."""
-        former, sizes = self._rows_PBGRD, self._sizes
+        former, sizes = self._rows_PBGRD, self.hot_set
         if former is not None and former.shape[3] == sizes.rows:
             return
+        self.follows = None
         self._rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
         if former is not None:
             self._rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]

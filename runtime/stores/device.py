@@ -77,6 +77,19 @@ class DeviceStore:
         return self._k_BGCD, self._v_BGCD
 
     @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return 0 if self._k_BGCD is None else self._k_BGCD.shape[2]
+
+    def prepare(self, length: int) -> None:
+        """Makes room for a captured step at which a row has so many tokens."""
+        self.reserve(length)
+
+    def advance(self) -> None:
+        """Counts the token that a captured step has written."""
+        self.length += 1
+
+    @property
     def keys(self) -> torch.Tensor | None:
         """The first of `tensors`: another one once the store has grown."""
         return self._k_BGCD

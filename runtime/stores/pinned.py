@@ -88,7 +88,7 @@ def stream_for(device: torch.device) -> CopyStream:
 
 
 _MAY_BE_LARGER = 1.25  # a free block serves for smaller ones down to this
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_PORTABLE, _MAPPED = 1, 2  # cudaHostRegister: pinned for every device of the process, readable by kernels
 _ASK_FROM = 1 << 30  # blocks from this size on are compared with what the machine has left
 SPARE = 1 << 30  # of which this much is left alone
 _STEP = 1 << 30  # of a block, between which progress is told and Ctrl-C ends it
@@ -194,7 +194,7 @@ def _pinned(nbytes: int, device: torch.device, on_bytes: OnBytes) -> Block:
     unpin.atexit = False  # the end of the process unpins everything
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
-        failed = int(cudart.cudaHostRegister(data.data_ptr(), nbytes, _PORTABLE))
+        failed = int(cudart.cudaHostRegister(data.data_ptr(), nbytes, _PORTABLE | _MAPPED))
     if failed:  # some sandboxes only know memory that the driver itself allocates
         unpin.detach()
         _forget_error(device)

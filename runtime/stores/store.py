@@ -6,7 +6,9 @@ Shapes: B batch, G KV heads, S tokens, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -59,15 +61,46 @@ class Bytes:
 
 @dataclass(slots=True)
 class HostReads:
-    """What decode steps have read of contexts in host memory: a step of every layer counts, and every row and list."""
+    """What decode steps have read of contexts in host memory: a step of every layer counts, and every row and list.
+
+    Captured steps count on the device: `collect` adds their counts.
+    """
 
     steps: int = 0
     chosen: int = 0  # tokens that lie on the host, as far as no whole context was read
     fetched: int = 0  # of these, those that had to be copied to the device
+    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @torch.inference_mode(False)  # else it could not be written to under torch.no_grad()
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """Where captured steps on a device count, int64 [3]: steps, chosen, fetched. Its address does not change."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.zeros(3, dtype=torch.int64, device=device)
+        return self._on_device[device]
+
+    def collect(self) -> HostReads:
+        """Itself, with what was counted on devices so far. Waits for them."""
+        for counts_3 in self._on_device.values():
+            steps, chosen, fetched = counts_3.tolist()
+            self.steps, self.chosen, self.fetched = self.steps + steps, self.chosen + chosen, self.fetched + fetched
+            counts_3.zero_()
+        return self
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is counted on devices inside does not count."""
+        before = {device: counts_3.clone() for device, counts_3 in self._on_device.items()}
+        try:
+            yield
+        finally:
+            for device, counts_3 in self._on_device.items():
+                counts_3.copy_(before[device]) if device in before else counts_3.zero_()
 
     def reset(self) -> None:
         """Counts anew."""
         self.steps = self.chosen = self.fetched = 0
+        for counts_3 in self._on_device.values():
+            counts_3.zero_()
 
 
 class KVStore(Protocol):

@@ -1,7 +1,7 @@
 """vLLM's own attention backend with sparse prefill by a plan; without a plan it is vLLM's own in every call.
 
 Prefill rows go request by request through the core where the plan is sparse at their length; all other rows of a step,
-decode rows among them, go to vLLM's kernel together.
+decode rows among them, go to vLLM's kernel. vLLM imports this file when it makes the first attention layer.
 
 Shapes: T tokens of the step, H query heads, G KV heads, N pages, S tokens of a page, D head size.
 """
@@ -9,6 +9,7 @@ Shapes: T tokens of the step, H query heads, G KV heads, N pages, S tokens of a 
 from __future__ import annotations
 
 import time
+import traceback
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,22 @@ from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
-from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, prefill_rows, split_rows
+from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
+_Backend: Any
+_Impl: Any
+_Builder: Any
+_Backend, _Impl, _Builder = vllm.platform.classes()
 
 
-class SparseBackend(vllm.CPUAttentionBackend):
-    """vLLM's CPU backend, by the same name: the platform chooses it whatever is asked for."""
+class SparseBackend(_Backend):
+    """vLLM's backend for this device, by the name that it is registered by."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name."""
+        return vllm.platform.backend.name
 
     @staticmethod
     def get_impl_cls() -> type[SparseImpl]:
@@ -40,7 +50,7 @@ class SparseBackend(vllm.CPUAttentionBackend):
         return SparseBuilder
 
 
-class SparseImpl(vllm.CPUAttentionBackendImpl):
+class SparseImpl(_Impl):
     """Attention of one layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,6 +77,14 @@ class SparseImpl(vllm.CPUAttentionBackendImpl):
                 f"expected plain causal attention in every layer, found {', '.join(found)}; run without a plan"
             )
 
+    def program_of(self, host: PlanHost, layer: Any) -> LayerProgram:
+        """What this layer computes; checked against the layer that vLLM made."""
+        if self.program is None:
+            program = host.program.layers[vllm.layer_number(layer.layer_name)]
+            check_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+            self.program = program
+        return self.program
+
     def forward(
         self,
         layer: Any,
@@ -81,18 +99,18 @@ class SparseImpl(vllm.CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Attention of a step's rows, [T, H, D], into `output`; the cache has their keys and values already."""
         dense = partial(super().forward, output_scale=output_scale, output_block_scale=output_block_scale)
+        host = self.plan_host
+        if host is not None and attn_metadata is None and vllm.platform.profiles:
+            host.warm_up(self.program_of(host, layer), query)
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
-        if self.plan_host is None or self.program is None or step is None or not step.prefill:
+        if host is None or self.program is None or step is None or not step.prefill:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
-        done = self._sparse(self.plan_host, self.program, step, (query, key, value), kv_cache, output)
+        done = self._sparse(host, self.program, step, (query, key, value), kv_cache, output)
         if not done:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
-        rest = step.rest(done)
-        if rest is not None:
-            q_THD, k_TGD, v_TGD = (x[rest.tokens_T] for x in (query, key, value))
-            out_THD = torch.empty_like(q_THD)
+        for rest in step.rest(done):
+            q_THD, k_TGD, v_TGD, out_THD = (x[rest.tokens] for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
-            output[rest.tokens_T] = out_THD
         return output
 
     def _sparse(
@@ -101,7 +119,7 @@ class SparseImpl(vllm.CPUAttentionBackendImpl):
     ) -> frozenset[int]:  # fmt: skip
         """Computes what the plan runs sparse in this layer; which requests that were."""
         sparse, dense = split_rows(program, step.prefill)
-        pages, done = vllm.pages_of(kv_cache), set()
+        pages, done = vllm.platform.pages_of(kv_cache), set()
         for rows in sparse:
             q_THD, k_TGD, v_TGD = (x[rows.tokens] for x in qkv)
             try:
@@ -109,7 +127,8 @@ class SparseImpl(vllm.CPUAttentionBackendImpl):
                 output[rows.tokens] = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
             except Exception as error:  # one request must not end the engine, and with it all others
                 host.counters.failures += 1
-                vllm.logger.warning_once("sparsekv: sparse prefill failed, such chunks run dense: %s", repr(error))
+                what = "".join(traceback.format_exception(error))
+                vllm.logger.warning_once("sparsekv: sparse prefill failed, such chunks run dense: %s", what)
                 dense += (rows,)
             else:
                 done.add(rows.request)
@@ -118,8 +137,11 @@ class SparseImpl(vllm.CPUAttentionBackendImpl):
         return frozenset(done)
 
 
-class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
+class SparseBuilder(_Builder):
     """Prepares the steps of layers with one kind of cache."""
+
+    reorder_batch_threshold = 1  # rows that decode are neighbours
+    supports_update_block_table = False  # what it would update is ours as well
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -130,22 +152,31 @@ class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
             return
         first = next(layer for layer in layers.values() if isinstance(getattr(layer, "impl", None), SparseImpl))
         self._counts = first in own  # of several kinds of cache, each of which has a builder, one counts the prompts
-        vllm.check_pages(own[0].impl, own[0], kv_cache_spec)
+        vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         for layer in own:
-            program = self._host.program.layers[vllm.layer_number(layer.layer_name)]
-            check_layer(program, layer.num_heads, layer.num_kv_heads, layer.sliding_window)
-            layer.impl.program = program
+            layer.impl.program_of(self._host, layer)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """As vLLM's own, but without prefill."""
+        return vllm.without_prefill(super().get_cudagraph_support(vllm_config, kv_cache_spec))
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """Never: its metadata are of a whole step."""
+        return False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._host is not None:
-            prefill = prefill_rows(*vllm.requests_of(common_attn_metadata))
+            starts, lengths, prefilling = vllm.requests_of(common_attn_metadata)
+            prefill = prefill_rows(starts, lengths, prefilling)
             if self._counts:
                 self._log(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
                 self._host.count_step(prefill)
-            rest_of = partial(self._rest_of, common_attn_metadata)
-            setattr(metadata, _STEP, StepRows(prefill, common_attn_metadata.block_table_tensor, rest_of))
+            part_of = partial(self._part_of, common_attn_metadata)
+            step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of)
+            setattr(metadata, _STEP, step)
         return metadata
 
     @staticmethod
@@ -154,9 +185,9 @@ class SparseBuilder(vllm.CPUAttentionMetadataBuilder):
         if line is not None:
             vllm.logger.info("sparsekv: %s", line)
 
-    def _rest_of(self, common: Any, done: frozenset[int]) -> Rest | None:
-        part = vllm.part_without(common, done)
-        return None if part is None else Rest(part.rows_T, super().build(0, part.common))
+    def _part_of(self, common: Any, first: int, end: int) -> Any:
+        # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.
+        return super().build(0, vllm.part_of(common, first, end), fast_build=True)
 
 
 def _host_of(config: Any) -> PlanHost | None:
@@ -169,7 +200,9 @@ def _host_of(config: Any) -> PlanHost | None:
     path = None if model is None else plan_path(options, model.model, model.revision)
     if path is None:  # and nothing else of vLLM has been looked at
         return None
-    return start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
+    host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
+    vllm.logger.info("sparsekv: prefill by %s, kernels: %s", path, host.backend)
+    return host
 
 
 def _keys(

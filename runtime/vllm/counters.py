@@ -109,11 +109,26 @@ def reset_stats(llm: Any) -> None:
     llm.apply_model(_reset)
 
 
-def _counters(model: Any) -> Counters | None:
-    """Those that the attention layers of a model share."""
+def serving_backend(llm: Any) -> str | None:
+    """The kernels that prefill in a `vllm.LLM`'s engine; None where it runs no plan. See `serving_stats`."""
+    found: list[str | None] = llm.apply_model(_backend)
+    return found[0]
+
+
+def _host(model: Any) -> Any:
+    """The plan that the attention layers of a model share."""
     hosts = (getattr(getattr(module, "impl", None), "plan_host", None) for module in model.modules())
-    host = next((host for host in hosts if host is not None), None)
+    return next((host for host in hosts if host is not None), None)
+
+
+def _counters(model: Any) -> Counters | None:
+    host = _host(model)
     return None if host is None else host.counters
+
+
+def _backend(model: Any) -> str | None:
+    host = _host(model)
+    return None if host is None else host.backend
 
 
 def _read(model: Any) -> ServingStats | None:

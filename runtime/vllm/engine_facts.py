@@ -13,7 +13,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
 
-TESTED = {"cpu": ("0.32.0",)}  # releases of vLLM by device
+TESTED = {"cpu": ("0.32.0",), "cuda": ("0.26.0",)}  # releases of vLLM by device
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictStr, ValidationError
 
@@ -18,14 +18,15 @@ class Options(BaseModel):
     """The settings of an engine.
 
     `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
-    where there is one. `allow_untested` runs on releases and devices of vLLM that this version was not tested on,
-    `allow_mismatch` takes a plan of another architecture as far as its layers and heads fit. `dense` leaves everything
-    to vLLM, whatever plan lies beside the model.
+    where there is one. `backend` names the kernels of sparse prefill. `allow_untested` runs on releases and devices of
+    vLLM that this version was not tested on, `allow_mismatch` takes a plan of another architecture as far as its layers
+    and heads fit. `dense` leaves everything to vLLM, whatever plan lies beside the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     plan: StrictStr | None = None
+    backend: Literal["auto", "flash", "triton", "cpu"] = "auto"
     allow_untested: StrictBool = False
     allow_mismatch: StrictBool = False
     dense: StrictBool = False

@@ -1,43 +1,111 @@
 """Everything that is taken from inside vLLM, which promises none of it to stay: no other file imports it.
 
-`tests/vllm/test_contract.py` checks each name against the installed release.
+What differs between the CPU and CUDA is in one small class each. `tests/vllm/test_contract.py` checks every name
+against the installed release.
 
 Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm import __version__ as release
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
 
-__all__ = [
-    "AttentionType",
-    "CPUAttentionBackend",
-    "CPUAttentionBackendImpl",
-    "CPUAttentionMetadataBuilder",
-    "get_current_vllm_config",
-]
+__all__ = ["AttentionType", "get_current_vllm_config", "release"]
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
+
+# What of a step's metadata is computed from the rest of it, as far as a release has it.
+_DERIVED = (
+    *("req_idx", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+    *("_num_computed_tokens_cache", "_token_to_req_indices_cache"),
+)
+
+
+class OnCpu:
+    """vLLM on a CPU. The platform chooses its own backend whatever is asked for: ours takes its name."""
+
+    backend = AttentionBackendEnum.CPU_ATTN
+    captures = False  # CUDA graphs
+    profiles = False  # runs the model without a cache first, and measures the memory that this takes
+
+    @staticmethod
+    def classes() -> tuple[Any, Any, Any]:
+        """vLLM's own backend, implementation and metadata builder."""
+        from vllm.v1.attention.backends.cpu_attn import (
+            CPUAttentionBackend,
+            CPUAttentionBackendImpl,
+            CPUAttentionMetadataBuilder,
+        )
+
+        return CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+
+    @staticmethod
+    def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
+        """A layer's cache as vLLM allocates it."""
+        return torch.zeros(pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
+
+    @staticmethod
+    def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in a layer's cache, [N, G, S, D] each: views.
+
+        A page holds, for each KV head, its keys transposed, then its values.
+        """
+        pages, heads, tokens, both = kv_cache.shape
+        parts = kv_cache.view(pages, heads, 2, tokens * both // 2)
+        k_NGSD = parts[:, :, 0].view(pages, heads, both // 2, tokens).transpose(2, 3)
+        return k_NGSD, parts[:, :, 1].view(pages, heads, tokens, both // 2)
+
+
+class OnCuda:
+    """vLLM on an NVIDIA GPU: a FlashAttention backend that is asked for by the name CUSTOM."""
+
+    backend = AttentionBackendEnum.CUSTOM
+    captures = True
+    profiles = True
+
+    @staticmethod
+    def classes() -> tuple[Any, Any, Any]:
+        """vLLM's own backend, implementation and metadata builder. Importing them reads the engine's configuration."""
+        from vllm.v1.attention.backends.flash_attn import (
+            FlashAttentionBackend,
+            FlashAttentionImpl,
+            FlashAttentionMetadataBuilder,
+        )
+
+        return FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder
+
+    @staticmethod
+    def empty_cache(pages: int, spec: Any, device: torch.device) -> torch.Tensor:
+        """A layer's cache as vLLM allocates it: heads or tokens come first in memory, as its settings say."""
+        backend, *_ = OnCuda.classes()
+        shape = backend.get_kv_cache_shape(pages, spec.block_size, spec.num_kv_heads, spec.head_size)
+        order = backend.get_kv_cache_stride_order()
+        cache = torch.zeros([shape[at] for at in order], dtype=spec.dtype, device=device)
+        return cache.permute([order.index(at) for at in range(len(shape))])
+
+    @staticmethod
+    def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in a layer's cache, [N, G, S, D] each: views. Those of a token lie side by side."""
+        k_NGSD, v_NGSD = kv_cache.split(kv_cache.shape[-1] // 2, -1)
+        return k_NGSD, v_NGSD
+
+
+# None on devices that no backend of ours was made for.
+platform: Any = {"cpu": OnCpu, "cuda": OnCuda}.get(current_platform.device_type)
 
 
 def engine_facts(config: VllmConfig) -> EngineFacts:
@@ -68,10 +136,24 @@ def engine_model(config: VllmConfig) -> EngineModel:
         revision=model.revision,
         config=model.hf_config,
         dtype=model.dtype,
-        device=torch.device(current_platform.device_type),
+        device=torch.empty(0, device=current_platform.device_type).device,  # with its number
         longest=model.max_model_len,
         page=config.cache_config.block_size,
     )
+
+
+def runs_ours(config: VllmConfig) -> bool:
+    """Whether an engine attends by our backend."""
+    asked = config.attention_config
+    return platform is OnCpu or (
+        platform is not None and platform.backend in (asked.backend, *asked.backend_per_kind.values())
+    )
+
+
+def backend_name(config: VllmConfig) -> str:
+    """The attention backend that was asked for."""
+    asked = config.attention_config.backend
+    return "its own choice" if asked is None else asked.name
 
 
 def layers_so_far(config: VllmConfig) -> dict[str, Any]:
@@ -84,84 +166,101 @@ def layer_number(name: str) -> int:
     return extract_layer_index(name)
 
 
-def pages_of(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in a layer's cache, [N, G, S, D] each: views.
-
-    On the CPU a page holds, for each KV head, its keys transposed, then its values.
-    """
-    pages, heads, tokens, both = kv_cache.shape
-    parts = kv_cache.view(pages, heads, 2, tokens * both // 2)
-    k_NGSD = parts[:, :, 0].view(pages, heads, both // 2, tokens).transpose(2, 3)
-    return k_NGSD, parts[:, :, 1].view(pages, heads, tokens, both // 2)
-
-
-def check_pages(impl: CPUAttentionBackendImpl, layer: Any, spec: Any) -> None:
-    """Writes a page as vLLM does and reads it back: the layout of the cache depends on the instructions of the CPU.
+def check_pages(config: VllmConfig, impl: Any, layer: Any, spec: Any, device: torch.device) -> None:
+    """Writes a page as vLLM does and reads it back: its layout depends on settings, the release and the CPU.
 
     Raises:
         UnsupportedError: keys and values do not lie where `pages_of` looks for them.
     """
     tokens, heads, size = spec.block_size, spec.num_kv_heads, spec.head_size
     # Small whole numbers are exact in every dtype, and differ from their neighbours.
-    k_SGD = torch.arange(tokens * heads * size).remainder(251).view(tokens, heads, size).to(spec.dtype)
+    k_SGD = torch.arange(tokens * heads * size, device=device).remainder(251).view(tokens, heads, size).to(spec.dtype)
     v_SGD = k_SGD.neg()
-    cache = torch.zeros(2, heads, tokens, 2 * size, dtype=spec.dtype)
-    impl.do_kv_cache_update(layer, k_SGD, v_SGD, cache, torch.arange(tokens) + tokens)
-    k_NGSD, v_NGSD = pages_of(cache)
-    if not (torch.equal(k_NGSD[1].transpose(0, 1), k_SGD) and torch.equal(v_NGSD[1].transpose(0, 1), v_SGD)):
+    with set_current_vllm_config(config):  # backends ask it for the layout
+        cache = platform.empty_cache(2, spec, device)
+    impl.do_kv_cache_update(layer, k_SGD, v_SGD, cache, torch.arange(tokens, device=device) + tokens)
+    k_NGSD, v_NGSD = platform.pages_of(cache)
+    if not (torch.equal(k_NGSD[1], k_SGD.transpose(0, 1)) and torch.equal(v_NGSD[1], v_SGD.transpose(0, 1))):
         raise UnsupportedError(
             f"expected keys and values in plain pages, found that vLLM packs those of {spec.dtype} in an order of its "
-            f"own on this CPU ({layer.isa}); use --dtype float32"
+            f"own ({getattr(layer, 'isa', 'its settings')}); on a CPU use --dtype float32"
         )
 
 
+def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:
+    """What is captured in whole graphs at most: steps that only decode. Sparse prefill is launched anew each time."""
+    return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda one: one.value)
+
+
 def requests_of(common: CommonAttentionMetadata) -> tuple[list[int], list[int], list[bool]]:
-    """Of a step: the first row of each request and the end of the last, their lengths, and which are still prompts."""
-    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-    unfinished = common.is_prefilling
-    return starts, lengths, [False] * len(lengths) if unfinished is None else unfinished.tolist()
+    """Of a step, without asking the device: the first row of each request and the end of the last, their lengths, and
+    which are still prompts.
+
+    Where steps of one row a request are captured, such a row is decoded whether or not it ends a prompt.
+    """
+    starts, bound, unfinished = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.is_prefilling
+    lengths = (common.seq_lens if bound is None else bound).tolist()  # exact without speculative decoding
+    if unfinished is None or platform.captures:
+        return starts.tolist(), lengths, [False] * len(lengths)
+    return starts.tolist(), lengths, unfinished.tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some requests of a step as if they were all, and which of its rows they have: int64 [T]."""
-
-    common: CommonAttentionMetadata
-    rows_T: torch.Tensor
-
-
-def part_without(common: CommonAttentionMetadata, done: frozenset[int]) -> Part | None:
-    """The requests of a step that are not `done`; None where there are none."""
-    starts = common.query_start_loc_cpu
+def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAttentionMetadata:
+    """The requests from `first` to before `end` as if they were all of a step."""
+    requests, bounds = slice(first, end), slice(first, end + 1)
+    starts = common.query_start_loc_cpu[bounds]
+    rows = slice(int(starts[0]), int(starts[-1]))
     counts = starts[1:] - starts[:-1]
-    left = [one for one, rows in enumerate(counts.tolist()) if rows and one not in done]
-    if not left:
-        return None
-    chosen = torch.tensor(left)
-    rows_T = torch.cat([torch.arange(int(starts[one]), int(starts[one + 1])) for one in left])
-    new_starts = torch.nn.functional.pad(counts[chosen].cumsum(0, dtype=starts.dtype), (1, 0))
-    part = common.replace(
-        query_start_loc=new_starts,
-        query_start_loc_cpu=new_starts,
-        seq_lens=common.seq_lens[chosen],
-        num_reqs=len(left),
-        num_actual_tokens=len(rows_T),
-        max_query_len=int(counts[chosen].max()),
-        block_table_tensor=common.block_table_tensor[chosen],
-        slot_mapping=common.slot_mapping[rows_T],
-        positions=None if common.positions is None else common.positions[rows_T],
-        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[chosen],
-        seq_lens_cpu_upper_bound=None,
-        req_idx=None,
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
+    by_request = ("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor")
+    by_row = ("slot_mapping", "positions")
+    return common.replace(
+        query_start_loc=common.query_start_loc[bounds] - rows.start,
+        query_start_loc_cpu=starts - rows.start,
+        num_reqs=end - first,
+        num_actual_tokens=rows.stop - rows.start,
+        max_query_len=int(counts.max()),
+        **{name: _cut(common, name, requests) for name in by_request},
+        **{name: _cut(common, name, rows) for name in by_row},
+        **{name: None for name in _DERIVED if hasattr(common, name)},
     )
-    return Part(part, rows_T)
+
+
+def _cut(common: CommonAttentionMetadata, name: str, part: slice) -> torch.Tensor | None:
+    whole: torch.Tensor | None = getattr(common, name)
+    return None if whole is None else whole[part]
+
+
+def stat_logger_base() -> Any:
+    """What a logger of an API server derives from; nothing else of a server needs its modules."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    return StatLoggerBase
+
+
+def make_engine(model: str, **settings: Any) -> Any:
+    """An engine for offline use in this process, as `vllm.LLM` makes it, that knows our backend: also where sparsekv is
+    not installed, but found otherwise."""
+    from vllm import LLM
+
+    register()
+    return LLM(model, **settings)
+
+
+def asking_for_ours() -> dict[str, Any]:
+    """The settings of an engine that attends by our backend."""
+    return {"attention_config": {"backend": platform.backend.name}} if platform is OnCuda else {}
+
+
+def greedy(tokens: int) -> Any:
+    """Answers of exactly so many tokens, the most likely each, as numbers."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
 def register() -> None:
-    """Puts our backend in the place of vLLM's; it is imported when the first attention layer is made."""
-    if current_platform.device_type == "cpu":
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{__package__}.attention_backend.SparseBackend")
-    else:
+    """Makes our backend known to vLLM; it is imported when the first attention layer is made."""
+    if platform is None:
         register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
+    else:
+        register_backend(platform.backend, f"{__package__}.attention_backend.SparseBackend")

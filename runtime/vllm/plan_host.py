@@ -6,6 +6,7 @@ request, K tokens of a request, D head size.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,16 +73,39 @@ class Scratch:
             pages: keys and values, [N, G, S, D] each, of any strides.
             table_P: the request's pages; entries behind its end may hold anything.
         """
-        used_P = table_P[: -(-length // pages[0].shape[2])]
-        k_GKD, v_GKD = (self._gather(x, into, used_P) for x, into in zip(pages, (self._k, self._v), strict=True))
-        return full_view(k_GKD[None, :, :length], v_GKD[None, :, :length])
+        _, heads, page, size = pages[0].shape
+        used_P = table_P[: -(-length // page)]
+        shape = (heads, len(used_P), page, size)
+        into_GPSD = self._view(self._k, shape), self._view(self._v, shape)
+        if used_P.is_cuda:
+            from sparsekv.kernels.pages import copy_pages  # it loads Triton
 
-    def _gather(self, x_NGSD: torch.Tensor, into: torch.Tensor, used_P: torch.Tensor) -> torch.Tensor:
-        _, heads, page, size = x_NGSD.shape
-        into_GPSD = into[: heads * len(used_P) * page * size].view(heads, len(used_P), page, size)
-        for number, one in enumerate(used_P.tolist()):  # index_select would copy the whole cache: keys are transposed
+            copy_pages(pages, used_P, into_GPSD)
+        else:
+            _copy_each(pages, used_P, into_GPSD)
+        return self._keys(*into_GPSD, length)
+
+    def zeros(self, heads: int, size: int, length: int) -> KeyView:
+        """Keys and values that are all 0, until the next copy."""
+        shape = (heads, 1, length, size)
+        return self._keys(self._view(self._k, shape).zero_(), self._view(self._v, shape).zero_(), length)
+
+    @staticmethod
+    def _view(memory: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return memory[: math.prod(shape)].view(shape)
+
+    @staticmethod
+    def _keys(k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, length: int) -> KeyView:
+        k_BGKD, v_BGKD = (x.flatten(1, 2)[None, :, :length] for x in (k_GPSD, v_GPSD))
+        return full_view(k_BGKD, v_BGKD)
+
+
+def _copy_each(
+    pages: tuple[torch.Tensor, torch.Tensor], table_P: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    for x_NGSD, into_GPSD in zip(pages, into, strict=True):
+        for number, one in enumerate(table_P.tolist()):  # index_select would copy the whole cache: keys are transposed
             into_GPSD[:, number].copy_(x_NGSD[one])
-        return into_GPSD.flatten(1, 2)
 
 
 class PlanHost:
@@ -91,13 +115,21 @@ class PlanHost:
         program: what every layer computes.
         backend: of prefill; another one follows should it fail.
         scratch: for requests with a past.
+        longest: tokens of the longest request.
     """
 
-    def __init__(self, program: Program, backend: str, scratch: Scratch) -> None:
+    def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int) -> None:
         self.program = program
         self.scratch = scratch
         self.counters = Counters()
+        self._longest = longest
         self._fallback = Fallback(backend)
+        self._warm: set[frozenset[type]] = set()
+
+    @property
+    def backend(self) -> str:
+        """The kernels that prefill at present."""
+        return self._fallback.backend
 
     def is_sparse(self, length: int) -> bool:
         """Whether any layer prefills sparse at a context of `length` tokens."""
@@ -129,6 +161,26 @@ class PlanHost:
         out_BHTD = prefill(layer, q_BHTD, keys, chunk, scale=scale, fallback=self._fallback, meter=meter)
         return out_BHTD[0].transpose(0, 1)
 
+    def warm_up(self, layer: LayerProgram, q_THD: torch.Tensor) -> None:
+        """Runs a layer on a chunk of these queries at the end of the longest request: kernels are compiled before
+        anybody waits for them, and the memory that they take is taken where the engine measures it. Families of
+        patterns that were seen before are skipped.
+
+        Args:
+            layer: what the layer computes.
+            q_THD: as many queries as a step can have.
+        """
+        for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
+            patterns = layer.patterns_at(length)
+            families = frozenset(map(type, patterns))
+            if not patterns or families in self._warm:
+                continue
+            self._warm.add(families)
+            rows = min(len(q_THD), length)
+            keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length)
+            chunk, q_BHTD = Chunk.uniform(1, length - rows, length), q_THD[:rows].transpose(0, 1)[None]
+            prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
+
     def count_dense(self, layer: LayerProgram, chunk: Chunk) -> None:
         """Counts a chunk that vLLM's own kernel computes in a layer."""
         self.counters.meter.add_dense_prefill(layer.heads * causal_tiles(chunk, layer.tile))
@@ -150,11 +202,11 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     check_layers(plan, found)
     group = max(found.attention, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
-    choice = choose_backend(model.device, model.dtype, group.head_dim, "auto", tile)
+    choice = choose_backend(model.device, model.dtype, group.head_dim, options.backend, tile)
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm")
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
-    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch)
+    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch, model.longest)
 
 
 def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:

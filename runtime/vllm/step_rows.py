@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The rows that are left to vLLM's own kernel in a layer where others run sparse."""
+    """Neighbouring rows that are left to vLLM's own kernel in a layer where others run sparse."""
 
-    tokens_T: torch.Tensor  # int64: which rows of the step
+    tokens: slice  # their rows among those of the step
     metadata: Any  # what vLLM's kernel takes for these rows alone
 
 
@@ -39,21 +40,42 @@ class StepRows:
     """The prefill rows of a step, and the metadata of any part of it.
 
     Args:
+        starts: the first row of each request, then the end of the last one. Requests without rows are padding.
         prefill: a chunk of each request that prefills.
         table: the block table, int32 [requests, pages].
-        rest_of: builds what vLLM's kernel takes for all requests but these; None where none are left.
+        part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
     """
 
+    starts: tuple[int, ...]
     prefill: tuple[PrefillRows, ...]
     table: torch.Tensor
-    rest_of: Callable[[frozenset[int]], Rest | None]
-    _built: dict[frozenset[int], Rest | None] = field(default_factory=dict)
+    part_of: Callable[[int, int], Any]
+    _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
-    def rest(self, done: frozenset[int]) -> Rest | None:
-        """The requests that are not `done`, built once a step: most layers leave the same ones."""
+    def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
+        """The requests that are not `done`, by runs of neighbours; built once a step: most layers leave the same ones.
+
+        vLLM sorts a step's requests by their rows: those that decode are neighbours.
+        """
         if done not in self._built:
-            self._built[done] = self.rest_of(done)
+            runs = neighbours(self.starts, done)
+            self._built[done] = tuple(
+                Rest(slice(self.starts[first], self.starts[end]), self.part_of(first, end)) for first, end in runs
+            )
         return self._built[done]
+
+
+def neighbours(starts: Sequence[int], done: frozenset[int]) -> tuple[tuple[int, int], ...]:
+    """Intervals of requests that have rows and are not `done`, as long as they can be."""
+    found: list[tuple[int, int]] = []
+    for request, (first, end) in enumerate(pairwise(starts)):
+        if first == end or request in done:
+            continue
+        if found and found[-1][1] == request:
+            found[-1] = (found[-1][0], request + 1)
+        else:
+            found.append((request, request + 1))
+    return tuple(found)
 
 
 def prefill_rows(starts: Sequence[int], lengths: Sequence[int], prefilling: Sequence[bool]) -> tuple[PrefillRows, ...]:

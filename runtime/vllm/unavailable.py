@@ -14,6 +14,6 @@ class UnavailableBackend:
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UnsupportedError, always."""
         raise UnsupportedError(
-            "expected vLLM on a CPU, where sparsekv runs plans so far, found another device; leave out "
+            "expected vLLM on a CPU or an NVIDIA GPU, where sparsekv runs plans, found another device; leave out "
             "--attention-backend CUSTOM there, or run the plan with `sparsekv run`"
         )

@@ -1,5 +1,6 @@
 """bench: rows that scripts rely on, and what is refused."""
 
+from importlib.util import find_spec
 from shutil import copyfile
 
 import pytest
@@ -130,6 +131,9 @@ def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(spar
         (("--budget", "0"), "--budget"),
         (("--plan", "x.yaml", "--budget", "2k"), "choose one"),
         (("--budget", "2k", "--allow-mismatch"), "--allow-mismatch"),
+        (("--miss-rate", "10%"), "--offload always"),
+        (("--budget", "32", "--offload", "always", "--miss-rate", "10%"), "expected a GPU for --miss-rate"),
+        (("--budget", "32", "--offload", "always", "--miss-rate", "10%,20%"), "one share"),
     ],
 )
 def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(sparsekv, folder, tmp_path, call, word):
@@ -138,6 +142,25 @@ def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(spa
     assert (done.code, done.out) == (2, "")
     assert word in done.err
     assert "weights" not in done.err
+
+
+def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
+    call = ("bench", "decode", folder, *DECODE[2:], "--lengths", 256, "--budget", 32, "--filters", 0)
+    done = sparsekv(*call, "--offload", "always", "--random-weights")
+    assert done.code == 0, done.err
+    for said in ("--offload always", "made by hand: filter layers 0 choose 32", "offloaded ms", "ratio", "link GB/s"):
+        assert said in done.out
+    (row,) = sparsekv(*call, "--offload", "never", "--json").data
+    assert row["device_ms"] > 0
+    assert row["offloaded_ms"] is None
+
+
+def test_decode_by_a_plan_that_permits_no_host_memory_is_not_offloaded(sparsekv, folder, tmp_path):
+    plan = plan_for(tiny_model(context=1024), decode=decode_plan(segment(0, (1, 2), 20)))
+    write_plan(plan, path := tmp_path / "device.yaml")
+    done = sparsekv("bench", "decode", folder, "--plan", path, *DECODE, "--offload", "always", "--allow-mismatch")
+    assert (done.code, done.out) == (2, "")
+    assert "plan --offload" in done.err
 
 
 def test_a_decode_whose_smallest_case_does_not_fit_in_memory_is_refused(sparsekv, folder):
@@ -188,3 +211,17 @@ def test_what_cannot_be_timed_is_a_usage_error(sparsekv, call, word):
     done = sparsekv("bench", *call)
     assert (done.code, done.out) == (2, "")
     assert word in done.err
+
+
+def test_serve_without_vllm_says_what_to_install(sparsekv):
+    if find_spec("vllm"):
+        pytest.skip("vLLM is installed here")
+    done = sparsekv("bench", "serve", "tiny-retriever", "--json")
+    assert done.code == 2
+    assert "pip install vllm==0.26.0" in done.data["error"]["message"]
+
+
+def test_serve_takes_a_plan_or_one_made_by_hand(sparsekv, folder):
+    done = sparsekv("bench", "serve", folder, "--plan", folder / "sparsekv.yaml", "--density", "20%")
+    assert done.code == 2
+    assert "choose one" in done.err

@@ -133,6 +133,14 @@ def test_given_tasks_are_all_seen_on_a_gpu() -> None:
     assert PlanOptions(tasks=("kv_retrieval",)).settled(4096, "cpu").samples == 1
 
 
+def test_verification_takes_as_many_samples_of_each_task_as_prove_a_plan_over_all_of_them():
+    found = [PlanOptions().held_out(TASKS[:count], "cuda") for count in (0, 3, 4, 8)]
+    assert found == [17, 17, 13, 7]
+    assert PlanOptions().settled(4096, "cuda").verify_samples == 17
+    assert PlanOptions().held_out(TASKS, "cpu") == 1
+    assert PlanOptions(verify_samples=0).held_out(TASKS, "cuda") == 0
+
+
 def test_settling_twice_changes_nothing() -> None:
     once = PlanOptions(lengths=(2048,)).settled(4096, "cuda")
     assert once.settled(4096, "cuda") == once

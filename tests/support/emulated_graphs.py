@@ -34,18 +34,6 @@ class _Torch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def zeros(self, *args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        """Pageable."""
-        return torch.zeros(*args, **options)
-
-
-class _Event:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
 
 class _Stream:
     def __init__(self, device: object = None) -> None:
@@ -68,7 +56,6 @@ def emulate(patch: pytest.MonkeyPatch) -> None:
     current = _Stream()
     cuda = SimpleNamespace(
         CUDAGraph=_Graph,
-        Event=_Event,
         Stream=_Stream,
         current_stream=lambda device: current,
         device=lambda device: nullcontext(),

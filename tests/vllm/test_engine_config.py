@@ -1,17 +1,21 @@
 """What is read of vLLM's own configuration, and the backend that it is given."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 
+import sparsekv.runtime.vllm.internals as internals
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.vllm.attention_backend import SparseBackend
 from sparsekv.runtime.vllm.engine_facts import EngineFacts
 from sparsekv.runtime.vllm.internals import engine_facts, engine_model
+from sparsekv.runtime.vllm.notice import PlanNotice, unused_plan
 from sparsekv.runtime.vllm.unavailable import UnavailableBackend
 
 FOLDER = resolve_model("tiny-retriever").path_or_id
@@ -56,5 +60,25 @@ def test_the_backend_stands_in_the_place_of_vllms_own_in_every_process_that_load
 
 
 def test_another_device_is_refused_when_vllm_asks_what_the_backend_can_do() -> None:
-    with pytest.raises(UnsupportedError, match="expected vLLM on a CPU"):
+    with pytest.raises(UnsupportedError, match="expected vLLM on a CPU or an NVIDIA GPU"):
         UnavailableBackend.validate_configuration(head_size=64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"), [("FLASH_ATTN", "attention runs by FLASH_ATTN"), (None, "its own choice")]
+)
+def test_a_server_with_a_plan_that_its_backend_does_not_execute_says_so_once(
+    plan_file: Path, backend: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where ours has to be asked for."""
+    config = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend=backend)
+    assert unused_plan(config) is None, "on a CPU ours always runs"
+    monkeypatch.setattr(internals, "platform", internals.OnCuda)
+    assert says in unused_plan(config)
+    assert unused_plan(config_of(additional_config={"sparsekv": {"plan": str(plan_file), "dense": True}})) is None
+    asked = config_of(additional_config={"sparsekv": {"plan": str(plan_file)}}, attention_backend="CUSTOM")
+    assert unused_plan(asked) is None
+
+
+def test_an_api_server_finds_the_notice_among_its_loggers() -> None:
+    assert PlanNotice in load_stat_logger_plugin_factories()

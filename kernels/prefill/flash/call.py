@@ -1,6 +1,6 @@
 """The two calls into flash-attn-4, over block lists and dense, and what each computes: views only, nothing is copied.
 
-The only file that imports it, inside its functions.
+The only file that imports it, inside its functions: from its own package, or from vLLM's copy (see limits.py).
 
 What holds in 4.0.0b36, and is relied on here:
 
@@ -30,12 +30,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from sparsekv.kernels.prefill.flash.limits import check_layout
+from sparsekv.kernels.prefill.flash.limits import check_layout, package
 from sparsekv.kernels.prefill.flash.lists import BlockLists
 from sparsekv.kernels.tiles import Chunk
 
@@ -154,12 +155,8 @@ def attend_lists(part: Part, lists: BlockLists) -> None:
     Raises:
         BackendError: strides that it would copy.
     """
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     ignore_argument_warnings()
-
-    tensors = BlockSparseTensorsTorch(
+    tensors = _module("block_sparsity").BlockSparseTensorsTorch(
         mask_block_cnt=lists.mask_block_cnt_BHT,
         mask_block_idx=lists.mask_block_idx_BHTE,
         full_block_cnt=lists.full_block_cnt_BHT,
@@ -168,7 +165,7 @@ def attend_lists(part: Part, lists: BlockLists) -> None:
     )
     views = _by_token(part)
     with torch.cuda.device_of(part.q_BHSD):
-        _flash_attn_fwd(
+        _module("interface")._flash_attn_fwd(
             **views,
             lse=part.lse_BHS,
             softmax_scale=part.scale,
@@ -184,15 +181,16 @@ def attend_dense(part: Part) -> None:
     Raises:
         BackendError: strides that it would copy.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     ignore_argument_warnings()
-
     views = _by_token(part)
     # In a window, the key of the row itself is the rightmost; flash-attn-4 then asks for no `causal`.
     reach = {"causal": True} if part.window is None else {"window_size_left": part.window - 1, "window_size_right": 0}
     with torch.cuda.device_of(part.q_BHSD):
-        _flash_attn_fwd(**views, lse=part.lse_BHS, softmax_scale=part.scale, **reach)
+        _module("interface")._flash_attn_fwd(**views, lse=part.lse_BHS, softmax_scale=part.scale, **reach)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"{package()}.{name}")
 
 
 _OWN_ARGUMENT = r"Argument aux_data .*cannot be converted to a JitArgument"
@@ -238,7 +236,8 @@ def mask_mod(window: int | None) -> Callable[..., Any]:
     """
     # No annotations on the functions below: the compiler of cute.jit would read them, as strings.
     from cutlass import Int32, cute
-    from flash_attn.cute.utils import scalar_to_ssa
+
+    scalar_to_ssa = _module("utils").scalar_to_ssa
 
     if window is None:
 

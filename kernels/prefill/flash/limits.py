@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -29,6 +30,14 @@ INSTALL = "pip install 'sparsekv[flash]'"
 # What the block lists mean is not part of flash-attn-4's public interface: another release could read them otherwise,
 # and give wrong numbers without an error. A release goes in here once tests/kernels/prefill/test_flash_gpu.py passed.
 TESTED = ("4.0.0b36",)
+# The same for the copy that releases of vLLM bring along. It is used in vLLM's processes alone.
+TESTED_IN_VLLM: tuple[str, ...] = ()
+_OWN, _VLLMS = "flash_attn.cute", "vllm.vllm_flash_attn.cute"
+
+
+def package() -> str:
+    """The package that has the kernels: flash-attn-4's own, or in a process of vLLM without it, vLLM's copy."""
+    return _VLLMS if "vllm" in sys.modules and find_spec("flash_attn") is None else _OWN
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -69,6 +78,11 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
 
 def untested() -> str | None:
     """Why the installed release is not chosen by itself; None for one that was tested."""
+    if package() == _VLLMS:
+        release = version("vllm").partition("+")[0]
+        if release in TESTED_IN_VLLM:
+            return None
+        return f"the flash-attn-4 that vLLM {release} brings along was not tested with these block lists"
     try:
         found = version("flash-attn-4")
     except PackageNotFoundError:
@@ -99,6 +113,6 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 def _installed() -> bool:
     """Also false where an older flash-attn, without the `cute` kernels, has the name."""
     try:
-        return find_spec("flash_attn.cute") is not None
-    except ImportError:  # no flash_attn at all, or one that cannot be imported
+        return find_spec(package()) is not None
+    except ImportError:  # none at all, or one that cannot be imported
         return False

@@ -1,6 +1,7 @@
 """The flash backend on a Hopper GPU with flash-attn-4: right, the same every time, compiled once for all lengths."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import flash_emulator
 import pytest
@@ -10,7 +11,7 @@ from flash_cases import GPU_CASES, SQUARE
 
 from sparsekv.kernels.backends import dense_prefill, prefill_attention
 from sparsekv.kernels.prefill.flash import backend
-from sparsekv.kernels.prefill.flash.limits import device_obstacle
+from sparsekv.kernels.prefill.flash.limits import device_obstacle, package
 from sparsekv.kernels.tiles import AttentionOutput
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +90,7 @@ def test_dense_layers_come_out_as_by_torch(past: int, length: int, window: int |
 
 
 def test_another_length_past_or_width_compiles_nothing() -> None:
-    from flash_attn.cute.interface import _flash_attn_fwd
+    _flash_attn_fwd = import_module(f"{package()}.interface")._flash_attn_fwd
 
     def compiled() -> int:
         return len(_flash_attn_fwd.compile_cache.cache)

@@ -67,6 +67,19 @@ def test_without_anything_skipped_means_change_nothing() -> None:
     torch.testing.assert_close(all_heads, none)
 
 
+def test_batch_rows_may_share_their_keys() -> None:
+    """As the profiler scores row tiles: keys that one row does not see are others' to read."""
+    problem = draw(Case("x", past=(64, 320), lengths=(128, 384), share=0.0, columns=9))
+    k_BGKD, v_BGKD = (x[1:].expand(2, -1, -1, -1) for x in (problem.k_BGKD, problem.v_BGKD))
+    before = k_BGKD.clone(), v_BGKD.clone()
+    tensors, heads = (problem.q_BHSD, k_BGKD, v_BGKD), (0, 1)
+    found = attend_with_means(*tensors, problem.index, problem.chunk, heads, scale=problem.scale, backend="cpu")
+    assert torch.equal(k_BGKD, before[0])
+    assert torch.equal(v_BGKD, before[1])
+    wanted = reference_with_means(*tensors, problem.index, problem.chunk, heads, scale=problem.scale)
+    torch.testing.assert_close(found, wanted.out_BHSD)
+
+
 @pytest.mark.parametrize("tile", [TILE, TileShape(query=64, key=64)], ids=str)
 def test_a_mean_counts_as_a_key_of_its_row_tile(tile: TileShape) -> None:
     problem = draw(Case("x", lengths=(640,), share=0.0, columns=30, tile=tile))

@@ -127,7 +127,7 @@ def test_few_graphs_are_kept(model, captured, monkeypatch):
         for rows in (1, 2, 3, 1, 3):
             steps(model, random_tokens(rows, 20), random_tokens(rows, 1, 1))
         assert handle.steps.replayed == 5
-        assert [rows for rows, _ in handle.steps._graphs] == [1, 3]
+        assert [key.rows for key in handle.steps._graphs] == [1, 3]
 
 
 def test_numbers_that_change_between_caches_are_captured_anew(model, captured):

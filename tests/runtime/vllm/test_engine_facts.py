@@ -39,7 +39,7 @@ def test_a_plain_engine_is_taken() -> None:
         ({"latent": True}, "MLA", "keys and values of each head"),
         ({"stages": (range(8), range(8, 12))}, "pipeline parallelism over 2 stages", '"allow_untested": true'),
         ({"release": "0.31.0"}, "vLLM 0.31.0 on cpu", '"allow_untested": true'),
-        ({"release": "0.26.0", "device": "cuda"}, "vLLM 0.26.0 on cuda", "tested with vLLM 0.32.0 on cpu"),
+        ({"release": "0.32.0", "device": "cuda"}, "vLLM 0.32.0 on cuda", "0.32.0 on cpu and 0.26.0 on cuda"),
     ],
     ids=str,
 )

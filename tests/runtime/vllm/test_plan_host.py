@@ -72,6 +72,20 @@ def test_a_plan_that_is_dense_everywhere_says_that_it_changes_nothing(model: Any
         start(model, plan.model_copy(update={"prefill": None, "decode": None}), tmp_path)
 
 
+def test_a_layer_runs_once_for_each_kind_of_patterns_before_prompts_come_and_nothing_is_counted(
+    model: Any, plan: Plan, tmp_path: Path
+) -> None:
+    host = start(model, plan.model_copy(update={"decode": None}), tmp_path)
+    group = plan.model.attention[0]
+    scratch = host.scratch.zeros(group.kv_heads, group.head_dim, 1024).k  # what a run zeroes
+    queries = torch.randn(300, group.heads, group.head_dim)
+    for layer, left in zip(host.program.layers[:2], (0.0, 1.0), strict=True):
+        scratch.fill_(1.0)
+        host.warm_up(layer, queries)
+        assert scratch.unique().tolist() == [left]
+    assert host.counters.read().prefill_density is None
+
+
 @pytest.mark.parametrize("length", [1, 16, 17, 100, 128])
 def test_a_copied_past_is_the_requests_tokens_in_order_from_pages_of_any_strides(length: int) -> None:
     k_NGDS, v_NGSD = torch.randn(2, 40, 3, 8, 16).unbind()

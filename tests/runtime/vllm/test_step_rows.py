@@ -1,9 +1,11 @@
 """Which rows of an engine step are prefill, and which of those run sparse."""
 
+import torch
+
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows, prefill_rows, split_rows
+from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, neighbours, prefill_rows, split_rows
 
 SPARSE = (AShape(sink=tokens(64), window=tokens(64)),) * 2
 LAYER = LayerProgram(0, heads=2, kv_heads=1, window=None, bounds=(512,), patterns=((), SPARSE))
@@ -24,9 +26,18 @@ def test_a_chunk_is_sparse_by_the_length_at_its_end() -> None:
     assert split_rows(LAYER, (before, behind)) == ((behind,), (before,))
 
 
-def test_what_is_left_to_the_dense_kernel_is_built_once_a_step(tmp_path) -> None:
-    asked: list[frozenset[int]] = []
-    step = StepRows((), None, lambda done: asked.append(done))
+def test_what_is_left_to_the_dense_kernel_is_runs_of_neighbours_without_padding() -> None:
+    starts = (0, 1, 2, 3, 103, 103, 110, 200)  # three that decode, a chunk, padding, two chunks
+    assert neighbours(starts, frozenset({3})) == ((0, 3), (5, 7))
+    assert neighbours(starts, frozenset({5, 6})) == ((0, 4),)
+    assert neighbours(starts, frozenset({0, 3, 6})) == ((1, 3), (5, 6))
+    assert neighbours(starts, frozenset({0, 1, 2, 3, 5, 6})) == ()
+
+
+def test_what_is_left_to_the_dense_kernel_is_built_once_a_step() -> None:
+    asked: list[tuple[int, int]] = []
+    step = StepRows((0, 10, 20, 50), (), torch.zeros(3, 1), lambda first, end: asked.append((first, end)) or len(asked))
     for done in ({1}, {1}, {1, 2}, {1}):
-        assert step.rest(frozenset(done)) is None
-    assert asked == [{1}, {1, 2}]
+        step.rest(frozenset(done))
+    assert asked == [(0, 1), (2, 3), (0, 1)]
+    assert step.rest(frozenset({1})) == (Rest(slice(0, 10), 1), Rest(slice(20, 50), 2))

@@ -1,0 +1,138 @@
+"""`sparsekv bench serve`: first token, time a token and throughput in vLLM's engine, by a plan and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsekv.cli import arguments
+from sparsekv.cli.output import columns, emit, emit_json, tell
+from sparsekv.plans.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsekv.planner.bench.serve_bench import ServeRow
+
+_LENGTHS = {"cuda": "32k,128k", "cpu": "4k"}
+_CROSSOVER = "8k"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.")],
+    plan: arguments.PlanFile = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Random weights of the model's shape, made by vLLM.")
+    ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Tokens of a prompt, such as 4k,32k; by default as fits the device."),
+    ] = None,
+    answer: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Tokens of an answer.")] = 64,
+    at_once: Annotated[
+        int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Requests that the engine has at a time.")
+    ] = 1,
+    requests: Annotated[
+        int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="In all; as many as at once by default.")
+    ] = None,
+    step_tokens: Annotated[
+        str, typer.Option(metavar="N", help="Of a step at most: vLLM's max_num_batched_tokens.")
+    ] = "8k",
+    density: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Without a plan, of one made by hand: one, or one a length.")
+    ] = None,
+    crossover: Annotated[
+        str | None, typer.Option(metavar="N", help="Without a plan: lengths up to N are dense; 8k by default.")
+    ] = None,
+    tile: arguments.Tile = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples; medians are shown.")
+    ] = 3,
+    seed: arguments.Seed = 0,
+    dtype: arguments.Dtype = None,
+    backend: arguments.Backend = None,
+    as_json: arguments.Json = False,
+) -> None:
+    """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
+    given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
+    named = arguments.settings(None, dtype, backend).backend
+    (budget,) = arguments.lengths_from(step_tokens, "--step-tokens")
+    by_hand = density is not None or crossover is not None or tile is not None
+    if by_hand and plan is not None:
+        raise UsageError(
+            "expected --plan, or --density, --crossover and --tile of a plan made by hand, found both; choose one"
+        )
+    from sparsekv.planner.bench.serve_bench import (
+        Load,
+        ServeBench,
+        bench_serve,
+        check_vllm,
+        dense_up_to,
+        served_model,
+        start_engines,
+    )
+
+    check_vllm()
+    used = None if by_hand else arguments.Subject.named(model, plan, None).plan
+    hardware, precision = arguments.device_and_dtype(None, dtype)
+    wanted = given or arguments.lengths_from(_LENGTHS[hardware.type], "--lengths")
+    loads = tuple(Load(length, answer, at_once, requests or at_once) for length in wanted)
+    bench = ServeBench(loads, hardware, precision, repeats, budget, named, seed)
+    from sparsekv.planner.bench.random_model import hand_plan
+    from sparsekv.planner.options import density_for
+    from sparsekv.planner.progress import BarProgress
+
+    words = "given"
+    with served_model(model, random_weights, bench.longest) as subject:
+        if used is None:
+            (edge,) = arguments.lengths_from(crossover or _CROSSOVER, "--crossover")
+            shares = tuple(map(density_for, wanted)) if density is None else arguments.shares_from(density, "--density")
+            used, words = hand_plan(subject.info, wanted, shares, arguments.tile_from(tile))
+            used, words = dense_up_to(used, edge), f"{words}, dense up to {edge}"
+        if subject.note:
+            tell(subject.note)
+        with start_engines(subject, used, bench) as engines:
+            rows = list(bench_serve(engines, subject, words, bench, BarProgress()))
+    _print(rows, as_json)
+
+
+_COLUMNS: dict[str, Callable[[ServeRow], str]] = {
+    "prompt": lambda row: str(row.length),
+    "answer": lambda row: str(row.answer),
+    "at once": lambda row: str(row.at_once),
+    "requests": lambda row: str(row.requests),
+    "density": lambda row: _number(row.density, ".3f"),
+    "first s dense": lambda row: _number(row.dense_ms and row.dense_ms / 1e3, ".3f"),
+    "sparse": lambda row: _number(row.sparse_ms and row.sparse_ms / 1e3, ".3f"),
+    "speedup": lambda row: _number(row.speedup, ".2f"),
+    "token ms dense": lambda row: _number(row.dense_token_ms, ".2f"),
+    "sparse ": lambda row: _number(row.token_ms, ".2f"),
+    "tokens/s dense": lambda row: _number(row.dense_tokens_per_second, ".0f"),
+    "sparse  ": lambda row: _number(row.tokens_per_second, ".0f"),
+}
+
+
+def _print(rows: Sequence[ServeRow], as_json: bool) -> None:
+    """As JSON, or a line a load, and notes.
+
+    Raises:
+        typer.Exit: nothing was measured, or sparse prefill failed, which is a failure.
+    """
+    if as_json:
+        emit_json([row.as_data() for row in rows])
+    else:
+        one = rows[0]
+        title = f"{one.model}, {one.device}, {one.dtype}, {one.host}, {one.backend} kernels, steps of {one.step_tokens}"
+        lines = [tuple(show(row) for show in _COLUMNS.values()) for row in rows]
+        table = columns([tuple(_COLUMNS), *lines], right=range(len(_COLUMNS)))
+        notes = dict.fromkeys(row.note for row in rows if row.note)
+        emit("\n".join([f"{title}; weights: {one.weights}; plan: {one.plan}", "", table, *notes]))
+    failures = sum(row.failures for row in rows)
+    if failures:
+        tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
+    if failures or not any(row.sparse_ms is not None for row in rows):
+        raise typer.Exit(1)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

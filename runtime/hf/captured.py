@@ -1,0 +1,292 @@
+"""Keys and values as a captured decode step has them: wherever the cache at hand keeps them.
+
+The addresses of all layers stand in one table, which is written when another cache comes. Layers in host memory fetch
+what a filter layer chose right behind the choice, in layer order, on a stream of their own; each layer's attention
+waits for its own rows alone. The slot tables are the step's: another cache begins with empty ones.
+
+Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L layers, X columns of the table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.kernels.decode.slots import NO_SLOT, SlotMap, SlotTable
+from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.runtime.core.budgets import counts_of
+from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
+from sparsekv.runtime.stores.bank import HostStore, HotSet
+from sparsekv.runtime.stores.pinned import CopyDone, stream_for
+from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
+
+_COLUMNS = 6  # of the table; kernels/keys.py and kernels/decode/gather.py say what they are
+_MOST_SLOTS = 1 << 15  # that one program of the kernel can choose from
+
+
+def obstacle(program: Program, stores: Sequence[Any], length: int, rows: int) -> str:
+    """Why a step over these stores has to run as single launches; empty where it does not.
+
+    Args:
+        program: what the layers compute.
+        stores: of all layers, none of them empty.
+        length: tokens of a row, the new one included.
+        rows: of the step.
+    """
+    everything: dict[int, bool] = {}  # by filter layer: whether some row attends to all of its tokens
+    for layer, store in zip(program.layers, stores, strict=True):
+        if not isinstance(store, HostStore) or not store.is_long(length):
+            continue
+        segment = layer.follows
+        if segment is None or layer.filters is not None:
+            return f"layer {layer.layer} reads all of its tokens, which are in host memory"
+        if segment.filter not in everything:
+            everything[segment.filter] = ALL in counts_of(segment, program, (length,) * rows)
+        if everything[segment.filter]:
+            return f"layer {layer.layer} reads all of its tokens at this length, which are in host memory"
+        if layer.kv_map is not None or layer.window is not None:
+            return f"layer {layer.layer} is in host memory and has a head map or a sliding window"
+        if segment.recent < 2 or store.hot_set.slots > _MOST_SLOTS:
+            return (
+                f"layer {layer.layer} is in host memory: expected 2 recent tokens or more and {_MOST_SLOTS} slots "
+                f"at most, found {segment.recent} and {store.hot_set.slots}"
+            )
+    return ""
+
+
+class CapturedStore:
+    """Keys and values of one layer on the device."""
+
+    def __init__(self, layer: int, step: StepStores) -> None:
+        self.length = 0
+        self.bytes = Bytes()
+        self._layer = layer
+        self._step = step
+
+    def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Writes the newest token of each row."""
+        from sparsekv.kernels.decode.append import append_newest  # loads Triton, which not every machine has
+
+        hot = self._step.kinds[self._layer]
+        ring = None if hot is None else (hot.slots, hot.ring)
+        append_newest(self.view(self._step.lengths_B), k_BGSD, v_BGSD, ring)
+
+    def view(self, lengths_B: torch.Tensor) -> KeyView:
+        """All tokens of the cache of the step; of a layer in host memory, its rows on the device."""
+        shape_BGSD = self._step.shapes[self._layer]
+        return KeyView(shape_BGSD, shape_BGSD, lengths_B, None, self._step.where_LX[self._layer])
+
+    def gather(
+        self,
+        selection: Selection,
+        lengths_B: torch.Tensor,
+        window: int | None = None,
+        slots: SlotMap | None = None,
+    ) -> tuple[KeyView, Selection, int | None]:
+        """All tokens: kernels read the selected ones where they lie. Of a layer in host memory its rows on the device,
+        once what the choice missed is there."""
+        if self._step.kinds[self._layer] is None:
+            return self.view(lengths_B), selection, window
+        return self.view(lengths_B), self._step.fetched(self._layer), None
+
+    def reserve(self, tokens: int, layout: Layout | None = None) -> None:
+        """Nothing to do: the memory is the cache's."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Layers in host memory that follow one choice."""
+
+    layers: tuple[int, ...]
+    hot: HotSet
+    recent: int
+    table: SlotTable
+    placed: Any  # PlacedStep
+    state: object = None  # of the table; stores whose slots are as the table has them hold the same object
+
+    @property
+    def selection(self) -> Selection:
+        """The choice, in rows of the device."""
+        return Selection(self.placed.rows_BgA, self.placed.totals_B, 0, 0)
+
+    def take(self, stores: Sequence[HostStore]) -> None:
+        """The table is that of these stores, one a layer: as it is if they were the last, else empty."""
+        if self.state is not None and all(store.follows is self.state for store in stores):
+            return
+        self.state = object()
+        self.table.slot_of_BgC.fill_(NO_SLOT)
+        self.table.token_BgH.fill_(NO_TOKEN)
+        self.table.worth_BgH.zero_()
+        for store in stores:
+            store.follows = self.state
+
+
+class StepStores:
+    """The stores of one captured step.
+
+    Args:
+        stores: of a cache of the kind that is served, one a layer.
+        capacity: tokens that a row may have.
+        program: what the layers compute.
+        lengths_B: int32 on the device, tokens of each row: read in every step.
+        reads: where to count what layers in host memory read.
+    """
+
+    def __init__(
+        self, stores: Sequence[Any], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads
+    ) -> None:
+        self.lengths_B = lengths_B
+        self.kinds = kinds_of(stores)
+        self.where_LX = torch.zeros((len(stores), _COLUMNS), dtype=torch.int64, device=lengths_B.device)
+        self.shapes = [
+            _shape(store.keys, capacity if hot is None else hot.rows)
+            for store, hot in zip(stores, self.kinds, strict=True)
+        ]
+        self._bound: list[Any] = []
+        self._binding: object = None  # what the stores hold that nothing else has written to since
+        self._room = 0
+        self._stream = stream_for(lengths_B.device)
+        self._done: dict[int, CopyDone] = {}  # by layer, in this step
+        self._last: CopyDone = None
+        self._groups = self._grouped(program, capacity)
+        every = [group for groups in self._groups.values() for group in groups]
+        self._of_layer = {layer: group for group in every for layer in group.layers}
+        self._counts_3 = reads.on_device(lengths_B.device)
+
+    def _grouped(self, program: Program, capacity: int) -> dict[int, list[_Group]]:
+        """By filter layer."""
+        alike: dict[tuple[int, HotSet], list[LayerProgram]] = {}
+        for layer, hot in zip(program.layers, self.kinds, strict=True):
+            if hot is not None:
+                assert layer.follows is not None, "obstacle() has seen it"
+                alike.setdefault((layer.follows.filter, hot), []).append(layer)
+        found: dict[int, list[_Group]] = {}
+        for (filter_layer, hot), layers in alike.items():
+            found.setdefault(filter_layer, []).append(self._group(layers, hot, capacity))
+        return found
+
+    def _group(self, layers: Sequence[LayerProgram], hot: HotSet, capacity: int) -> _Group:
+        from sparsekv.kernels.decode.place import PlacedStep  # loads Triton
+
+        segment, heads = layers[0].follows, layers[0].kv_heads
+        assert segment is not None
+        batch, device = self.lengths_B.shape[0], self.lengths_B.device
+        table = SlotTable(batch, 1 if segment.heads == "max" else heads, hot.slots, capacity, device)
+        most = min(hot.listed, segment.sink + segment.most + segment.recent)
+        placed = PlacedStep.empty(table, most, segment.recent)
+        return _Group(tuple(layer.layer for layer in layers), hot, segment.recent, table, placed)
+
+    def new_store(self, layer: int) -> KVStore:
+        """Of the cache that the step is captured with."""
+        store: Any = CapturedStore(layer, self)
+        return store  # type: ignore[no-any-return]
+
+    # --- between steps ------------------------------------------------------------------------------------------------
+
+    def serves(self, stores: Sequence[Any], length: int) -> bool:
+        """Whether the next step is of the very stores that it is bound to, and these have room for it."""
+        if length > self._room or len(stores) != len(self._bound):
+            return False
+        return all(
+            store.bound_to is self._binding if hot else store.keys is bound()
+            for store, hot, bound in zip(stores, self.kinds, self._bound, strict=True)
+        )
+
+    def bind(self, stores: Sequence[Any]) -> None:
+        """The next step reads and writes these, of the kinds that it was made for. Slots begin empty, unless they are
+        still as the last step over these stores left them."""
+        rows = [
+            self._addresses(shape_BGSD, hot, store)
+            for shape_BGSD, hot, store in zip(self.shapes, self.kinds, stores, strict=True)
+        ]
+        table_LX = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        if self.where_LX.is_cuda:
+            table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
+        self.where_LX.copy_(table_LX, non_blocking=True)
+        self._binding = object()
+        for group in (group for groups in self._groups.values() for group in groups):
+            mine = [stores[layer] for layer in group.layers]
+            group.take(mine)
+            for store in mine:
+                store.bound_to = self._binding
+        self._bound = [
+            None if hot else weakref.ref(store.keys) for hot, store in zip(self.kinds, stores, strict=True)
+        ]  # a cache that is let go of is freed
+        self._room = min(store.capacity for store in stores)
+
+    @staticmethod
+    def _addresses(shape_BGSD: torch.Tensor, hot: HotSet | None, store: Any) -> list[int]:
+        """A row of the table."""
+        host = [0, 0, 0]
+        if hot is None:
+            k_BGRD, v_BGRD = store.tensors
+        else:
+            rows_PBGRD, host_CBPGD = store.memory_of_step
+            k_BGRD, v_BGRD = rows_PBGRD.unbind()
+            host = [rows_PBGRD.data_ptr(), host_CBPGD.data_ptr(), len(host_CBPGD)]
+        anchor, size = shape_BGSD.data_ptr(), shape_BGSD.element_size()
+        offsets = [(x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, v_BGRD)]
+        return [*offsets, k_BGRD.shape[2], *host]
+
+    # --- inside a step ------------------------------------------------------------------------------------------------
+
+    def fetch(self, segment: SegmentProgram, selection: Selection) -> None:
+        """Begins to fetch what the layers of the segment lack of the choice. The selection stays alive for the step."""
+        from sparsekv.kernels.decode.place import place_step
+
+        for group in self._groups.get(segment.filter, ()):
+            place = partial(
+                place_step,
+                group.table,
+                selection,
+                self.lengths_B,
+                group.hot.ring,
+                group.placed,
+                self._counts_3,
+                len(group.layers),
+            )
+            self._stream.run(place, ())
+            for layer in group.layers:
+                self._done[layer] = self._last = self._stream.run(partial(self._gather, group, layer), ())
+
+    def _gather(self, group: _Group, layer: int) -> None:
+        from sparsekv.kernels.decode.gather import gather_missed
+
+        shape_BGSD = self.shapes[layer]
+        gather_missed(
+            self.where_LX[layer],
+            group.placed,
+            self.lengths_B,
+            kv_heads=shape_BGSD.shape[1],
+            token_bytes=shape_BGSD.shape[3] * shape_BGSD.element_size(),
+            slots=group.hot.slots,
+            ring=group.hot.ring,
+            recent=group.recent,
+        )
+
+    def fetched(self, layer: int) -> Selection:
+        """What a layer in host memory attends to, in rows of the device; later work of the step comes after it."""
+        self._stream.order(self._done[layer])
+        return self._of_layer[layer].selection
+
+    def join(self) -> None:
+        """Later work of the step comes after everything that was begun."""
+        self._stream.order(self._last)
+
+
+def kinds_of(stores: Sequence[Any]) -> tuple[HotSet | None, ...]:
+    """The hot set of every layer whose context lies in host memory: what a step has to be captured for."""
+    return tuple(store.hot_set if isinstance(store, HostStore) and store.is_long() else None for store in stores)
+
+
+def _shape(k_BGSD: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Keys of so many tokens, without their memory."""
+    batch, heads, _, size = k_BGSD.shape
+    return k_BGSD.new_empty((batch, heads, 1, size)).expand(batch, heads, tokens, size)

@@ -1,0 +1,41 @@
+"""The entry point `vllm.stat_logger_plugins`, of which an API server makes one with its engine's configuration: it
+announces a plan that nothing executes. On a GPU vLLM takes our backend only where it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sparsekv.runtime.vllm import internals as vllm
+from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+
+_StatLogger: Any = vllm.stat_logger_base()
+
+
+class PlanNotice(_StatLogger):
+    """Logs no statistics: one line when a server starts that has a plan and does not run it."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        line = unused_plan(vllm_config)
+        if line is not None and engine_index == 0:
+            vllm.logger.warning("sparsekv: %s", line)
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing."""
+
+
+def unused_plan(config: Any) -> str | None:
+    """What to say about the plan of an engine whose backend does not execute it; None where there is nothing to say."""
+    if vllm.runs_ours(config):
+        return None
+    options, model = read_options(config.additional_config), config.model_config
+    path: Path | None = plan_path(options, model.model, model.revision)
+    if path is None:
+        return None
+    return (
+        f"found a plan at {path}, which is not executed: attention runs by {vllm.backend_name(config)}; add "
+        '--attention-backend CUSTOM to run it, or --additional-config \'{"sparsekv": {"dense": true}}\' to leave it'
+    )

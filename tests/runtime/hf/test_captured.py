@@ -1,0 +1,196 @@
+"""The stores of a captured step, through everything that may come between two steps, against plain tensors."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_stores import CPU, LateMemory, LateStream, assert_gathers, holds, rows
+from plans_samples import model_info
+from tiny_plans import decode_plan, segment
+
+from sparsekv.kernels.decode.selection import ALL, Selection
+from sparsekv.plans.patterns import tokens
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf import captured
+from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
+from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.store import HostReads
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
+SINK, CHOSEN, RECENT, BATCH, GROUPS = 2, 6, 5, 2, 3
+READS = Reads((tokens(CHOSEN),), SINK, RECENT)
+PROGRAM = Program.of(
+    None,
+    decode_plan(segment(0, (1, 2), CHOSEN, sink=SINK, recent=RECENT)),
+    model_info(layers=3, heads=GROUPS, kv_heads=GROUPS),
+)
+SEGMENT = PROGRAM.layers[0].filters
+
+
+class Cache:
+    """A layer on the device and two in host memory, and what they were given."""
+
+    def __init__(self, memory) -> None:
+        self.stores = [DeviceStore(), *(HostStore(tokens(20), memory, READS) for _ in range(2))]
+        self.given = [rows(0, 0) for _ in self.stores]
+
+    @property
+    def length(self) -> int:
+        return self.given[0].shape[3]
+
+    def new(self, count: int, seed: int) -> list[torch.Tensor]:
+        """Tokens that are counted as given."""
+        new = [rows(count, 10 * seed + layer) for layer in range(3)]
+        self.given = [torch.cat(pair, 3) for pair in zip(self.given, new, strict=True)]
+        return new
+
+    def append(self, count: int, seed: int) -> None:
+        for store, (k, v) in zip(self.stores, self.new(count, seed), strict=True):
+            store.append(k, v)
+
+    def fork(self) -> "Cache":
+        twin = copy.copy(self)
+        twin.stores, twin.given = copy.deepcopy(self.stores), list(self.given)
+        return twin
+
+    def choice(self, seed: int) -> Selection:
+        """Among the newest of what may be chosen, some of the others."""
+        free = self.length - RECENT - SINK
+        draws = torch.Generator().manual_seed(seed)
+        newest = torch.tensor([[[free - 1]], [[free - 2]]])
+        others = torch.stack([torch.randperm(free - 2, generator=draws)[: CHOSEN - 1] for _ in range(BATCH)])
+        chosen_BgN = torch.cat((others[:, None], newest), 2).sort(2).values + SINK
+        return Selection(chosen_BgN.int(), torch.full((BATCH,), CHOSEN, dtype=torch.int32), SINK, RECENT)
+
+
+class Steps:
+    """Captured steps, as runtime/hf/graphs.py has them."""
+
+    def __init__(self) -> None:
+        self.graphs = {}
+        self.lengths_B = torch.ones(BATCH, dtype=torch.int32)
+        self.reads = HostReads()
+        self.now = None
+
+    def run(self, cache: Cache, seed: int) -> None:
+        """One step, without the count of its token."""
+        new = cache.new(1, seed)
+        assert not obstacle(PROGRAM, cache.stores, cache.length, BATCH)
+        if self.now is None or not self.now.serves(cache.stores, cache.length):
+            for store in cache.stores:
+                store.prepare(cache.length)
+            key = kinds_of(cache.stores)
+            if key not in self.graphs:
+                self.graphs[key] = StepStores(cache.stores, 4096, PROGRAM, self.lengths_B, self.reads)
+            self.now = self.graphs[key]
+            self.now.bind(cache.stores)
+        self.lengths_B.fill_(cache.length)
+        selection = cache.choice(seed)
+        stores = [self.now.new_store(layer) for layer in range(3)]
+        stores[0].append(*new[0])
+        self.now.fetch(SEGMENT, selection)
+        for layer in (1, 2):
+            stores[layer].append(*new[layer])
+            self.check(cache, layer, selection, stores[layer].gather(selection, self.lengths_B))
+        self.now.join()
+
+    def check(self, cache: Cache, layer: int, selection: Selection, gathered) -> None:
+        _, found, _ = gathered
+        store = cache.stores[layer]
+        cached = store.memory_of_step[0] if store.is_long() else store.tensors
+        (tokens_BgM, _), (at_BgM, _) = selection.listed(self.lengths_B), found.listed(self.lengths_B)
+        for b in range(BATCH):
+            token, at = (x_BgM[b, 0].long() for x_BgM in (tokens_BgM, at_BgM))
+            for rows_BGRD, given_BGSD in zip(cached, cache.given[layer], strict=True):
+                assert torch.equal(rows_BGRD[b][:, at], given_BGSD[b][:, token])
+
+
+def step(steps: Steps, cache: Cache, seed: int) -> None:
+    steps.run(cache, seed)
+    for store in cache.stores:
+        store.advance()
+
+
+OPS = st.sampled_from(["step", "step", "step", "append", "long append", "eager", "in vain", "fork", "turn", "reserve"])
+
+
+@settings(max_examples=6, deadline=None)
+@given(ops=st.lists(OPS, min_size=4, max_size=9), first=st.sampled_from([40, 120]))
+def test_every_step_reads_what_was_given(ops, first: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "stream_for", lambda device: LateStream())
+        memory = LateMemory()
+        caches, steps = [Cache(memory), Cache(memory)], Steps()
+        for number, cache in enumerate(caches):
+            cache.append(first + 30 * number, number)
+        for seed, op in enumerate(ops, 10):
+            cache = caches[0]
+            match op:
+                case "step":
+                    step(steps, cache, seed)
+                case "append" | "long append":
+                    cache.append(3 if op == "append" else 90, seed)
+                case "eager":
+                    cache.append(1, seed)
+                    for store, (k, v) in zip(cache.stores, cache.given, strict=True):
+                        assert_gathers(store, cache.choice(seed), k, v)
+                case "in vain":  # the step runs again, as single launches
+                    before = cache.given
+                    steps.run(cache, seed)
+                    cache.given = before
+                    cache.append(1, seed)
+                case "fork":
+                    caches[1] = cache.fork()
+                case "turn":
+                    caches.reverse()
+                case "reserve":
+                    for store in cache.stores:
+                        store.reserve(cache.length + 200)
+        for cache in caches:
+            step(steps, cache, 99)
+            for store, (k, v) in zip(cache.stores, cache.given, strict=True):
+                assert holds(store, k, v)
+
+
+def long_cache() -> Cache:
+    cache = Cache(LateMemory())
+    cache.append(120, 0)
+    return cache
+
+
+def test_slots_stay_filled_until_something_else_writes_to_them() -> None:
+    steps, caches = Steps(), [long_cache(), long_cache()]
+    listed = 2 * BATCH * (SINK + CHOSEN)  # of two layers
+    step(steps, caches[0], 1)
+    assert (steps.reads.collect().fetched, steps.reads.chosen) == (listed, listed)
+    for count in (0, 3):  # tokens appended by single launches between
+        steps.reads.reset()
+        if count:
+            caches[0].append(count, 2)
+        step(steps, caches[0], 1)
+        assert steps.reads.collect().fetched < listed
+    steps.reads.reset()
+    step(steps, caches[1], 1)
+    step(steps, caches[0], 1)
+    assert (steps.reads.collect().fetched, steps.reads.steps) == (2 * listed, 4)
+
+
+def test_what_is_not_to_be_counted_is_not() -> None:
+    reads = HostReads()
+    reads.on_device(CPU).add_(1)
+    with reads.uncounted():
+        reads.on_device(CPU).add_(5)
+    assert (reads.collect(), reads.collect().steps) == (HostReads(1, 1, 1), 1)
+
+
+def test_why_a_step_is_not_captured() -> None:
+    cache, short = long_cache(), Cache(LateMemory())
+    short.append(30, 0)
+    assert obstacle(PROGRAM, short.stores, 31, 1) == obstacle(PROGRAM, cache.stores, 121, 1) == ""
+    dense = Program.of(None, None, model_info(layers=3, heads=GROUPS, kv_heads=GROUPS))
+    assert "layer 1 reads all of its tokens" in obstacle(dense, cache.stores, 121, 1)
+    assert SEGMENT.count(12) == ALL
+    assert "at this length" in obstacle(PROGRAM, cache.stores, 12, 1)

@@ -1,0 +1,37 @@
+"""Requests that are timed, and the rows of `bench serve`."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm_engine import CROSSOVER
+
+from sparsekv.planner.bench.serve_bench import Engines, Load, ServeBench, ServedModel, bench_serve
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.vllm.serving import serve
+
+
+def test_no_more_requests_than_asked_for_run_at_once_and_all_are_answered(
+    engine: Any, prompts: dict[int, list[int]]
+) -> None:
+    asked = [prompts[200][shift:] for shift in range(5)]
+    served = serve(engine, asked, answer=3, at_once=2)
+    ordered = sorted(served.timings, key=lambda one: one.given)
+    assert len(ordered) == 5
+    assert all(one.given < one.first < one.last for one in ordered)
+    assert all(later.given >= min(one.last for one in ordered[:n]) for n, later in enumerate(ordered[2:], 1))
+    assert served.tokens_per_second == pytest.approx(15 / (max(o.last for o in ordered) - ordered[0].given))
+
+
+def test_a_row_has_the_times_of_both_engines_and_the_density_of_the_sparse_one(
+    engine: Any, reference: LoadedModel, plan: Plan
+) -> None:
+    load = Load(prompt=CROSSOVER + 100, answer=2, at_once=2, requests=2)
+    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=1)
+    model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
+    (row,) = bench_serve(Engines(engine, engine, "0.32.0"), model, "given", bench)  # one engine is enough for a row
+    assert (row.note, row.failures, row.backend, row.host) == ("", 0, "cpu", "vLLM 0.32.0")
+    assert 0 < row.density < 1
+    assert min(row.dense_ms, row.sparse_ms, row.token_ms, row.dense_token_ms, row.tokens_per_second) > 0
+    assert list(row.as_data())[:4] == ["name", "length", "dense_ms", "sparse_ms"]
