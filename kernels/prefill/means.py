@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.block_sparse import mean_pool
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles
-from sparsekv.kernels.topk import blocks
-from sparsekv.plans.patterns import Pattern, VerticalSlash
+from sparsekv.kernels.topk import BLOCK_ELEMENTS, blocks
+from sparsekv.plans.patterns import Pattern, TileShape, VerticalSlash
 
 
 def compensated_heads(patterns: Sequence[Pattern]) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ def add_means(
     own, size, rows = list(heads), index.tile.query, q_BHSD.shape[2]
     if means.tiles == 0:
         return found
-    rows_B111 = torch.tensor(chunk.rows, device=q_BHSD.device)[:, None, None, None]
+    rows_B111 = on_device(list(chunk.rows), q_BHSD.device)[:, None, None, None]
     for part in blocks(index.counts_BHT.shape[2], len(chunk.past) * len(own) * size * means.tiles):
         piece = slice(part.start * size, min(part.stop * size, rows))
         skipped_BhRM = _skipped(index, chunk, own, part, means.tiles, window)
@@ -104,6 +105,16 @@ def add_means(
         found.out_BHSD[:, own, piece] = out_BhYD.to(found.out_BHSD.dtype)
         found.lse_BHS[:, own, piece] = both_BhY1.masked_fill(is_empty_BhY1, -torch.inf)[..., 0]
     return found
+
+
+def means_bytes(batch: int, heads: int, rows: int, keys: int, head_dim: int, tile: TileShape) -> int:
+    """About the most that `add_means` holds beside its arguments, for so many heads and query rows a batch row."""
+    tiles = keys // tile.key
+    of_row_tile = batch * heads * tile.query * max(tiles, 1)
+    block_rows = min(rows, max(1, BLOCK_ELEMENTS // of_row_tile) * tile.query)
+    pooling, pooled = 4 * batch * heads * tiles * head_dim, 2 * batch * heads * tiles * head_dim
+    scores = batch * heads * block_rows * (10 * tiles + 20 * head_dim)
+    return 4 * pooled + max(4 * pooling, scores)
 
 
 def tiles_with_means(index: TileIndex, chunk: Chunk, heads: Sequence[int], window: int | None = None) -> torch.Tensor:
@@ -136,7 +147,8 @@ class _Means:
     ) -> _Means:
         size, tiles = index.tile.key, chunk.longest // index.tile.key
         group = index.counts_BHT.shape[1] // k_BGKD.shape[1]
-        own, groups = list(heads), [head // group for head in heads]
+        own, groups, device = list(heads), [head // group for head in heads], k_BGKD.device
+        row_B11, group_h1 = torch.arange(len(k_BGKD), device=device)[:, None, None], on_device(groups, device)[:, None]
         column_BhC = index.columns_BHC[:, own].long()
         is_column_BhC = (column_BhC >= 0) & (column_BhC < tiles * size)
         tile_BhC = torch.where(is_column_BhC, column_BhC // size, tiles)
@@ -147,8 +159,7 @@ class _Means:
         for x_BGKD in (k_BGKD, v_BGKD):
             sums_BhMD = mean_pool(x_BGKD[:, :, : tiles * size], size, valid)[:, groups] * size
             at_BhCD = tile_BhC.clamp(max=max(tiles - 1, 0))[..., None].expand(-1, -1, -1, x_BGKD.shape[3])
-            key_BhCD = column_BhC.clamp(0, x_BGKD.shape[2] - 1)[..., None].expand_as(at_BhCD)
-            columns_BhCD = x_BGKD[:, groups].gather(2, key_BhCD).float() * is_column_BhC[..., None]
+            columns_BhCD = x_BGKD[row_B11, group_h1, column_BhC.clamp(min=0)].float() * is_column_BhC[..., None]
             sums_BhMD = sums_BhMD.scatter_add(2, at_BhCD, -columns_BhCD) if tiles else sums_BhMD
             pooled.append(sums_BhMD / count_BhM.clamp(min=1.0)[..., None])
         return cls(pooled[0], pooled[1], count_BhM.log())
@@ -159,7 +170,7 @@ def _skipped(
 ) -> torch.Tensor:
     """Key tiles wholly before a row tile, inside the window of its rows, that it does not list: bool [B, h, R, M]."""
     device, tile = index.tiles_BHTW.device, index.tile
-    past_B1 = torch.tensor(chunk.past, device=device)[:, None]
+    past_B1 = on_device(list(chunk.past), device)[:, None]
     first_BR1 = (past_B1 + torch.arange(part.start, part.stop, device=device) * tile.query)[..., None]
     tile_M = torch.arange(tiles, device=device)
     before_BRM = (tile_M + 1) * tile.key <= first_BR1
