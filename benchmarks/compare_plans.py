@@ -1,6 +1,7 @@
 """Plans beside ours at their own density, on tasks of formats that calibration never saw.
 
     python benchmarks/compare_plans.py MODEL PROFILE PLAN [PLAN ...] --lengths 4k,16k,32k [--samples 8] [--out FILE]
+        [--families vertical_slash,vertical_slash_means]
 
 Each PLAN is a prefill phase of any origin: of an earlier version, of one family, of a preset. It is taken for MODEL
 whatever it says it was made for. It runs on held-out prompts of the shipped tasks and of those in
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from sparsekv.planner.allocate import at_target
 from sparsekv.planner.compare import DenseReference, PlanMode, compare, dense_reference
 from sparsekv.planner.cost.predict import ScoreTables
 from sparsekv.planner.data_files import read_measured
-from sparsekv.planner.options import FAMILIES
+from sparsekv.planner.options import FAMILIES, Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.tasks import Split, TaskError, make_samples, prepare
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -51,7 +53,11 @@ def main() -> None:
         if entry.length in args.lengths:
             samples = _Samples.of(loaded, entry.length, args.samples, args.seed)
             for path in args.plans:
-                row = {"plan": path.stem, "length": entry.length, **_compared(loaded, profile, entry, samples, path)}
+                row = {
+                    "plan": path.stem,
+                    "length": entry.length,
+                    **_compared(loaded, profile, entry, samples, path, args.families),
+                }
                 _print(row)
                 if args.out:
                     with args.out.open("a", encoding="utf-8") as file:
@@ -66,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=parse_lengths, default=(4096, 16384, 32768))
     parser.add_argument("--samples", type=int, default=8, help="of each task and length")
     parser.add_argument("--seed", type=int, default=4242)
+    parser.add_argument("--families", type=lambda text: tuple(text.split(",")), default=FAMILIES, help="of ours")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="rows as JSON lines")
     return parser.parse_args()
@@ -95,13 +102,18 @@ class _Samples:
 
 
 def _compared(
-    loaded: LoadedModel, profile: Profile, entry: LengthProfile, samples: _Samples, path: Path
+    loaded: LoadedModel,
+    profile: Profile,
+    entry: LengthProfile,
+    samples: _Samples,
+    path: Path,
+    families: Sequence[Family],
 ) -> dict[str, Any]:
     prefill = PrefillPlan.model_validate(read_tree(path.read_text(encoding="utf-8"), str(path)).data["prefill"])
     theirs, density = samples.measured(loaded, _plan(loaded, prefill))
     target = density
     for _ in range(_ATTEMPTS):
-        ours, own_density = samples.measured(loaded, _plan(loaded, _compiled(profile, entry, target)))
+        ours, own_density = samples.measured(loaded, _plan(loaded, _compiled(profile, entry, target, families)))
         if abs(own_density / density - 1.0) < _CLOSE:
             break
         target = min(1.0, target * density / own_density)
@@ -120,9 +132,11 @@ def _compared(
     }
 
 
-def _compiled(profile: Profile, entry: LengthProfile, target: float) -> PrefillPlan:
+def _compiled(
+    profile: Profile, entry: LengthProfile, target: float, families: Sequence[Family] = FAMILIES
+) -> PrefillPlan:
     tables = ScoreTables.of(entry)
-    choice = at_target(tables, FAMILIES, target)
+    choice = at_target(tables, families, target)
     if choice is None:
         sys.exit(f"{target:.3f} at {entry.length} tokens is below what mandatory tiles take: compare at another length")
     groups = tuple(

@@ -43,7 +43,10 @@ def plan(
     ] = False,
     preset: Annotated[Literal["minference"] | None, typer.Option(help="A published search as it was.")] = None,
     families: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Patterns: a_shape,vertical_slash,block_sparse,adaptive.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Patterns: a_shape,vertical_slash,vertical_slash_means,block_sparse,adaptive."
+        ),
     ] = None,
     tile: arguments.Tile = None,
     filter_rule: Annotated[

@@ -91,7 +91,7 @@ def _pool_ragged(x_BHSD: torch.Tensor, size: int, tiles: slice, valid_B1: torch.
     start, stop = tiles.start * size, tiles.stop * size
     rows_BHXD = x_BHSD[:, :, start:stop]
     real_BX = torch.arange(start, stop, device=x_BHSD.device) < valid_B1
-    clean_BHXD = rows_BHXD.float().masked_fill_(~real_BX[:, None, : rows_BHXD.shape[2], None], 0.0)
+    clean_BHXD = rows_BHXD.float().masked_fill(~real_BX[:, None, : rows_BHXD.shape[2], None], 0.0)  # not in the keys
     padded_BHXD = torch.nn.functional.pad(clean_BHXD, (0, 0, 0, stop - start - rows_BHXD.shape[2]))
     sums_BHTD = torch.unflatten(padded_BHXD, 2, (-1, size)).sum(3)
     counts_BT = torch.unflatten(real_BX, 1, (-1, size)).sum(2)

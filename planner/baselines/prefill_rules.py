@@ -17,7 +17,6 @@ block, X rows of a tile, M key tiles, D head size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,13 +25,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.backends import choose_backend, prefill_attention
-from sparsekv.kernels.index.block_sparse import mean_pool, tile_limits
+from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.index.block_sparse import tile_limits
 from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
-from sparsekv.kernels.scores import scaled_scores
+from sparsekv.kernels.prefill.means import attend_with_means, tiles_with_means
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
-from sparsekv.kernels.topk import ascending, blocks
+from sparsekv.kernels.topk import ascending
 from sparsekv.planner.eval_results import Spent
 from sparsekv.planner.profile.search_space import PatternRange, Patterns, Prefix, fit_to_target
 from sparsekv.plans.model import ModelInfo
@@ -140,30 +139,27 @@ class MaxThreshold:
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """The output [B, H, S, D], and tiles computed."""
-        kept_BHTM, left_out_BHTM = self._choose(call)
-        head_dim = call.q_BHSD.shape[3]
-        found = prefill_attention(
+        kept_BHTM = self._choose(call)
+        index, head_dim = _index_of(kept_BHTM, self.tile), call.q_BHSD.shape[3]
+        means = range(call.q_BHSD.shape[1]) if self.corrected else ()
+        out_BHSD = attend_with_means(
             call.q_BHSD,
             call.k_BGKD,
             call.v_BGKD,
-            _index_of(kept_BHTM, self.tile),
+            index,
             call.chunk,
+            means,
             scale=call.scale,
-            want_lse=self.corrected,
             backend=choose_backend(call.q_BHSD.device, call.q_BHSD.dtype, head_dim, "auto", self.tile).name,
         )
-        tiles = kept_BHTM.sum(dtype=torch.float64)
-        if found.lse_BHS is None or not self.corrected:
-            return found.out_BHSD, tiles
-        tiles += left_out_BHTM.sum(dtype=torch.float64) / self.tile.key  # one key of each row
-        return _with_means(call, found.out_BHSD, found.lse_BHS, left_out_BHTM, self.tile), tiles
+        return out_BHSD, tiles_with_means(index, call.chunk, means).sum()
 
-    def _choose(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tiles that are computed, and visible ones that are not: bool [B, H, T, M] each."""
+    def _choose(self, call: AttentionCall) -> torch.Tensor:
+        """Tiles that are computed: bool [B, H, T, M]."""
         index_call = IndexCall.of(call.q_BHSD, call.k_BGKD, call.chunk, self.tile, call.scale, call.window)
         layout = index_call.layout
         shape = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
-        kept_BHTM, left_out_BHTM = (torch.zeros(shape, dtype=torch.bool, device=layout.device) for _ in range(2))
+        kept_BHTM = torch.zeros(shape, dtype=torch.bool, device=layout.device)
         for found in tile_scores("pooled", range(layout.heads), index_call):
             scores_BHRM, tiles = found.scores_BhRM, found.scores_BhRM.shape[-1]
             limits = tile_limits(tiles, layout.locate().part(found.rows))
@@ -171,8 +167,7 @@ class MaxThreshold:
             best_BHR1 = scores_BHRM.amax(-1, keepdim=True)
             own_BHRM = mandatory_B1RM | (visible_B1RM & (scores_BHRM >= self.alpha * best_BHR1))
             kept_BHTM[:, list(found.heads), found.rows, :tiles] = own_BHRM
-            left_out_BHTM[:, list(found.heads), found.rows, :tiles] = visible_B1RM & ~own_BHRM
-        return kept_BHTM, left_out_BHTM
+        return kept_BHTM
 
 
 def _index_of(kept_BHTM: torch.Tensor, tile: TileShape) -> TileIndex:
@@ -187,32 +182,3 @@ def _index_of(kept_BHTM: torch.Tensor, tile: TileShape) -> TileIndex:
         dense_H=torch.zeros(counts_BHT.shape[1], dtype=torch.bool, device=counts_BHT.device),
         dense_heads=(),
     )
-
-
-def _with_means(
-    call: AttentionCall, out_BHSD: torch.Tensor, lse_BHS: torch.Tensor, left_out_BHTM: torch.Tensor, tile: TileShape
-) -> torch.Tensor:
-    """The output as if every left out tile were `tile.key` copies of its mean key and mean value.
-
-    A tile that is left out lies wholly before the rows of its row tile, which therefore all see all of its keys.
-    """
-    batch, heads, rows, size = out_BHSD.shape
-    groups, row_tiles, tiles = call.k_BGKD.shape[1], *left_out_BHTM.shape[2:]
-    lengths = call.chunk.lengths
-    k_BGMD, v_BGMD = (mean_pool(x_BGKD, tile.key, lengths)[:, :, :tiles] for x_BGKD in (call.k_BGKD, call.v_BGKD))
-    corrected_BHSD = torch.empty_like(out_BHSD)
-    for part in blocks(row_tiles, batch * heads * tile.query * tiles):
-        first, last = part.start * tile.query, min(part.stop * tile.query, rows)
-        q_BGYD = call.q_BHSD[:, :, first:last].float().unflatten(1, (groups, -1)).flatten(2, 3)
-        scores_BGYM = scaled_scores(q_BGYD, k_BGMD, call.scale)
-        scores_BHSM = scores_BGYM.view(batch, heads, last - first, tiles).add_(math.log(tile.key))
-        hidden_BHSM = ~left_out_BHTM[:, :, part].repeat_interleave(tile.query, 2)[:, :, : last - first]
-        scores_BHSM.masked_fill_(hidden_BHSM, -torch.inf)
-        own_BHS = lse_BHS[:, :, first:last]
-        both_BHS1 = torch.logaddexp(own_BHS, scores_BHSM.logsumexp(-1)).unsqueeze(-1)
-        weights_BHSM = (scores_BHSM - both_BHS1).exp()
-        weights_BGYM = weights_BHSM.unflatten(1, (groups, -1)).flatten(2, 3)
-        means_BHSD = (weights_BGYM @ v_BGMD).view(batch, heads, last - first, size)
-        share_BHS1 = (own_BHS.unsqueeze(-1) - both_BHS1).exp()
-        corrected_BHSD[:, :, first:last] = out_BHSD[:, :, first:last].float() * share_BHS1 + means_BHSD
-    return corrected_BHSD

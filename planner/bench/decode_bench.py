@@ -56,7 +56,7 @@ RANDOM_NOTE = (
 )
 UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
 ATTENTION, TOKEN = "attention", "token"  # rows
-_WARM_UP_TOKENS = 3  # the first is the prompt's, the first step after it is captured
+WARM_UP_TOKENS = 3  # the first is the prompt's, the first step after it is captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class DecodeBench:
     @property
     def fewest_tokens(self) -> int:
         """That a row has at the end: one, and all that are generated behind it."""
-        return 1 + _WARM_UP_TOKENS + 1 + 1 + self.new_tokens
+        return 1 + WARM_UP_TOKENS + 1 + 1 + self.new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,23 +211,27 @@ class DecodeRuns:
 
     def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
         """Milliseconds of one more token; `begin` is called before those that are timed."""
-        self.seconds(cache, batch, _WARM_UP_TOKENS)
+        self.seconds(cache, batch, WARM_UP_TOKENS)
         first = self.seconds(cache, batch, 1)
         begin()
         return self._each(first, self.seconds(cache, batch, 1 + self.bench.new_tokens))
 
     def seconds(self, cache: Cache, batch: int, tokens: int) -> float:
         """Of `generate`, for so many new tokens behind the cached ones and one more."""
+        wait_for(self.model.device)
+        start = time.perf_counter()
+        self.generate(cache, batch, tokens)
+        wait_for(self.model.device)
+        return time.perf_counter() - start
+
+    def generate(self, cache: Cache, batch: int, tokens: int, **options: Any) -> None:
+        """So many new tokens behind the cached ones and one more, with more options of `generate`."""
         generator = torch.Generator().manual_seed(self.bench.seed)
         size, device = (batch, cache.get_seq_length() + 1), self.model.device
         ids_BS = torch.randint(1, self.model.config.vocab_size, size, generator=generator).to(device)
         mask_BS = torch.ones_like(ids_BS)
         generate: Any = self.model.generate
-        wait_for(device)
-        start = time.perf_counter()
-        generate(ids_BS, attention_mask=mask_BS, past_key_values=cache, max_new_tokens=tokens)
-        wait_for(device)
-        return time.perf_counter() - start
+        generate(ids_BS, attention_mask=mask_BS, past_key_values=cache, max_new_tokens=tokens, **options)
 
     def _each(self, first: float, all_of_them: float) -> float:
         """Milliseconds of a token from the seconds of one, and of all."""

@@ -8,19 +8,21 @@ tokens in its place (miss_rate.py), on the device as well.
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from transformers import Cache
+import torch
+from transformers import Cache, StoppingCriteria
 
-from sparsekv.planner.bench.decode_bench import DecodeBench, DecodeRuns, greedy
+from sparsekv.planner.bench.decode_bench import WARM_UP_TOKENS, DecodeBench, DecodeRuns, greedy
 from sparsekv.planner.bench.link import LinkRate, link_rate
 from sparsekv.planner.bench.miss_rate import MissRate
 from sparsekv.planner.bench.random_model import BenchModel
-from sparsekv.planner.bench.timing import free_memory, repeat_in_turn, try_each
+from sparsekv.planner.bench.timing import free_memory, repeat_in_turn, try_each, wait_for
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
@@ -119,6 +121,30 @@ class OffloadRow:
         }
 
 
+class _Clock(StoppingCriteria):
+    """Stops nothing: begins to measure when the captured step is warm."""
+
+    def __init__(self, device: torch.device, begin: Callable[[], None]) -> None:
+        self._device = device
+        self._begin = begin
+        self._tokens = 0
+        self.began = 0.0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any) -> torch.BoolTensor:
+        """Is called with every new token."""
+        self._tokens += 1
+        if self._tokens == WARM_UP_TOKENS:
+            self._begin()
+            self.began = self.latest()
+        goes_on: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return goes_on  # type: ignore[no-any-return]
+
+    def latest(self) -> float:
+        """Seconds, once the device is done."""
+        wait_for(self._device)
+        return time.perf_counter()
+
+
 @dataclass(frozen=True)
 class OffloadRuns(DecodeRuns):
     """Tokens of one model by one plan; a way to run is a mode of `--offload`.
@@ -144,6 +170,12 @@ class OffloadRuns(DecodeRuns):
             stats, why_not = handle.stats(), self.why_not(handle)
             link, layers = self._link(cache)
             return OffloadRun(milliseconds, self.replay_ms(handle), layers, stats, link, why_not)
+
+    def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
+        """Milliseconds of one more token, without the pass of the prompt: that reads everything in host memory back."""
+        clock = _Clock(self.model.device, begin)
+        self.generate(cache, batch, WARM_UP_TOKENS + self.bench.new_tokens, stopping_criteria=[clock])
+        return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3
 
     def applied(self, mode: OffloadMode, plan: Plan, length: int) -> Handle:
         """The plan at work, with choices as the miss rate has them."""

@@ -22,6 +22,7 @@ from sparsekv.kernels.backends import choose_backend, decode_attention, dense_pr
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.prefill.means import add_means, compensated_heads
 from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
@@ -162,10 +163,9 @@ def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
     yield "block_sparse", BlockSparse(keep=tokens(max(512, length // 4)))
     few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
     for vertical, slash in ((few, many), (many, few)):
-        yield (
-            "vertical_slash",
-            VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few)),
-        )
+        lines = VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few))
+        yield "vertical_slash", lines
+        yield "vertical_slash_means", lines.model_copy(update={"pattern": "vertical_slash_means"})
     for most in (few, many):  # antidiagonal scores, the dearer of the two, stand for both
         yield "adaptive", Adaptive(score="antidiagonal", mass=0.9, max_tiles=tokens(most))
 
@@ -200,9 +200,13 @@ class Bench:
                 continue
             build = partial(build_index, (pattern,) * heads, q_BHSD, k_BGSD, chunk, self.tile, scale=scale)
             scored = float(heads * length)
-            yield _timing(f"index {name}", length, (1.0, scored, scored * length), self._us(build))
-            index = build()
+            index, build_us = build(), self._us(build)
             attend = partial(prefill_attention, q_BHSD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
+            if compensated := compensated_heads((pattern,) * heads):  # means count with the index that says of what
+                found = attend(want_lse=True)
+                means = partial(add_means, q_BHSD, k_BGSD, v_BGSD, found, index, chunk, compensated, scale=scale)
+                build_us += self._us(means)
+            yield _timing(f"index {name}", length, (1.0, scored, scored * length), build_us)
             rows = float(index.counts_BHT.numel())
             tiles = float(index.counts_BHT.sum())
             work = (tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))

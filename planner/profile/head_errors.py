@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparsekv.kernels.backends import prefill_attention
-from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
+from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads, tiles_with_means
+from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Dense, TileShape
@@ -154,26 +154,29 @@ class _Scorer:
 
     def score(self, patterns: Patterns) -> CandidateScore:
         index = self._layer.prefix.index(patterns)
-        off_XHMD = (self._attend(index) - self._dense_XHMD).float()
+        means = compensated_heads(patterns)
+        off_XHMD = (self._attend(index, means) - self._dense_XHMD).float()
         tiles_H, causal = _host(index.counts_BHT[0].sum(-1)), self._layer.prefix.causal_tiles
+        computed_BH = tiles_with_means(index, self._layer.prefix.chunk, means, self._layer.prefix.window)
         return CandidateScore(
             damage_H=self._damage(off_XHMD),
             tiles_H=tiles_H / causal,
-            columns_H=np.maximum(_host(computed_tiles(index)[0]) - tiles_H, 0.0) / causal,
+            columns_H=np.maximum(_host(computed_BH[0]) - tiles_H, 0.0) / causal,
         )
 
-    def _attend(self, index: TileIndex) -> torch.Tensor:
+    def _attend(self, index: TileIndex, means: Sequence[int] = ()) -> torch.Tensor:
         prefix, rows = self._layer.prefix, self._layer.rows
-        return prefill_attention(
+        return attend_with_means(
             self._q_XHMD,
             rows.keys(prefix.k_BGSD),
             rows.keys(self._layer.v_BGSD),
             rows.index(index),
             rows.chunk,
+            means,
             scale=prefix.scale,
             window=prefix.window,
             backend=self._layer.backend,
-        ).out_BHSD
+        )
 
     def _damage(self, off_XHMD: torch.Tensor) -> Values:
         along_XHM = torch.einsum("xhmd,xhmd->xhm", off_XHMD, self._gradient_XHMD).square()

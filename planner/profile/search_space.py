@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ import torch
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.tile_scores import ScoreKind
-from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
+from sparsekv.kernels.prefill.means import compensated_heads, tiles_with_means
+from sparsekv.kernels.tiles import Chunk, TileIndex, density
 from sparsekv.planner.options import Family, PlanOptions, mandatory_density
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
@@ -90,8 +92,15 @@ def a_shape_range(sink: int, window: int, step: int | None = None) -> PatternRan
     )
 
 
+LinesName = Literal["vertical_slash", "vertical_slash_means"]
+
+
 def vertical_slash_range(
-    vertical: int, slash: int, step: int | None = None, last_q: int = PUBLISHED_LAST_Q
+    vertical: int,
+    slash: int,
+    step: int | None = None,
+    last_q: int = PUBLISHED_LAST_Q,
+    name: LinesName = "vertical_slash",
 ) -> PatternRange:
     """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
     most = max(vertical, slash)
@@ -100,9 +109,10 @@ def vertical_slash_range(
     def pattern(size: int, max_tiles: int) -> Pattern:
         scale = grid.value(size) / most
         columns, diagonals = tokens(round(vertical * scale)), tokens(round(slash * scale))
-        return VerticalSlash(vertical=columns, slash=diagonals, last_q=last_q, max_tiles=tokens(max_tiles))
+        bound = tokens(max_tiles)
+        return VerticalSlash(pattern=name, vertical=columns, slash=diagonals, last_q=last_q, max_tiles=bound)
 
-    return PatternRange("vertical_slash", f"vertical_slash({vertical}, {slash})", grid.count, pattern, last_q)
+    return PatternRange(name, f"{name}({vertical}, {slash})", grid.count, pattern, last_q)
 
 
 def block_sparse_range(key_tile: int) -> PatternRange:
@@ -210,9 +220,10 @@ def last_q_for(length: int) -> int:
 def _own(tile: TileShape, length: int) -> tuple[PatternRange, ...]:
     """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
     ratios = ((30, 2048), (1000, 1000), (2000, 500), (3000, 200), (4096, 0))
+    names: tuple[LinesName, ...] = ("vertical_slash", "vertical_slash_means")
     return (
         a_shape_range(tile.key, 4096),
-        *(vertical_slash_range(vertical, slash, last_q=last_q_for(length)) for vertical, slash in ratios),
+        *(vertical_slash_range(*ratio, last_q=last_q_for(length), name=name) for name in names for ratio in ratios),
         block_sparse_range(tile.key),
         adaptive_range("antidiagonal"),
         adaptive_range("pooled"),
@@ -284,7 +295,8 @@ class Prefix:
 
     def cost(self, patterns: Patterns) -> TileCosts:
         """Tiles a head computes, single columns included: [H]."""
-        return np.asarray(computed_tiles(self.index(patterns))[0].double().cpu().numpy())
+        tiles_BH = tiles_with_means(self.index(patterns), self.chunk, compensated_heads(patterns), self.window)
+        return np.asarray(tiles_BH[0].cpu().numpy())
 
 
 def fit_to_target(

@@ -41,6 +41,8 @@ def refused(sparsekv, model, out):
     ("arguments", "word"),
     [
         (("--lengths", "1k,x"), "--lengths"),
+        (("--device", "cpu", "--device-map", "auto"), "a device or a device map"),
+        (("--device-map", "everywhere"), "--device-map"),
         (("--lengths", "0"), "--lengths"),
         (("--lengths", ""), "--lengths"),
         (("--lengths", "1k,1024"), "each length once"),

@@ -58,6 +58,7 @@ def test_a_model_whose_layers_are_partly_on_disk_gets_the_same_plan(tmp_path: Pa
     assert same(plan, planned(loaded_tiny().model))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_over_two_gpus_gets_the_same_plan(tmp_path: Path) -> None:
     spread = placed(tmp_path, (0, 1, 1), 1, first=0)
