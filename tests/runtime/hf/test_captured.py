@@ -179,6 +179,13 @@ def test_slots_stay_filled_until_something_else_writes_to_them() -> None:
     assert (steps.reads.collect().fetched, steps.reads.steps) == (2 * listed, 4)
 
 
+def test_a_bound_step_does_not_serve_lengths_that_are_read_as_a_whole() -> None:
+    steps, cache = Steps(), long_cache()
+    step(steps, cache, 1)
+    assert steps.now.serves(cache.stores, cache.length + 1)
+    assert not steps.now.serves(cache.stores, SINK + CHOSEN + RECENT)
+
+
 def test_what_is_not_to_be_counted_is_not() -> None:
     reads = HostReads()
     reads.on_device(CPU).add_(1)
