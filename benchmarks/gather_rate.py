@@ -26,12 +26,11 @@ def main() -> None:
     tokens = (options.gib << 30) // (batch * 2 * heads * size * 2)
     block = HostMemory().take(options.gib << 30, device)
     host_CBPGD = block.view((tokens, batch, 2, heads, size), torch.bfloat16)
-    rows_PBGRD = torch.zeros((2, batch, heads, 4096, size), dtype=torch.bfloat16, device=device)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; registered here: {block.registered}")
     print("programs  at once   GB/s of 2,048   us of 200")
     launches = [(None, None), *product((16, 32, 64, 128, 256), (1, 2, 4, 8))]
     for programs, at_once in launches:
-        rate = link_rate(rows_PBGRD, host_CBPGD, programs=programs, at_once=at_once)
+        rate = link_rate(host_CBPGD, device, programs=programs, at_once=at_once)
         print(f"{programs or '-':>8} {at_once or '-':>8} {rate.gbytes_per_second:>15.2f} {rate.few_us:>11.1f}")
 
 

@@ -267,6 +267,10 @@ def decode(
             "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
             "`plan --offload`, or make one by hand: --budget 2k"
         )
+    if shares:
+        from sparsekv.planner.bench.offload_bench import check_miss_rate
+
+        check_miss_rate(info, plans, bench)
     if random_weights:
         # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
         offloads = any(one.decode and one.decode.offload for one in plans.values())

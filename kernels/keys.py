@@ -13,6 +13,12 @@ from sparsekv.plans.errors import ShapeError
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
+# Columns of `KeyView.where`: elements from `k` and from `v` to the real keys and values, and the tokens that a row has
+# room for. Of a layer in host memory also, for kernels/decode/gather.py, the addresses of its rows on the device
+# [P, B, G, R, D] and of its host memory [C, B, P, G, D], and C.
+KEYS, VALUES, CAPACITY, ROWS, HOST, HOST_TOKENS = range(6)
+COLUMNS = 6
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyView:
@@ -32,7 +38,7 @@ class KeyView:
     v: torch.Tensor  # the same shape; strides of its own
     lengths_B: torch.Tensor  # int32 on the device: tokens of each row, the newest included
     table_BP: torch.Tensor | None = None  # int32 on the device
-    where: torch.Tensor | None = None  # int64 [3] there: elements from k and v to the real ones; their capacity
+    where: torch.Tensor | None = None  # int64 [COLUMNS] on the device
 
     @property
     def batch(self) -> int:

@@ -1,8 +1,9 @@
 """Fetching tokens of one layer from host memory into its hot set, by a kernel that reads the pinned rows itself.
 
-A copy engine would need to know on the host what to fetch. The kernel is small: it has a few dozen programs whatever
-there is to fetch, since the link is what bounds it, and runs beside the layers that compute meanwhile. It also writes
-the token that leaves the recent window at the next step to the host, so that a captured step needs nobody to do it.
+Copies that the host queues would need the host to know what to fetch. The kernel has 64 programs, or one for each list
+where there are more lists: it is bounded by the link to host memory, and runs beside the layers that compute meanwhile.
+It also writes the token that leaves the recent window at the next step to host memory, so that a captured step needs no
+copy of the host's.
 
 Shapes: B batch, g lists of a row, G KV heads, M listed tokens, C tokens on the host, R rows on the device, D head size,
 P = 2 for key and value. In the kernel: N tokens at a time, X words of 4 bytes of a token's keys and values.
@@ -17,10 +18,9 @@ import triton
 import triton.language as tl
 
 from sparsekv.kernels.decode.place import PlacedStep
+from sparsekv.kernels.keys import HOST, HOST_TOKENS, ROWS
 from sparsekv.kernels.triton_support import interpreting
 
-# of the row of a table of addresses, which kernels/keys.py has the first three of
-ROWS, HOST, HOST_TOKENS, COLUMNS = 3, 4, 5, 6
 _WORD = 4  # bytes
 _PROGRAMS = 64
 _AT_ONCE = 2  # tokens of a program
@@ -42,8 +42,8 @@ def gather_missed(
     """Copies the missed tokens of one layer to their slots, and one token that is still in the ring to the host.
 
     Args:
-        where_X: int64 on the device: R at 2, the bytes' addresses of the rows [P, B, G, R, D] at ROWS and of host
-            memory [C, B, P, G, D] at HOST, C at HOST_TOKENS; both divisible by 16.
+        where_X: int64 [COLUMNS] on the device, as kernels/keys.py says; the addresses at ROWS and HOST are divisible
+            by 16.
         placed: what was missed.
         lengths_B: int32, tokens of each row; token `length - recent` goes to the host.
         kv_heads: G.
@@ -51,7 +51,7 @@ def gather_missed(
         slots: first row of the ring.
         ring: its rows.
         recent: at least 2, as the newest token is not in the ring yet.
-        programs: at work in all; None is what suits the device.
+        programs: in all, where there are no more lists than that; None is what suits the device.
         at_once: tokens that a program reads before it writes them.
     """
     batch, lists = placed.misses_Bg.shape

@@ -24,6 +24,7 @@ from sparsekv.kernels.tiles import NO_TOKEN
 NO_SLOT = -1
 USE = 1 << 12
 AGEING = 4  # of what a slot is worth, one part in two to this power goes a step
+MOST_SLOTS = 1 << 15  # of a list, that one program of kernels/decode/place.py can choose from
 _STAYS = torch.iinfo(torch.int32).max
 
 
@@ -144,19 +145,25 @@ class Fetch:
         return len(self.token)
 
 
+class SlotState:
+    """Stands for one state of a slot table. Stores whose slots have the tokens of that state hold the same object."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One choice of tokens, and where they are. The tensors of the choice are on the device.
 
     Attributes:
-        version: of the slot map, with the choice placed.
+        before: state of the slots in the step before.
+        state: of the slots, with the choice placed.
         tokens_BgM: int32, what a row reads in the order of attention: sinks, chosen, recent; NO_TOKEN behind them.
         counts_B: int32, how many.
         placed: of the tokens that may be in a slot: those before `hot_from`.
         hot_from: tokens from here on are on the device without a slot.
     """
 
-    version: int
+    before: SlotState
+    state: SlotState
     tokens_BgM: torch.Tensor
     counts_B: torch.Tensor
     placed: Placed
@@ -200,12 +207,12 @@ class Step:
 class SlotMap:
     """The slots that layers with the same choice share, and the last choice that was placed.
 
-    A layer that has followed every version of the map fetches the misses of a step alone; any other one all that is
+    A layer whose slots are as the step before left them fetches the misses of a step alone; any other one all that is
     present. A copy is empty.
     """
 
     def __init__(self) -> None:
-        self._version = 0
+        self._state = SlotState()
         self._table: SlotTable | None = None
         self._last: tuple[Selection, Step] | None = None
 
@@ -238,7 +245,7 @@ class SlotMap:
         ):  # the tokens of a larger table are fetched anew
             table = self._table = SlotTable(batch, lists, slots, capacity, tokens_BgM.device)
         placed = table.place(tokens_BgM.masked_fill(tokens_BgM >= hot_from, NO_TOKEN))
-        self._version += 1
-        step = Step(self._version, tokens_BgM, counts_B, placed, hot_from, table, selection.counts_B == ALL)
+        before, self._state = self._state, SlotState()
+        step = Step(before, self._state, tokens_BgM, counts_B, placed, hot_from, table, selection.counts_B == ALL)
         self._last = (selection, step)
         return step

@@ -1,6 +1,7 @@
 """How fast tokens come from host memory, by the kernel that decode steps fetch them with.
 
-Shapes: B batch, M tokens of a list.
+Shapes: B batch, G KV heads, M tokens of a list, C tokens on the host, R rows on the device, D head size, P = 2 for key
+and value.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.decode.gather import COLUMNS, HOST, HOST_TOKENS, ROWS, gather_missed
+from sparsekv.kernels.decode.gather import gather_missed
 from sparsekv.kernels.decode.place import PlacedStep
+from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, ROWS
 from sparsekv.planner.bench.timing import once, replayed
 
 _MANY, _FEW = 2048, 200  # tokens
@@ -33,21 +35,22 @@ class LinkRate:
 
 
 def link_rate(
-    rows_PBGRD: torch.Tensor,
     host_CBPGD: torch.Tensor,
+    device: torch.device,
     seed: int = 0,
     *,
     programs: int | None = None,
     at_once: int | None = None,
 ) -> LinkRate:
-    """Fetches random tokens into the first rows, whose contents are lost.
+    """Fetches random tokens into rows of its own.
 
     Args:
-        rows_PBGRD: on the device; where they are few, several tokens go to one.
-        host_CBPGD: pinned.
+        host_CBPGD: read alone; pinned where the device is a GPU.
+        device: that reads it.
         programs, at_once: of the kernel, to try others than it has.
     """
-    batch, heads, size = rows_PBGRD.shape[1], rows_PBGRD.shape[2], rows_PBGRD.shape[4]
+    _, batch, _, heads, size = host_CBPGD.shape
+    rows_PBGRD = torch.empty((2, batch, heads, max(1, _MANY // batch), size), dtype=host_CBPGD.dtype, device=device)
     row_bytes = 2 * heads * size * rows_PBGRD.element_size()
 
     def milliseconds(count: int) -> float:
@@ -62,19 +65,19 @@ def link_rate(
                     ring=1, recent=2, programs=programs, **tuned,
                 )  # fmt: skip
 
-        timed = replayed(fetch, rows_PBGRD.device)
+        timed = replayed(fetch, device)
         timed()
-        return once(timed, rows_PBGRD.device) / _LISTS
+        return once(timed, device) / _LISTS
 
     where_X = _table(rows_PBGRD, host_CBPGD)
-    lengths_B = torch.ones(batch, dtype=torch.int32, device=rows_PBGRD.device)  # no token leaves
+    lengths_B = torch.ones(batch, dtype=torch.int32, device=device)  # no token leaves
     many = max(1, _MANY // batch) * batch
     return LinkRate(row_bytes, many * row_bytes / milliseconds(_MANY) / 1e6, milliseconds(_FEW) * 1e3)
 
 
 def _table(rows_PBGRD: torch.Tensor, host_CBPGD: torch.Tensor) -> torch.Tensor:
     where = [0] * COLUMNS
-    where[2], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
+    where[CAPACITY], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
     where[HOST_TOKENS] = len(host_CBPGD)
     return torch.tensor(where, dtype=torch.int64, device=rows_PBGRD.device)
 

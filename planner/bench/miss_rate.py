@@ -20,13 +20,18 @@ from sparsekv.runtime.core.program import SegmentProgram
 _STEP = 0x5E3779B1  # odd, so that multiples of it pass through all numbers below a power of two
 
 
+def span_of(segment: SegmentProgram, tokens: int) -> int:
+    """Tokens among which a list of this segment is drawn: the largest power of two of those that may be chosen."""
+    return 1 << (max(2, tokens - segment.sink - segment.recent).bit_length() - 1)
+
+
 class MissRate:
     """Puts another list in place of every choice, with `share` of new tokens in each step; the others are those of the
     step before. A token comes back after all others.
 
     Args:
         share: of the chosen tokens, above 0 and up to 1.
-        tokens: cached when the first step begins; new ones are drawn from the largest power of two of them.
+        tokens: cached when the first step begins; new ones are drawn from `span_of` them.
     """
 
     def __init__(self, share: float, tokens: int) -> None:
@@ -36,7 +41,6 @@ class MissRate:
 
     def __call__(self, segment: SegmentProgram, selection: Selection) -> Selection:
         """The list in place of the choice: as many tokens, none of them a sink or recent."""
-        free = max(2, self._tokens - segment.sink - segment.recent)
         batch, lists, most = selection.chosen_BgN.shape
         if segment.filter not in self._lists:
             device = selection.chosen_BgN.device
@@ -45,9 +49,10 @@ class MissRate:
                 list_BgN = torch.full((batch, lists, most), -1, dtype=torch.int32, device=device)
             self._lists[segment.filter] = (list_BgN, cursor_Bg)
         list_BgN, cursor_Bg = self._lists[segment.filter]
+        span = span_of(segment, self._tokens)
         with torch.cuda.device_of(list_BgN):
             swap_kernel[(lists, batch)](
-                list_BgN, cursor_Bg, selection.counts_B, segment.sink, 1 << (free.bit_length() - 1), most, self._millis,
+                list_BgN, cursor_Bg, selection.counts_B, segment.sink, span, most, self._millis,
                 STEP=_STEP, BLOCK_N=triton.next_power_of_2(most), num_warps=8,
             )  # fmt: skip
         return Selection(list_BgN, selection.counts_B, selection.sink, selection.recent)

@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -18,21 +19,24 @@ from typing import Any
 import torch
 from transformers import Cache, StoppingCriteria
 
+from sparsekv.kernels.decode.selection import ALL
 from sparsekv.planner.bench.decode_bench import WARM_UP_TOKENS, DecodeBench, DecodeRuns, greedy
 from sparsekv.planner.bench.link import LinkRate, link_rate
-from sparsekv.planner.bench.miss_rate import MissRate
+from sparsekv.planner.bench.miss_rate import MissRate, span_of
 from sparsekv.planner.bench.random_model import BenchModel
-from sparsekv.planner.bench.timing import free_memory, repeat_in_turn, try_each, wait_for
+from sparsekv.planner.bench.timing import free_memory, is_out_of_memory, repeat_in_turn, try_each, wait_for
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
+from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.placement import OffloadMode
+from sparsekv.runtime.hf.placement import OffloadMode, reads_of
 from sparsekv.runtime.model_config import device_name, dtype_name
-from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.bank import HostStore, allocated_slots
 from sparsekv.runtime.stores.pinned import HostMemory
 
 ON_DEVICE: OffloadMode = "never"
@@ -44,7 +48,7 @@ class OffloadRun:
 
     Attributes:
         milliseconds: of one token.
-        replay_ms: of the captured step alone.
+        replay_ms: of the captured step alone; None where it would find the tokens of its one choice in the hot set.
         host_layers: that were in host memory.
         stats: of the generated tokens.
         link: of the memory that was read; None where nothing was, or not by a GPU.
@@ -66,9 +70,10 @@ class OffloadRow:
     Attributes:
         device_ms, device_replay_ms: with all keys and values on the device: a token, and the captured step alone.
         offloaded_ms, offloaded_replay_ms: with those of `host_layers` layers in host memory.
-        misses: tokens that a layer in host memory fetches in a step, all batch rows together.
+        misses: tokens that a layer in host memory fetches in a step, of all batch rows, and of all KV heads where these
+            choose for themselves.
         miss_share: of the tokens that it needs beside the recent ones.
-        fetched_bytes: of a step, all layers.
+        fetched_bytes: of a step, all layers; None where some layers choose for each KV head and others do not.
         link: what fetching alone takes.
     """
 
@@ -158,7 +163,7 @@ class OffloadRuns(DecodeRuns):
     memory: HostMemory = field(default_factory=HostMemory)
 
     def run_mode(self, mode: OffloadMode, plan: Plan, length: int, batch: int) -> OffloadRun:
-        """Generates until the rows have `length` tokens.
+        """Generates behind a cache of so many random tokens that the rows end with about `length`.
 
         Raises:
             Whatever the model raises: out of memory, a kernel that does not run here.
@@ -169,7 +174,9 @@ class OffloadRuns(DecodeRuns):
             milliseconds = self.token_ms(cache, batch, handle.reset_stats)
             stats, why_not = handle.stats(), self.why_not(handle)
             link, layers = self._link(cache)
-            return OffloadRun(milliseconds, self.replay_ms(handle), layers, stats, link, why_not)
+            # replays make one choice time and again, unless it is swapped: nothing would be fetched
+            replay_ms = None if layers and self.miss_rate is None else self.replay_ms(handle)
+            return OffloadRun(milliseconds, replay_ms, layers, stats, link, why_not)
 
     def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
         """Milliseconds of one more token, without the pass of the prompt: that reads everything in host memory back."""
@@ -198,15 +205,49 @@ class OffloadRuns(DecodeRuns):
             handle.close()
             raise UsageError("expected captured steps for --miss-rate, found none on this device; leave it out")
         assert self.miss_rate is not None
-        handle.steps.revise = MissRate(self.miss_rate, length - self.bench.fewest_tokens)
+        handle.steps.revise = MissRate(self.miss_rate, cached_tokens(self.bench, length))
 
     def _link(self, cache: Cache) -> tuple[LinkRate | None, int]:
-        """Its rate, and how many layers are in host memory. Overwrites what is in the slots."""
+        """Its rate, and how many layers are in host memory."""
         layers = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
         stores = [layer.store for layer in layers if isinstance(layer.store, HostStore) and layer.store.is_long()]
         if not stores or self.model.device.type != "cuda":
             return None, len(stores)
-        return link_rate(*stores[0].memory_of_step), len(stores)
+        _, host_CBPGD = stores[0].memory_of_step
+        return link_rate(host_CBPGD, self.model.device), len(stores)
+
+
+def cached_tokens(bench: DecodeBench, length: int) -> int:
+    """That a row has before the first step, at least."""
+    return length - bench.fewest_tokens
+
+
+def check_miss_rate(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
+    """Refuses lengths that have too few tokens to state how many of a choice are new: new tokens are drawn in turn from
+    a span of the context, and all that were chosen lately are in the hot set.
+
+    Args:
+        plans: `check_decode` has seen them, and their decode phases permit layers to be offloaded.
+
+    Raises:
+        UsageError: the span is not larger than the slots of a layer, or has not two choices.
+    """
+    for length, plan in product(bench.lengths, plans.values()):
+        assert plan.decode is not None, "check_decode has seen it"
+        assert plan.decode.offload is not None, "checked before"
+        program = Program.of(None, plan.decode, info)
+        for layer in (program.layers[number] for number in plan.decode.offload.layers):
+            chosen = ALL if layer.follows is None else layer.follows.count(length)
+            if layer.follows is None or chosen == ALL:
+                continue
+            span = span_of(layer.follows, cached_tokens(bench, length))
+            needed = max(2 * chosen, 1 + allocated_slots(plan.decode.offload.hot, reads_of(layer), length))
+            if span < needed:
+                raise UsageError(
+                    f"expected {needed} tokens or more to draw new ones from for --miss-rate, found {span} at "
+                    f"{format_length(length)}: more than the hot set has slots, and twice the budget of layer "
+                    f"{layer.layer}; use longer --lengths, or a smaller --budget"
+                )
 
 
 def bench_offload(
@@ -220,17 +261,23 @@ def bench_offload(
 ) -> Iterator[OffloadRow]:
     """Times every length with every batch, and gives a row a plan as soon as it is known.
 
-    A case that fails or does not fit in memory is a row with a note.
+    A case that fails or does not fit in memory is a row with a note. An error of the device ends the bench with the
+    row: all that comes after it would fail too.
 
     Args:
         plans: by name; `check_decode` has seen them, and their decode phases permit layers to be offloaded.
         words: what the plans are, for the rows.
         mode: which of these layers are.
-        miss_rate: share of new tokens in each choice; None leaves the choices.
+        miss_rate: share of new tokens in each choice, which `check_miss_rate` has seen; None leaves the choices.
     """
     model, cases = subject.model, list(product(bench.lengths, bench.batches, plans.items()))
     runs = OffloadRuns(subject, plans, bench, miss_rate)
-    with (progress or Progress()).stage("decode", total=len(cases)) as step, warnings.catch_warnings():
+    lost: list[torch.AcceleratorError] = []
+    with (
+        closing(runs.memory),
+        (progress or Progress()).stage("decode", total=len(cases)) as step,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # what plans warn of was said before; what is not captured stands in the rows
         for length, batch, (name, plan) in cases:
             step.advance(0, note=f"{format_length(length)} tokens, batch {batch}")
@@ -246,14 +293,26 @@ def bench_offload(
                 miss_rate=miss_rate,
                 note=subject.note,
             )
-            yield _row(blank, runs, plan, mode)
+            yield _row(blank, runs, plan, mode, lost)
+            if lost:
+                return
             step.advance()
-    runs.memory.close()
 
 
-def _row(blank: OffloadRow, runs: OffloadRuns, plan: Plan, mode: OffloadMode) -> OffloadRow:
+def _row(
+    blank: OffloadRow, runs: OffloadRuns, plan: Plan, mode: OffloadMode, lost: list[torch.AcceleratorError]
+) -> OffloadRow:
+    """Times a case; to `lost` goes an error of the device, after which nothing runs any more."""
+
     def run(way: str) -> OffloadRun:
-        return runs.run_mode(mode if way == mode else ON_DEVICE, plan, blank.length, blank.batch)
+        if lost:
+            raise lost[0]
+        try:
+            return runs.run_mode(mode if way == mode else ON_DEVICE, plan, blank.length, blank.batch)
+        except torch.AcceleratorError as error:
+            if not is_out_of_memory(error):
+                lost.append(error)
+            raise
 
     first, failed = try_each(dict.fromkeys((ON_DEVICE, mode)), run)
     found = {way: [one] for way, one in first.items()}
@@ -284,6 +343,18 @@ def _row(blank: OffloadRow, runs: OffloadRuns, plan: Plan, mode: OffloadMode) ->
         host_layers=layers,
         misses=misses,
         miss_share=last.stats.miss_share,
-        fetched_bytes=misses * layers * last.link.row_bytes if misses is not None and last.link else None,
+        fetched_bytes=_fetched_bytes(plan, runs.subject.info, last),
         link=last.link,
     )
+
+
+def _fetched_bytes(plan: Plan, info: ModelInfo, run: OffloadRun) -> float | None:
+    """Of a step: a miss brings the keys and values of all heads, or of one where heads choose for themselves."""
+    if plan.decode is None or run.link is None or run.stats.misses_a_step is None:
+        return None
+    offload = plan.decode.offload
+    layers = [Program.of(None, plan.decode, info).layers[number] for number in (offload.layers if offload else ())]
+    lists = {1 if layer.follows.heads == "max" else layer.kv_heads for layer in layers if layer.follows}
+    if len(lists) != 1:
+        return None
+    return run.stats.misses_a_step * run.host_layers * run.link.row_bytes / lists.pop()

@@ -2,6 +2,9 @@
 
 Queries, keys and values are random: what kernels cost depends on tiles and lengths alone.
 
+Steps over rows in host memory are timed as single launches, where the host waits to know what to fetch. On CUDA
+captured steps fetch by a kernel beside the compute (runtime/hf/captured.py): there the price is an upper bound.
+
 Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size, N chosen tokens.
 """
 
@@ -67,7 +70,7 @@ def measure_cost(
         lengths: context lengths the plan is for.
         families: whose index building is timed besides that of the default ones.
         backend: of sparse prefill, or "auto".
-        offload: time decode over rows in host memory too.
+        offload: time decode over rows in host memory too, which on CUDA gives an upper bound.
 
     Raises:
         BackendError: the backend cannot run here.
@@ -262,7 +265,8 @@ class Bench:
         return self._step_us([choice(_filter(count, self.shape.heads, view), view) for view in views])
 
     def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
-        """The same step over rows in host memory, as an offloaded layer takes it: most and some of them are fetched."""
+        """The same step over rows in host memory, as an offloaded layer takes it in single launches: most and some of
+        them are fetched."""
         length, count = keys.capacity, selection.most
         reads = Reads((tokens(selection.chosen_BgN.shape[2]),), selection.sink, selection.recent)
         for share in _FETCHED:

@@ -1,8 +1,8 @@
 """Keys and values as a captured decode step has them: wherever the cache at hand keeps them.
 
-The addresses of all layers stand in one table, which is written when another cache comes. Layers in host memory fetch
-what a filter layer chose right behind the choice, in layer order, on a stream of their own; each layer's attention
-waits for its own rows alone. The slot tables are the step's: another cache begins with empty ones.
+The addresses of all layers are in one table, which is written when another cache is served. What layers in host memory
+lack of a choice is fetched as soon as the filter layer has chosen, layer by layer, on a second stream; the attention of
+a layer waits for its own rows alone. The slot tables belong to the step: another cache begins with empty ones.
 
 Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L layers, X columns of the table.
 """
@@ -13,22 +13,31 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.decode.slots import NO_SLOT, SlotMap, SlotTable
-from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.decode.slots import MOST_SLOTS, NO_SLOT, SlotMap, SlotState, SlotTable
+from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, KEYS, ROWS, VALUES, KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
-from sparsekv.runtime.stores.bank import HostStore, HotSet
+from sparsekv.runtime.stores.bank import Binding, HostStore
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
 
-_COLUMNS = 6  # of the table; kernels/keys.py and kernels/decode/gather.py say what they are
-_MOST_SLOTS = 1 << 15  # that one program of the kernel can choose from
+
+class HotRows(NamedTuple):
+    """Rows on the device of a layer in host memory, as kernels and slot tables of a captured step are made for."""
+
+    slots: int
+    ring: int  # behind the slots
+
+    @property
+    def all(self) -> int:
+        """How many."""
+        return self.slots + self.ring
 
 
 def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch.Tensor) -> str:
@@ -55,10 +64,11 @@ def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch
             return f"layer {layer.layer} reads all of its tokens at this length, which are in host memory"
         if layer.kv_map is not None or layer.window is not None:
             return f"layer {layer.layer} is in host memory and has a head map or a sliding window"
-        if segment.recent < 2 or store.hot_set.slots > _MOST_SLOTS:
+        if segment.recent < 2 or not 1 <= store.hot_set.slots <= MOST_SLOTS:
             return (
-                f"layer {layer.layer} is in host memory: expected 2 recent tokens or more and {_MOST_SLOTS} slots "
-                f"at most, found {segment.recent} and {store.hot_set.slots}"
+                f"layer {layer.layer} is in host memory: expected 2 recent tokens or more and 1 to {MOST_SLOTS} slots, "
+                f"found {segment.recent} and {store.hot_set.slots} (0 while the largest budget of the layer covers its "
+                "context)"
             )
     return ""
 
@@ -112,11 +122,11 @@ class _Group:
     """Layers in host memory that follow one choice."""
 
     layers: tuple[int, ...]
-    hot: HotSet
+    hot: HotRows
     recent: int
     table: SlotTable
     placed: Any  # PlacedStep
-    state: object = None  # of the table; stores whose slots are as the table has them hold the same object
+    state: SlotState | None = None  # of the table
 
     @property
     def selection(self) -> Selection:
@@ -125,14 +135,14 @@ class _Group:
 
     def take(self, stores: Sequence[HostStore]) -> None:
         """The table is that of these stores, one a layer: as it is if they were the last, else empty."""
-        if self.state is not None and all(store.follows is self.state for store in stores):
+        if self.state is not None and all(store.slot_state is self.state for store in stores):
             return
-        self.state = object()
+        self.state = SlotState()
         self.table.slot_of_BgC.fill_(NO_SLOT)
         self.table.token_BgH.fill_(NO_TOKEN)
         self.table.worth_BgH.zero_()
         for store in stores:
-            store.follows = self.state
+            store.slot_state = self.state
 
 
 class StepStores:
@@ -152,13 +162,13 @@ class StepStores:
         self.lengths_B = lengths_B
         self._program = program
         self.kinds = kinds_of(stores)
-        self.where_LX = torch.zeros((len(stores), _COLUMNS), dtype=torch.int64, device=lengths_B.device)
+        self.where_LX = torch.zeros((len(stores), COLUMNS), dtype=torch.int64, device=lengths_B.device)
         self.shapes = [
-            _shape(store.keys, capacity if hot is None else hot.rows)
+            _shape(store.keys, capacity if hot is None else hot.all)
             for store, hot in zip(stores, self.kinds, strict=True)
         ]
         self._bound: list[Any] = []
-        self._binding: object = None  # what the stores hold that nothing else has written to since
+        self._binding: Binding | None = None  # with the stores in host memory
         self._room = 0
         self._stream = stream_for(lengths_B.device)
         self._done: dict[int, CopyDone] = {}  # by layer, in this step
@@ -171,7 +181,7 @@ class StepStores:
 
     def _grouped(self, program: Program, capacity: int) -> dict[int, list[_Group]]:
         """By filter layer."""
-        alike: dict[tuple[int, HotSet], list[LayerProgram]] = {}
+        alike: dict[tuple[int, HotRows], list[LayerProgram]] = {}
         for layer, hot in zip(program.layers, self.kinds, strict=True):
             if hot is not None:
                 assert layer.follows is not None, "obstacle() has seen it"
@@ -181,15 +191,15 @@ class StepStores:
             found.setdefault(filter_layer, []).append(self._group(layers, hot, capacity))
         return found
 
-    def _group(self, layers: Sequence[LayerProgram], hot: HotSet, capacity: int) -> _Group:
+    def _group(self, layers: Sequence[LayerProgram], hot: HotRows, capacity: int) -> _Group:
         from sparsekv.kernels.decode.place import PlacedStep  # loads Triton
 
         segment, heads = layers[0].follows, layers[0].kv_heads
         assert segment is not None
         batch, device = self.lengths_B.shape[0], self.lengths_B.device
         table = SlotTable(batch, 1 if segment.heads == "max" else heads, hot.slots, capacity, device)
-        most = min(hot.listed, segment.sink + segment.most + segment.recent)
-        placed = PlacedStep.empty(table, most, segment.recent)
+        most = min(hot.slots, segment.sink + segment.most)  # of any length: caches of other capacities are served too
+        placed = PlacedStep.empty(table, most + segment.recent, segment.recent)
         return _Group(tuple(layer.layer for layer in layers), hot, segment.recent, table, placed)
 
     def new_store(self, layer: int) -> KVStore:
@@ -223,7 +233,7 @@ class StepStores:
         if self.where_LX.is_cuda:
             table_LX = table_LX.pin_memory()  # which is not reused before the copy has read it
         self.where_LX.copy_(table_LX, non_blocking=True)
-        self._binding = object()
+        self._binding = Binding()
         for group in (group for groups in self._groups.values() for group in groups):
             mine = [stores[layer] for layer in group.layers]
             group.take(mine)
@@ -235,18 +245,19 @@ class StepStores:
         self._room = min(store.capacity for store in stores)
 
     @staticmethod
-    def _addresses(shape_BGSD: torch.Tensor, hot: HotSet | None, store: Any) -> list[int]:
+    def _addresses(shape_BGSD: torch.Tensor, hot: HotRows | None, store: Any) -> list[int]:
         """A row of the table."""
-        host = [0, 0, 0]
+        row = [0] * COLUMNS
         if hot is None:
             k_BGRD, v_BGRD = store.tensors
         else:
             rows_PBGRD, host_CBPGD = store.memory_of_step
             k_BGRD, v_BGRD = rows_PBGRD.unbind()
-            host = [rows_PBGRD.data_ptr(), host_CBPGD.data_ptr(), len(host_CBPGD)]
+            row[ROWS], row[HOST], row[HOST_TOKENS] = rows_PBGRD.data_ptr(), host_CBPGD.data_ptr(), len(host_CBPGD)
         anchor, size = shape_BGSD.data_ptr(), shape_BGSD.element_size()
-        offsets = [(x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, v_BGRD)]
-        return [*offsets, k_BGRD.shape[2], *host]
+        row[KEYS], row[VALUES] = ((x_BGRD.data_ptr() - anchor) // size for x_BGRD in (k_BGRD, v_BGRD))
+        row[CAPACITY] = k_BGRD.shape[2]
+        return row
 
     # --- inside a step ------------------------------------------------------------------------------------------------
 
@@ -294,9 +305,12 @@ class StepStores:
         self._stream.order(self._last)
 
 
-def kinds_of(stores: Sequence[Any]) -> tuple[HotSet | None, ...]:
-    """The hot set of every layer whose context lies in host memory: what a step has to be captured for."""
-    return tuple(store.hot_set if isinstance(store, HostStore) and store.is_long() else None for store in stores)
+def kinds_of(stores: Sequence[Any]) -> tuple[HotRows | None, ...]:
+    """What a step has to be captured for: of every layer whose context lies in host memory, its rows on the device."""
+    return tuple(
+        HotRows(store.hot_set.slots, store.hot_set.ring) if isinstance(store, HostStore) and store.is_long() else None
+        for store in stores
+    )
 
 
 def _shape(k_BGSD: torch.Tensor, tokens: int) -> torch.Tensor:

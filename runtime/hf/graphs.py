@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, repeat
 from operator import contains, is_
@@ -29,9 +29,8 @@ from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.captured import HotRows, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
-from sparsekv.runtime.stores.bank import HotSet
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
@@ -44,11 +43,11 @@ Revise = Callable[[SegmentProgram, Selection], Selection]
 
 
 class _Key(NamedTuple):
-    """What a step is captured for: a batch size, a capacity, and the hot sets of layers in host memory."""
+    """What a step is captured for: a batch size, a capacity, and the rows on the device of layers in host memory."""
 
     rows: int
     capacity: int
-    kinds: tuple[HotSet | None, ...]
+    kinds: tuple[HotRows | None, ...]
 
 
 class GraphWarning(UserWarning):
@@ -288,9 +287,10 @@ class StepGraphs:
                 try:
                     graph = self._captured(decoder, stores, key.capacity, ids_B1, positions, past)
                 except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
+                    self._abandon(ids_B1.device)
                     return self._not_captured(key, error)
                 except BaseException:
-                    self.release()
+                    self._abandon(ids_B1.device)
                     raise
             self._graphs[key] = self._next = graph
             if len(self._graphs) > _MOST_GRAPHS:
@@ -310,9 +310,15 @@ class StepGraphs:
             graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
         return graph
 
-    def _not_captured(self, key: _Key, error: Exception) -> str:
-        """Frees everything, and notes not to try again: this size where memory ran out, else any."""
+    def _abandon(self, device: torch.device) -> None:
+        """Frees everything, once the kernels are done that a failed capture has queued on its streams: they read and
+        write its tables and the caches."""
+        with suppress(RuntimeError):  # a device that an error has made unusable runs no kernels; that error is told
+            torch.cuda.synchronize(device)
         self.release()
+
+    def _not_captured(self, key: _Key, error: Exception) -> str:
+        """Notes not to try again: this size where memory ran out, else any."""
         found = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         if isinstance(error, torch.OutOfMemoryError):
             self._refused[key] = found

@@ -1,7 +1,7 @@
 """A KV store in host memory with a hot set on the compute device.
 
-A context that is no longer than the hot set, or that decode attends to as a whole anyway, lies on the device like in a
-DeviceStore. A longer one lies on the host, token-major, so that one token's keys and values of all heads are one
+A context that is no longer than the hot set, or that decode attends to as a whole anyway, is on the device as in a
+DeviceStore. A longer one is on the host, token-major, so that one token's keys and values of all heads are one
 contiguous read. On the device remain the newest tokens, in a ring (token t in row t modulo ring size) from which 64 at
 a time move to the host, and copies of the tokens that decode steps chose lately, in slots. A step fetches only chosen
 tokens that have no slot (kernels/decode/slots.py); layers that take the same choice share one slot map.
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
-from sparsekv.kernels.decode.slots import Fetch, SlotMap, Step
+from sparsekv.kernels.decode.slots import Fetch, SlotMap, SlotState, Step
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.patterns import Budget
@@ -138,6 +138,11 @@ def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:
     return sizes.slots if capacity > sizes.whole else 0
 
 
+class Binding:
+    """Stands for one captured step at work on one cache. A store that it serves holds it until it is written to in any
+    other way."""
+
+
 class HostStore:
     """Keys and values in host memory, but for a hot set.
 
@@ -159,7 +164,7 @@ class HostStore:
         self.length = 0
         self.bytes = Bytes()
         self.counts = HostReads() if counts is None else counts
-        self.bound_to: object = None  # the captured step that wrote the newest token, until something else happens
+        self.bound_to: Binding | None = None
         self._hot = hot
         self._memory = HostMemory() if memory is None else memory
         self._reads = Reads() if reads is None else reads
@@ -175,7 +180,7 @@ class HostStore:
         self._rows_PBGRD: torch.Tensor | None = None
         self._written: CopyDone = None  # the last copy to the host
         self._slots = SlotMap()  # where no other layer takes the same choice
-        self.follows: object = None  # what the slots are as: a map and its version, or a captured step's table
+        self.slot_state: SlotState | None = None  # of what is in the slots
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """A store of its own in a block of its own, once everything has arrived on the host. Its slots are empty."""
@@ -279,7 +284,7 @@ class HostStore:
         )
         if step.reads_all:
             return self.view(lengths_B), selection, window
-        self._follow(shared, step)
+        self._follow(step)
         tokens_BgM = step.tokens_BgM
         ring_BgM = sizes.slots + tokens_BgM % sizes.ring
         rows_BgM = torch.where(tokens_BgM >= self._hot_from, ring_BgM, step.placed.slots_BgM)
@@ -350,16 +355,16 @@ class HostStore:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _follow(self, shared: SlotMap, step: Step) -> None:
-        """Brings the slots to the state of the map."""
+    def _follow(self, step: Step) -> None:
+        """Fetches what the slots lack of the step."""
         self.counts.steps += 1
         self.counts.chosen += step.slotted
-        if self.follows == (shared, step.version):
+        if self.slot_state is step.state:
             return
-        fetch = step.missed if self.follows == (shared, step.version - 1) else step.present
+        fetch = step.missed if self.slot_state is step.before else step.present
         self._fetch(fetch)
         self.counts.fetched += len(fetch)
-        self.follows = (shared, step.version)
+        self.slot_state = step.state
 
     def _fetch(self, fetch: Fetch) -> None:
         if fetch.newest >= self._arrived:
@@ -420,7 +425,7 @@ class HostStore:
         former, sizes = self._rows_PBGRD, self.hot_set
         if former is not None and former.shape[3] == sizes.rows:
             return
-        self.follows = None
+        self.slot_state = None
         self._rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
         if former is not None:
             self._rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]

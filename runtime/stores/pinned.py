@@ -198,8 +198,21 @@ def _pinned(nbytes: int, device: torch.device, on_bytes: OnBytes) -> Block:
     if failed:  # some sandboxes only know memory that the driver itself allocates
         unpin.detach()
         _forget_error(device)
-        return Block(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
+        return _pinned_by_torch(nbytes, device)
     return block
+
+
+def _pinned_by_torch(nbytes: int, device: torch.device) -> Block:
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    block = Block(data)
+    # torch does not see kernels that write by address, and would hand the memory out again while they do
+    settle = weakref.finalize(block, _settle, data, device)
+    settle.atexit = False
+    return block
+
+
+def _settle(data: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # `data` is not given back before
 
 
 def _forget_error(device: torch.device) -> None:

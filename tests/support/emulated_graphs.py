@@ -60,6 +60,7 @@ def emulate(patch: pytest.MonkeyPatch) -> None:
         current_stream=lambda device: current,
         device=lambda device: nullcontext(),
         graph_pool_handle=lambda: None,
+        synchronize=lambda device: None,
         OutOfMemoryError=torch.OutOfMemoryError,
     )
     patch.setattr(graphs, "torch", _Torch(cuda))

@@ -12,6 +12,7 @@ from tiny_plans import decode_plan, segment
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
+from sparsekv.plans.phases import DecodeBudget
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import captured
 from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
@@ -22,11 +23,13 @@ from sparsekv.runtime.stores.store import HostReads
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
 SINK, CHOSEN, RECENT, BATCH, GROUPS = 2, 6, 5, 2, 3
 READS = Reads((tokens(CHOSEN),), SINK, RECENT)
-PROGRAM = Program.of(
-    None,
-    decode_plan(segment(0, (1, 2), CHOSEN, sink=SINK, recent=RECENT)),
-    model_info(layers=3, heads=GROUPS, kv_heads=GROUPS),
-)
+
+
+def program_of(part):
+    return Program.of(None, decode_plan(part), model_info(layers=3, heads=GROUPS, kv_heads=GROUPS))
+
+
+PROGRAM = program_of(segment(0, (1, 2), CHOSEN, sink=SINK, recent=RECENT))
 SEGMENT = PROGRAM.layers[0].filters
 IDS = torch.zeros(BATCH, 1, dtype=torch.int64)
 
@@ -35,6 +38,7 @@ class Cache:
     """A layer on the device and two in host memory, and what they were given."""
 
     def __init__(self, memory) -> None:
+        self.chosen, self.memory = CHOSEN, memory
         self.stores = [DeviceStore(), *(HostStore(tokens(20), memory, READS) for _ in range(2))]
         self.given = [rows(0, 0) for _ in self.stores]
 
@@ -62,16 +66,17 @@ class Cache:
         free = self.length - RECENT - SINK
         draws = torch.Generator().manual_seed(seed)
         newest = torch.tensor([[[free - 1]], [[free - 2]]])
-        others = torch.stack([torch.randperm(free - 2, generator=draws)[: CHOSEN - 1] for _ in range(BATCH)])
+        others = torch.stack([torch.randperm(free - 2, generator=draws)[: self.chosen - 1] for _ in range(BATCH)])
         chosen_BgN = torch.cat((others[:, None], newest), 2).sort(2).values + SINK
-        return Selection(chosen_BgN.int(), torch.full((BATCH,), CHOSEN, dtype=torch.int32), SINK, RECENT)
+        return Selection(chosen_BgN.int(), torch.full((BATCH,), self.chosen, dtype=torch.int32), SINK, RECENT)
 
 
 class Steps:
     """Captured steps, as runtime/hf/graphs.py has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program = PROGRAM) -> None:
         self.graphs = {}
+        self.program = program
         self.lengths_B = torch.ones(BATCH, dtype=torch.int32)
         self.reads = HostReads()
         self.now = None
@@ -79,20 +84,20 @@ class Steps:
     def run(self, cache: Cache, seed: int) -> None:
         """One step, without the count of its token."""
         new = cache.new(1, seed)
-        assert not obstacle(PROGRAM, cache.stores, cache.length, IDS)
+        assert not obstacle(self.program, cache.stores, cache.length, IDS)
         if self.now is None or not self.now.serves(cache.stores, cache.length):
             for store in cache.stores:
                 store.prepare(cache.length)
             key = kinds_of(cache.stores)
             if key not in self.graphs:
-                self.graphs[key] = StepStores(cache.stores, 4096, PROGRAM, self.lengths_B, self.reads)
+                self.graphs[key] = StepStores(cache.stores, 4096, self.program, self.lengths_B, self.reads)
             self.now = self.graphs[key]
             self.now.bind(cache.stores)
         self.lengths_B.fill_(cache.length)
         selection = cache.choice(seed)
         stores = [self.now.new_store(layer) for layer in range(3)]
         stores[0].append(*new[0])
-        self.now.fetch(SEGMENT, selection)
+        self.now.fetch(self.program.layers[0].filters, selection)
         for layer in (1, 2):
             stores[layer].append(*new[layer])
             self.check(cache, layer, selection, stores[layer].gather(selection, self.lengths_B))
@@ -102,9 +107,10 @@ class Steps:
         _, found, _ = gathered
         store = cache.stores[layer]
         cached = store.memory_of_step[0] if store.is_long() else store.tensors
-        (tokens_BgM, _), (at_BgM, _) = selection.listed(self.lengths_B), found.listed(self.lengths_B)
+        (tokens_BgM, totals_B), (at_BgM, found_B) = selection.listed(self.lengths_B), found.listed(self.lengths_B)
+        assert torch.equal(found_B, totals_B)
         for b in range(BATCH):
-            token, at = (x_BgM[b, 0].long() for x_BgM in (tokens_BgM, at_BgM))
+            token, at = (x_BgM[b, 0, : totals_B[b]].long() for x_BgM in (tokens_BgM, at_BgM))
             for rows_BGRD, given_BGSD in zip(cached, cache.given[layer], strict=True):
                 assert torch.equal(rows_BGRD[b][:, at], given_BGSD[b][:, token])
 
@@ -184,6 +190,33 @@ def test_a_bound_step_does_not_serve_lengths_that_are_read_as_a_whole() -> None:
     step(steps, cache, 1)
     assert steps.now.serves(cache.stores, cache.length + 1)
     assert not steps.now.serves(cache.stores, SINK + CHOSEN + RECENT)
+
+
+def test_caches_of_several_capacities_share_a_step_whose_budget_is_a_fraction() -> None:
+    budget = DecodeBudget(fraction=0.05, at_most=2 * CHOSEN)
+    reads, part = Reads((budget,), SINK, RECENT), segment(0, (1, 2), budget, sink=SINK, recent=RECENT)
+    steps, kinds = Steps(program_of(part)), []
+    for length in (119, 159, 219):  # the last one chooses more than the first has room for
+        cache = Cache(LateMemory())
+        cache.stores[1:] = [HostStore(tokens(90), cache.memory, reads) for _ in range(2)]
+        for store in cache.stores:
+            store.reserve(length + 1)
+        cache.append(length, length)
+        cache.chosen = budget.resolve(length + 1)
+        step(steps, cache, 1)
+        kinds.append(cache.stores[1].hot_set)
+    assert len(set(kinds)) == 3
+    assert len(steps.graphs) == 1
+
+
+def test_where_a_budget_of_longer_contexts_covers_the_capacity_steps_are_not_captured_yet() -> None:
+    """Of two buckets, the context is in that with the smaller budget."""
+    cache = long_cache()
+    cache.stores[1:] = [HostStore(tokens(20), LateMemory(), Reads((tokens(CHOSEN), tokens(2000)), SINK, RECENT))] * 2
+    for store in cache.stores[1:]:
+        store.append(*rows(120, 1))
+    assert cache.stores[1].is_long()
+    assert "1 to 32768 slots, found 5 and 0" in obstacle(PROGRAM, cache.stores, 121, IDS)
 
 
 def test_what_is_not_to_be_counted_is_not() -> None:

@@ -12,6 +12,7 @@ from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.phases import DecodeBucket
+from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.stores.bank import HostStore
 
@@ -154,6 +155,27 @@ def test_lengths_that_are_read_as_a_whole_again_run_as_single_launches(model, ca
     assert handle.steps.replayed == 2
     with apply(model, plan, backend="triton", offload="never") as handle:
         assert torch.equal(found, steps(model, prompt, new)[0])
+
+
+def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_launches(model, captured, monkeypatch):
+    prompt, new, waited = ids(1, LONG), ids(1, 1, 1), []
+
+    def fail(segment, selection):
+        raise torch.OutOfMemoryError("of this test")
+
+    with applied(model, ()):
+        expected, _ = steps(model, prompt, new)
+    with applied(model, (1, 2)) as handle:
+        handle.steps.revise = fail
+        wait = graphs.torch.cuda.synchronize
+        monkeypatch.setattr(graphs.torch.cuda, "synchronize", lambda device=None: waited.append(wait(device)))
+        with pytest.warns(match="capturing failed"):
+            found, cache = steps(model, prompt, new)
+        assert on_host(cache) == [1, 2]
+        assert (handle.steps.replayed, handle.steps.latest) == (0, None)
+        assert "of this test" in handle.steps.why_not
+    assert waited
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.skipif(not CUDA, reason="device memory is a GPU's")

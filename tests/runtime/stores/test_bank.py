@@ -318,9 +318,13 @@ def test_where_memory_cannot_be_locked_the_drivers_own_serves(monkeypatch):
     monkeypatch.setattr(
         torch, "empty", lambda *args, pin_memory=False, **kw: made.append(pin_memory) or empty(*args, **kw)
     )
-    assert len(HostMemory().take(1 << 20, cuda).data) == 1 << 20
+    block = HostMemory().take(1 << 20, cuda)
+    assert len(block.data) == 1 << 20
     assert made == [True]
     assert cudart.log == ["forget"]
+    del block
+    gc.collect()
+    assert cudart.log == ["forget", "wait"]  # before the allocator hands the memory out again
 
 
 def test_on_a_cpu_copies_run_at_once():
