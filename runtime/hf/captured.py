@@ -28,7 +28,7 @@ from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
 
 _COLUMNS = 6  # of the table; kernels/keys.py and kernels/decode/gather.py say what they are
-_MOST_SLOTS = 1 << 15  # that one program of the kernel can choose from
+_MOST_SLOTS = 1 << 15  # that one program of kernels/decode/place.py can choose from
 
 
 def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch.Tensor) -> str:
