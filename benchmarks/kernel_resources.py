@@ -41,7 +41,7 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
-from sparsekv.kernels.keys import KeyView, full_view
+from sparsekv.kernels.keys import COLUMNS, KeyView, full_view
 from sparsekv.kernels.prefill import triton as triton_prefill
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash, tokens
@@ -212,7 +212,7 @@ def _fetch(lists: int) -> None:
     ones_B, counts_3 = torch.ones(1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     placed = place.PlacedStep.empty(table, 2048 + 4 + 128, 128)
     place.place_step(table, Selection(chosen_BgN, ones_B, 4, 128), ones_B, 192, placed, counts_3, 9)
-    where_X = torch.zeros(gather.COLUMNS, dtype=torch.int64)
+    where_X = torch.zeros(COLUMNS, dtype=torch.int64)
     sizes = {"kv_heads": 8, "token_bytes": 256, "slots": 3904, "ring": 192, "recent": 128}
     gather.gather_missed(where_X, placed, ones_B, **sizes)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotTable
+from sparsekv.kernels.keys import COLUMNS, HOST, HOST_TOKENS, ROWS
 
 place = pytest.importorskip("sparsekv.kernels.decode.place")
 gather = pytest.importorskip("sparsekv.kernels.decode.gather")
@@ -71,9 +72,9 @@ def host_tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def table_of(rows_PBGRD: torch.Tensor, host_CBPGD: torch.Tensor) -> torch.Tensor:
-    where = [0] * gather.COLUMNS
-    where[2], where[gather.ROWS], where[gather.HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
-    where[gather.HOST_TOKENS] = len(host_CBPGD)
+    where = [0] * COLUMNS
+    where[2], where[ROWS], where[HOST] = rows_PBGRD.shape[3], rows_PBGRD.data_ptr(), host_CBPGD.data_ptr()
+    where[HOST_TOKENS] = len(host_CBPGD)
     return torch.tensor(where, dtype=torch.int64, device=DEVICE)
 
 
