@@ -20,8 +20,6 @@ import triton.language as tl
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import AGEING, USE, SlotTable
 
-MOST_LISTED = 1 << 15
-"""Tokens that a program can place, and slots that it can choose from."""
 _WORTH_BITS = (USE << AGEING).bit_length()  # a slot that is chosen in every step comes to no more
 
 

@@ -43,7 +43,7 @@ def link_rate(
     """Fetches random tokens into the first rows, whose contents are lost.
 
     Args:
-        rows_PBGRD: on the device; 2,048 rows or more.
+        rows_PBGRD: on the device; where they are few, several tokens go to one.
         host_CBPGD: pinned.
         programs, at_once: of the kernel, to try others than it has.
     """
@@ -84,6 +84,7 @@ def _random(rows_PBGRD: torch.Tensor, tokens: int, count: int, seed: int) -> Pla
     draws = torch.Generator(device).manual_seed(seed)
     shape = (batch, 1, count)
     missed_BgM = torch.randint(tokens, shape, generator=draws, dtype=torch.int32, device=device)
-    into_BgM = torch.arange(count, dtype=torch.int32, device=device).expand(shape).contiguous()
+    into_M = torch.arange(count, dtype=torch.int32, device=device) % rows_PBGRD.shape[3]
+    into_BgM = into_M.expand(shape).contiguous()
     misses_Bg = torch.full(shape[:2], count, dtype=torch.int32, device=device)
     return PlacedStep(into_BgM, misses_Bg[:, 0], missed_BgM, into_BgM, misses_Bg)

@@ -245,11 +245,12 @@ def start_engines(model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sparsekv.yaml"
         write_plan(plan, path)
-        dense = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": {"dense": True}})
         ours = vllm.asking_for_ours() | {
             "additional_config": {"sparsekv": {"plan": str(path), "backend": bench.backend}}
         }
-        yield Engines(dense, vllm.make_engine(model.folder, **settings, **ours), vllm.release)
+        sparse = vllm.make_engine(model.folder, **settings, **ours)  # first: it refuses what cannot be served
+        dense = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": {"dense": True}})
+        yield Engines(dense, sparse, vllm.release)
 
 
 def bench_serve(

@@ -28,28 +28,30 @@ from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
 
 _COLUMNS = 6  # of the table; kernels/keys.py and kernels/decode/gather.py say what they are
-_MOST_SLOTS = 1 << 15  # that one program of the kernel can choose from
+_MOST_SLOTS = 1 << 15  # that one program of kernels/decode/place.py can choose from
 
 
-def obstacle(program: Program, stores: Sequence[Any], length: int, rows: int) -> str:
+def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch.Tensor) -> str:
     """Why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
         program: what the layers compute.
-        stores: of all layers, none of them empty.
+        stores: of all layers.
         length: tokens of a row, the new one included.
-        rows: of the step.
+        ids_B1: of the step.
     """
-    everything: dict[int, bool] = {}  # by filter layer: whether some row attends to all of its tokens
+    rows = ids_B1.shape[0]
     for layer, store in zip(program.layers, stores, strict=True):
+        if store.keys is None or store.keys.device != ids_B1.device:
+            return "keys and values do not all lie on the device of the tokens"
+        if store.keys.shape[0] != rows:
+            return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
         if not isinstance(store, HostStore) or not store.is_long(length):
             continue
         segment = layer.follows
         if segment is None or layer.filters is not None:
             return f"layer {layer.layer} reads all of its tokens, which are in host memory"
-        if segment.filter not in everything:
-            everything[segment.filter] = ALL in counts_of(segment, program, (length,) * rows)
-        if everything[segment.filter]:
+        if _reads_all(segment, program, length, rows):
             return f"layer {layer.layer} reads all of its tokens at this length, which are in host memory"
         if layer.kv_map is not None or layer.window is not None:
             return f"layer {layer.layer} is in host memory and has a head map or a sliding window"
@@ -59,6 +61,11 @@ def obstacle(program: Program, stores: Sequence[Any], length: int, rows: int) ->
                 f"at most, found {segment.recent} and {store.hot_set.slots}"
             )
     return ""
+
+
+def _reads_all(segment: SegmentProgram, program: Program, length: int, rows: int) -> bool:
+    """Whether some row of the segment's layers attends to all of its tokens."""
+    return ALL in counts_of(segment, program, (length,) * rows)
 
 
 class CapturedStore:
@@ -143,6 +150,7 @@ class StepStores:
         self, stores: Sequence[Any], capacity: int, program: Program, lengths_B: torch.Tensor, reads: HostReads
     ) -> None:
         self.lengths_B = lengths_B
+        self._program = program
         self.kinds = kinds_of(stores)
         self.where_LX = torch.zeros((len(stores), _COLUMNS), dtype=torch.int64, device=lengths_B.device)
         self.shapes = [
@@ -158,6 +166,7 @@ class StepStores:
         self._groups = self._grouped(program, capacity)
         every = [group for groups in self._groups.values() for group in groups]
         self._of_layer = {layer: group for group in every for layer in group.layers}
+        self._segments = [layer.filters for layer in program.filters if layer.filters and layer.layer in self._groups]
         self._counts_3 = reads.on_device(lengths_B.device)
 
     def _grouped(self, program: Program, capacity: int) -> dict[int, list[_Group]]:
@@ -191,8 +200,12 @@ class StepStores:
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def serves(self, stores: Sequence[Any], length: int) -> bool:
-        """Whether the next step is of the very stores that it is bound to, and these have room for it."""
+        """Whether the next step is of the very stores that it is bound to, these have room for it, and those in host
+        memory are read by choice."""
         if length > self._room or len(stores) != len(self._bound):
+            return False
+        rows = self.lengths_B.shape[0]
+        if any(_reads_all(segment, self._program, length, rows) for segment in self._segments):
             return False
         return all(
             store.bound_to is self._binding if hot else store.keys is bound()

@@ -245,17 +245,11 @@ class StepGraphs:
             return f"the selector of filter layer {windows[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
-        stores = _stores(inputs[CONTEXT].cache)
-        if cast(Any, decoder).config.num_hidden_layers != len(stores):
+        if cast(Any, decoder).config.num_hidden_layers != len(inputs[CONTEXT].cache.layers):
             return "only some layers of the model run"
-        for store in stores:
-            if store.keys is None or store.keys.device != ids.device:
-                return "keys and values do not all lie on the device of the tokens"
-            if store.keys.shape[0] != ids.shape[0]:
-                return f"the cache holds {store.keys.shape[0]} rows, the step has {ids.shape[0]}"
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"
-        return obstacle(self._program, stores, stores[0].length + 1, ids.shape[0])
+        return ""
 
     def _ready(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
@@ -268,6 +262,8 @@ class StepGraphs:
         if self._next is not None and self._next.serves(ids_B1, stores, past + 1):
             self._next.load(ids_B1, positions, past)
             return ""
+        if found := obstacle(self._program, stores, past + 1, ids_B1):
+            return found
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
             for store in stores:
                 store.prepare(past + 1)

@@ -1,4 +1,4 @@
-"""vLLM's own attention backend with sparse prefill by a plan; without a plan it is vLLM's own in every call.
+"""vLLM's own attention backend with sparse prefill by a plan; without a plan all rows go to vLLM's own kernel.
 
 Prefill rows go request by request through the core where the plan is sparse at their length; all other rows of a step,
 decode rows among them, go to vLLM's kernel. vLLM imports this file when it makes the first attention layer.
@@ -163,8 +163,8 @@ class SparseBuilder(_Builder):
         return vllm.without_prefill(super().get_cudagraph_support(vllm_config, kv_cache_spec))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """Never: its metadata are of a whole step."""
-        return False
+        """Never by a plan: its metadata are of a whole step."""
+        return self._host is None and bool(super().use_cascade_attention(*args, **kwargs))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """vLLM's metadata of a step, with the prefill rows beside it."""

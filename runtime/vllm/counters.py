@@ -18,7 +18,7 @@ class ServingStats:
 
     tiles_computed: float  # of prefill, over all heads and layers
     tiles_causal: int  # what dense prefill would have computed
-    sparse_tokens: int  # prefilled at lengths where the plan is sparse
+    sparse_tokens: int  # prefilled at lengths where the plan is sparse; again after a preemption counts again
     dense_tokens: int  # prefilled at lengths where the plan is dense
     failures: int  # chunks of a layer that were to be sparse, and that vLLM's own kernel computed after an error
 
@@ -100,7 +100,10 @@ def serving_stats(llm: Any) -> ServingStats:
     """
     found: list[ServingStats | None] = llm.apply_model(_read)
     if found[0] is None:
-        raise UsageError("expected an engine that runs a plan, found one without; give it one, or a model with one")
+        raise UsageError(
+            "expected an engine that runs a plan, found one without; give it a plan, or a model with one, and on a GPU "
+            'attention_config={"backend": "CUSTOM"}'
+        )
     return found[0]
 
 

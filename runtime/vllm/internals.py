@@ -185,8 +185,8 @@ class OnCuda:
         )
 
 
-# None on devices that no backend of ours was made for.
-platform: Any = {"cpu": OnCpu, "cuda": OnCuda}.get(current_platform.device_type)
+# None on devices that no backend of ours was made for. AMD's devices are of type "cuda" as well.
+platform: Any = OnCpu if current_platform.is_cpu() else OnCuda if current_platform.is_cuda() else None
 
 
 def engine_facts(config: VllmConfig) -> EngineFacts:

@@ -125,7 +125,7 @@ class PlanHost:
         self.counters = Counters()
         self._longest = longest
         self._fallback = Fallback(backend)
-        self._warm: set[frozenset[type]] = set()
+        self._warm: set[frozenset[str]] = set()
 
     @property
     def backend(self) -> str:
@@ -173,7 +173,7 @@ class PlanHost:
         """
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
             patterns = layer.patterns_at(length)
-            families = frozenset(map(type, patterns))
+            families = frozenset(pattern.pattern for pattern in patterns)
             if not patterns or families in self._warm:
                 continue
             self._warm.add(families)

@@ -62,16 +62,20 @@ def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int)
     given: dict[str, float] = {}
     first: dict[str, float] = {}
     last: dict[str, float] = {}
-    while waiting or engine.has_unfinished_requests():
-        while waiting and len(given) - len(last) < at_once:
-            name, prompt = waiting.popleft()
-            given[name] = time.perf_counter()
-            engine.add_request(name, {"prompt_token_ids": prompt}, asked)
-        outputs, now = engine.step(), time.perf_counter()
-        for output in outputs:
-            first.setdefault(output.request_id, now)
-            if output.finished:
-                last[output.request_id] = now
+    try:
+        while waiting or engine.has_unfinished_requests():
+            while waiting and len(given) - len(last) < at_once:
+                name, prompt = waiting.popleft()
+                given[name] = time.perf_counter()
+                engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+            outputs, now = engine.step(), time.perf_counter()
+            for output in outputs:
+                first.setdefault(output.request_id, now)
+                if output.finished:
+                    last[output.request_id] = now
+    except BaseException:
+        engine.abort_request([name for name in given if name not in last])  # the next call uses these names again
+        raise
     if given.keys() != last.keys():
         raise BackendError(f"expected {len(given)} answers of vLLM's engine, found {len(last)}; its log says why")
     return Served(tuple(Timing(given[name], first[name], last[name]) for name in given), answer)

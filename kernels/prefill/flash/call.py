@@ -189,6 +189,7 @@ def attend_dense(part: Part) -> None:
         _module("interface")._flash_attn_fwd(**views, lse=part.lse_BHS, softmax_scale=part.scale, **reach)
 
 
+@lru_cache
 def _module(name: str) -> Any:
     return import_module(f"{package()}.{name}")
 

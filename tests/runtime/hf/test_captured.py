@@ -28,6 +28,7 @@ PROGRAM = Program.of(
     model_info(layers=3, heads=GROUPS, kv_heads=GROUPS),
 )
 SEGMENT = PROGRAM.layers[0].filters
+IDS = torch.zeros(BATCH, 1, dtype=torch.int64)
 
 
 class Cache:
@@ -78,7 +79,7 @@ class Steps:
     def run(self, cache: Cache, seed: int) -> None:
         """One step, without the count of its token."""
         new = cache.new(1, seed)
-        assert not obstacle(PROGRAM, cache.stores, cache.length, BATCH)
+        assert not obstacle(PROGRAM, cache.stores, cache.length, IDS)
         if self.now is None or not self.now.serves(cache.stores, cache.length):
             for store in cache.stores:
                 store.prepare(cache.length)
@@ -178,6 +179,13 @@ def test_slots_stay_filled_until_something_else_writes_to_them() -> None:
     assert (steps.reads.collect().fetched, steps.reads.steps) == (2 * listed, 4)
 
 
+def test_a_bound_step_does_not_serve_lengths_that_are_read_as_a_whole() -> None:
+    steps, cache = Steps(), long_cache()
+    step(steps, cache, 1)
+    assert steps.now.serves(cache.stores, cache.length + 1)
+    assert not steps.now.serves(cache.stores, SINK + CHOSEN + RECENT)
+
+
 def test_what_is_not_to_be_counted_is_not() -> None:
     reads = HostReads()
     reads.on_device(CPU).add_(1)
@@ -189,8 +197,9 @@ def test_what_is_not_to_be_counted_is_not() -> None:
 def test_why_a_step_is_not_captured() -> None:
     cache, short = long_cache(), Cache(LateMemory())
     short.append(30, 0)
-    assert obstacle(PROGRAM, short.stores, 31, 1) == obstacle(PROGRAM, cache.stores, 121, 1) == ""
+    assert obstacle(PROGRAM, short.stores, 31, IDS) == obstacle(PROGRAM, cache.stores, 121, IDS) == ""
     dense = Program.of(None, None, model_info(layers=3, heads=GROUPS, kv_heads=GROUPS))
-    assert "layer 1 reads all of its tokens" in obstacle(dense, cache.stores, 121, 1)
+    assert "layer 1 reads all of its tokens" in obstacle(dense, cache.stores, 121, IDS)
+    assert "holds 2 rows, the step has 1" in obstacle(PROGRAM, cache.stores, 121, IDS[:1])
     assert SEGMENT.count(12) == ALL
-    assert "at this length" in obstacle(PROGRAM, cache.stores, 12, 1)
+    assert "at this length" in obstacle(PROGRAM, cache.stores, 12, IDS)
