@@ -9,7 +9,7 @@ Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,9 +293,15 @@ def server_step() -> int:
 def empty_cache(pages: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A layer's cache outside of an engine, with pages as vLLM has them where nothing else is asked for."""
     spec = SimpleNamespace(num_kv_heads=kv_heads, block_size=platform.page, head_size=size, dtype=dtype)
-    with set_current_vllm_config(VllmConfig()):  # backends ask it for the layout
-        cache: torch.Tensor = platform.empty_cache(pages, spec, device)
-    return cache
+    with set_current_vllm_config(_defaults()):  # backends ask it for the layout
+        empty: torch.Tensor = platform.empty_cache(pages, spec, device)
+    return empty
+
+
+@cache
+def _defaults() -> VllmConfig:
+    """A configuration without an engine; made once, as making it logs."""
+    return VllmConfig()
 
 
 def dense_attention(
