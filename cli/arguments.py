@@ -103,7 +103,7 @@ Chunk = Annotated[
         min=LEAST_CHUNK,
         max=MAX_LENGTH,
         metavar="N",
-        help="Prefill in pieces of N tokens, which bounds memory.",
+        help="Prefill in pieces of N tokens: bounds memory, or cuts prompts as a server does.",
     ),
 ]
 

@@ -66,14 +66,14 @@ def serve(
         Load,
         ServeBench,
         bench_serve,
-        check_vllm,
         dense_up_to,
         dummy_plan,
         served_model,
         start_engines,
     )
+    from sparsekv.runtime.vllm.engine_facts import check_installed
 
-    check_vllm()
+    check_installed()
     used = None if by_hand else arguments.Subject.named(model, plan, None).plan
     hardware, precision = arguments.device_and_dtype(None, dtype)
     wanted = given or arguments.lengths_from(_LENGTHS[hardware.type], "--lengths")

@@ -37,6 +37,10 @@ def plan(
     target_speedup: Annotated[
         float | None, typer.Option(max=1e4, metavar="X", help="How much faster prefill attention must become, instead.")
     ] = None,
+    host: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="What will run the plan, whose prefill is timed; for vllm prefill alone is planned."),
+    ] = "transformers",
     only: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Plan this phase alone.")] = None,
     no_crossover: Annotated[
         bool, typer.Option("--no-crossover", help="Sparse at every length, also where dense is faster.")
@@ -121,6 +125,7 @@ def plan(
         "lengths": _read(arguments.lengths_from, lengths, "--lengths"),
         "target_density": _read(arguments.shares_from, target_density, "--target-density"),
         "target_speedup": target_speedup,
+        "host": host,
         "phases": (only,) if only else None,
         "crossover": not no_crossover,
         "preset": preset,
@@ -152,7 +157,7 @@ def plan(
     # Imports torch, which takes seconds: what is wrong with the options was said by now.
     from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.plan import check_plannable, compile_files, compile_plan
+    from sparsekv.planner.plan import check_plannable, compile_files, compile_plan, for_host
     from sparsekv.planner.profile.profile_data import Profile, for_profile
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.files import write_plan
@@ -160,7 +165,7 @@ def plan(
     profiled = read_measured(Profile, profile) if profile else None
     measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:
-        for_profile(wanted, profiled)  # says what is not in it before a model is looked for
+        for_profile(for_host(wanted, measured), profiled)  # says what is not in it before a model is looked for
     with files.telling_what_is_saved():
         outputs = {"profile_out": profile_out, "cost_out": cost_out}
         if profiled and measured and no_verify:

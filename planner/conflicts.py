@@ -24,7 +24,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "given layers": ("filter_layers",),
     "loss bound": ("decode_selectors", "decode_loss"),
     "divergence bound": ("decode_selectors", "decode_kl"),
-    "device cost": _MACHINE,
+    "device cost": (*_MACHINE, "host"),
     "verification": (
         *("tasks", "seed", "verify_samples", "verify_lengths"),
         *("max_accuracy_drop", "max_kl", "max_decode_kl", "min_agreement", "min_exact"),
@@ -52,6 +52,7 @@ SWITCHES = (
     Switch("profile", ("search", "calibration", "task calibration"), "a profile brings what it was made with"),
     Switch("prompts", ("task calibration",), "own prompts take the place of tasks"),
     Switch("cost", ("device cost",), "the device was measured already"),
+    Switch("host", ("decode", *_BOUNDS, "given layers"), "decode is not planned for vLLM yet", ("vllm",)),
     Switch("preset", ("density target", "speedup target"), "the preset has a target of its own", ("minference",)),
     Switch("target_speedup", ("density target",), "each is a target"),
     Switch("only", ("decode", *_BOUNDS, "given layers"), "only prefill is planned", ("prefill",)),
@@ -62,6 +63,9 @@ SWITCHES = (
     Switch("decode_loss", ("divergence bound",), "each is a bound on what is lost"),
     Switch("no_verify", ("verification",), "nothing is verified"),
 )
+
+# What is read besides where a host cuts prompts: chunks of that many tokens are timed.
+_CHUNKED = {"device cost": (*READERS["device cost"], "prefill_chunk")}
 
 _NO_FLAG = (
     *("levels", "row_stride", "refine_rounds", "verify_lengths"),
@@ -79,9 +83,10 @@ def check_used(given: Mapping[str, object]) -> None:
         UsageError: naming the option, and those that leave out whatever would read it.
     """
     on = [switch for switch in SWITCHES if switch.is_on(given)]
+    readers = {**READERS, **(_CHUNKED if given.get("host") == "vllm" else {})}
     for name in given:
         others = [switch for switch in on if switch.name != name]
-        parts = [part for part, read in READERS.items() if name in read]
+        parts = [part for part, read in readers.items() if name in read]
         against = [next((switch for switch in others if part in switch.leaves_out), None) for part in parts]
         if against and None not in against:
             raise UsageError(_refusal(name, list(dict.fromkeys(switch for switch in against if switch)), given))

@@ -23,6 +23,7 @@ from sparsekv.planner.tasks import QUOTE_TASKS
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, TileShape, fraction
+from sparsekv.plans.schema import HostName
 from sparsekv.plans.types import LEAST_CHUNK, format_length
 from sparsekv.runtime.settings import DeviceMap
 
@@ -44,6 +45,7 @@ PRESETS: tuple[Preset, ...] = get_args(Preset)
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+HOSTS: tuple[HostName, ...] = get_args(HostName)
 TASKS = tuple(KNOWN_TASKS)
 
 # Density by length, between which density_for interpolates in log length. Attention grows sparser with length.
@@ -113,6 +115,8 @@ class PlanOptions:
         target_density: share of the causal tiles to compute, over all heads and layers: one for all lengths, or one
             a length; empty for defaults by length.
         target_speedup: instead of a density: how much faster than dense the attention of a prefill must become.
+        host: the program that will run the plan, whose prefill is timed: "transformers" or "vllm", for which decode is
+            not planned (`for_host`).
         phases: which phases get a plan; the others run dense.
         crossover: whether lengths at which dense is measured to be faster go dense.
         preset: "minference" for the search of MInference 1.0 as published.
@@ -147,7 +151,8 @@ class PlanOptions:
         filter_layers: the layers of the "fixed" rule.
         offload: whether the layers of segments keep their rows in host memory.
         batch: most prompts evaluated at once; None: as many as surely fit at a length, one on a CPU.
-        prefill_chunk: most tokens of a prompt given to the model at once in verification; None is all.
+        prefill_chunk: most tokens of a prompt given to the model at once in verification, and in what is timed of vLLM;
+            None is all, or what a server of vLLM computes in a step.
         seed: of calibration and verification samples.
         device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
         device_map: how such a model is spread over the devices of this machine, instead of `device`: "auto",
@@ -158,6 +163,7 @@ class PlanOptions:
     lengths: tuple[int, ...] = ()
     target_density: tuple[float, ...] = ()
     target_speedup: float | None = None
+    host: HostName = "transformers"
     phases: tuple[Phase, ...] = PHASES
     crossover: bool = True
     preset: Preset | None = None
@@ -374,6 +380,7 @@ def _check(options: PlanOptions) -> None:
     speedup = options.target_speedup
     expect(speedup is None or 1.0 < speedup < math.inf, "a target speedup above 1", speedup)
     expect(bool(options.phases) and set(options.phases) <= set(PHASES), f"phases of {_told(PHASES)}", options.phases)
+    expect(options.host in HOSTS, f"a host of {_told(HOSTS)}", options.host)
     known = PRESET_FAMILIES if options.preset else KNOWN_FAMILIES  # the published search has no other
     expect(set(options.families) <= set(known), f"families of {_told(known)}", options.families)
     expect(all(level > 0 for level in options.levels), "positive levels", options.levels)

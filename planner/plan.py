@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsekv.planner.allocate import allocate, check_profiled
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
-from sparsekv.planner.cost.measure import measure_cost
+from sparsekv.planner.cost.measure import PrefillHost, measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
@@ -53,6 +55,7 @@ from sparsekv.plans.schema import Plan, Prediction, Provenance, Target
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_config, load_model
 from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.vllm.engine_facts import check_installed
 
 MOST_ATTEMPTS = 6
 STAGES = ("profile", "refine", "decode trials", "cost", "allocate", "filter layers", "evaluate")
@@ -105,7 +108,10 @@ def compile_plan(
         UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
     """
     started, stages = time.monotonic(), Stages(progress, STAGES)
-    own = profile_in
+    options, own, host = for_host(options, cost_in), profile_in, None
+    if options.host == "vllm" and cost_in is None:
+        host = _vllm_host(options, loaded.model.device)
+    options = _in_chunks(options, host or cost_in)
     if profile_in is not None:
         check_model(profile_in, loaded.info)
         options, own = for_profile(options, profile_in)  # of the lengths that are asked for
@@ -132,6 +138,7 @@ def compile_plan(
         families=asked.families,
         backend=asked.backend,
         offload=asked.offload and "decode" in asked.phases,
+        host=host,
         progress=stages,
     )
     if cost_out is not None:
@@ -139,7 +146,8 @@ def compile_plan(
     used, attempts, verdict = asked, 0, None
     plan = compile_once(loaded.info, used, measured, cost, stages)
     while kit is not None:
-        verdict, attempts = verify(loaded, plan, used, stages, kit), attempts + 1
+        anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
+        verdict, attempts = verify(loaded, anywhere, used, stages, kit), attempts + 1
         if verdict.passed:
             plan = verdict.recorded(plan)
             break
@@ -151,6 +159,34 @@ def compile_plan(
         *plan_remarks(plan, used, measured, cost),
     )
     return PlanResult(plan, time.monotonic() - started, attempts, remarks)
+
+
+def for_host(options: PlanOptions, cost: DeviceCost | None) -> PlanOptions:
+    """The options for the host that a device cost was measured for, where there is one. vLLM runs decode dense: only
+    prefill is planned for it.
+
+    Raises:
+        UsageError: decode alone is to be planned for vLLM, or something is asked of decode there.
+    """
+    asked = options if cost is None else replace(options, host=cost.host)
+    if asked.host != "vllm":
+        return asked
+    if "prefill" not in asked.phases:
+        raise UsageError("expected a plan of prefill for vLLM, which runs decode dense yet; leave --only decode out")
+    return replace(asked, phases=("prefill",))
+
+
+def _vllm_host(options: PlanOptions, device: torch.device) -> PrefillHost:
+    from sparsekv.planner.cost.vllm_host import VllmHost
+
+    return VllmHost(options.prefill_chunk, device)
+
+
+def _in_chunks(options: PlanOptions, measured: PrefillHost | DeviceCost | None) -> PlanOptions:
+    """Verification cuts prompts as what was measured does: what a plan keeps depends on the cuts."""
+    if measured is None or options.prefill_chunk is not None:
+        return options
+    return replace(options, prefill_chunk=measured.chunk)
 
 
 def _profiled(loaded: LoadedModel, options: PlanOptions, stages: Progress, resume: Path | None) -> Profile:
@@ -167,7 +203,9 @@ def check_plannable(
     Raises:
         PlanMismatchError, UsageError: see `compile_plan`.
     """
-    own = profile_in
+    options, own = for_host(options, cost_in), profile_in
+    if options.host == "vllm" and cost_in is None:
+        check_installed()
     if profile_in is not None:
         check_model(profile_in, model, weights=False)
         options, own = for_profile(options, profile_in)
@@ -198,7 +236,7 @@ def compile_files(
     if options.verify_samples != 0:
         raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
     told = _checked(name, measured)
-    asked, own = for_profile(options, measured)
+    asked, own = for_profile(for_host(options, cost), measured)
     settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
     _check(measured.model, settled, own, cost)
     plan = compile_once(measured.model, settled, own, cost)
@@ -231,7 +269,7 @@ def compile_once(
     return Plan(
         status="unverified",
         model=model,
-        targets=(Target(device=cost.device, backend=cost.backend, dtype=cost.dtype),),
+        targets=(Target(device=cost.device, host=cost.host, backend=cost.backend, dtype=cost.dtype, chunk=cost.chunk),),
         prefill=prefill,
         decode=decode,
         cost=predict(measured, cost, prefill, decode),

@@ -41,7 +41,10 @@ HostName = Literal["transformers", "vllm"]
 
 
 class Target(Part):
-    """A device that cost and crossover were measured on, and the program that ran the model there."""
+    """A device that cost and crossover were measured on, and the program that runs the model there.
+
+    `chunk` is the most tokens of a prompt that the program prefills at once, where it cuts prompts.
+    """
 
     device: Text
     count: Count = 1
@@ -49,6 +52,7 @@ class Target(Part):
     host: HostName = "transformers"
     backend: BackendName
     dtype: DtypeName
+    chunk: Length | None = None
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:

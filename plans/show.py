@@ -24,7 +24,7 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Quality, to_data, unsupported
+from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Quality, Target, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -181,7 +181,7 @@ def header(plan: Plan) -> list[tuple[str, str]]:
         ("Status", plan.status),
         ("Architecture", f"{model.model_type}, {model.layers} layers, context {format_length(model.context_length)}"),
         *(("", line) for line in _shapes(model)),
-        *(("Target", f"{t.count} x {t.device}, {t.host}, {t.backend}, {t.dtype}") for t in plan.targets),
+        *(("Target", _target(target)) for target in plan.targets),
     ]
     made = [f"{name} {version}" for name, version in plan.provenance.versions.items()]
     made += _named(plan.provenance, "preset", "seed", "source")
@@ -191,6 +191,11 @@ def header(plan: Plan) -> list[tuple[str, str]]:
         mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
         rows.append(("Calibration", f"{mix}, at each length"))
     return rows
+
+
+def _target(target: Target) -> str:
+    chunks = "" if target.chunk is None else f", chunks of {format_length(target.chunk)}"
+    return f"{target.count} x {target.device}, {target.host}, {target.backend}, {target.dtype}{chunks}"
 
 
 def _shapes(model: ModelInfo) -> Iterator[str]:

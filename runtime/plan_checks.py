@@ -26,7 +26,9 @@ def check_plan(plan: Plan, found: ModelInfo, allow_mismatch: bool = False) -> No
         )
 
 
-def check_target(plan: Plan, device: str, backend: str, dtype: str, host: HostName = "transformers") -> None:
+def check_target(
+    plan: Plan, device: str, backend: str, dtype: str, host: HostName = "transformers", step: int | None = None
+) -> None:
     """Warns (`PlanWarning`) where the plan's cost was measured on another device: sparse may be slower than dense here.
 
     Args:
@@ -35,19 +37,27 @@ def check_target(plan: Plan, device: str, backend: str, dtype: str, host: HostNa
         backend: of its kernels.
         dtype: of the model.
         host: the program that runs it.
+        step: most tokens that it prefills at once; compared with targets that were measured in such chunks.
     """
     measured = [
-        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_devices(target.count)})"
+        f"{target.device} ({target.host}, {target.backend}, {target.dtype}{_chunks(target.chunk)}"
+        f"{_devices(target.count)})"
         for target in plan.targets
     ]
-    here = f"{device} ({host}, {backend}, {dtype})"
+    here = f"{device} ({host}, {backend}, {dtype}{_chunks(step if any(t.chunk for t in plan.targets) else None)})"
     if measured and here not in measured:
+        again = "" if host == "transformers" else f" --host {host}"
         warnings.warn(
             f"cost and crossover of this plan were measured on {', '.join(measured)}, not on {here}: sparse may be "
-            "slower than dense here. `sparsekv plan MODEL --profile FILE -o PLAN` recompiles it for this device",
+            f"slower than dense here. `sparsekv plan MODEL --profile FILE{again} -o PLAN` recompiles it for "
+            "this device",
             PlanWarning,
             stacklevel=3,
         )
+
+
+def _chunks(tokens: int | None) -> str:
+    return "" if tokens is None else f", chunks of {tokens}"
 
 
 def _devices(count: int) -> str:

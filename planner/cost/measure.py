@@ -1,18 +1,20 @@
 """Measuring what attention costs on this device: a few timed launches at each length, and lines fitted to them.
 
-Queries, keys and values are random: what kernels cost depends on tiles and lengths alone.
+Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of a host that cuts prompts,
+the chunk that ends at a length is timed, with its past.
 
-Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size, N chosen tokens.
+Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, D head size, N chosen tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import cast
+from types import MappingProxyType
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.prefill.means import add_means, compensated_heads
-from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
@@ -31,7 +33,7 @@ from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
-from sparsekv.plans.schema import BackendName
+from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
@@ -47,6 +49,54 @@ _FEWEST = 3
 _ROUND = 128
 
 
+class PrefillHost(Protocol):
+    """How the program that runs the plan prefills, as far as that has a price.
+
+    Attributes:
+        name: of the host.
+        chunk: most tokens of a prompt at once; None is all.
+        decodes: whether decode is planned for it, and timed.
+        versions: of what is timed here and nowhere else.
+    """
+
+    name: HostName
+    chunk: int | None
+    decodes: bool
+    versions: Mapping[str, str]
+
+    def dense(
+        self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
+    ) -> Callable[[], object]:
+        """A launch of its dense attention of a chunk."""
+
+    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object] | None:
+        """What comes before sparse attention of a chunk with a past; None for nothing."""
+
+    def take(self, out_BHTD: torch.Tensor) -> None:
+        """What comes after sparse attention."""
+
+
+class TransformersHost:
+    """Whole prompts, dense by the fastest kernel of our own, in a contiguous cache. See `PrefillHost`."""
+
+    name: HostName = "transformers"
+    chunk: int | None = None
+    decodes = True
+    versions: Mapping[str, str] = MappingProxyType({})
+
+    def dense(
+        self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
+    ) -> Callable[[], object]:
+        """The dense kernel that goes with the sparse one."""
+        return partial(dense_prefill, q_BHTD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
+
+    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Nothing."""
+
+    def take(self, out_BHTD: torch.Tensor) -> None:
+        """Nothing."""
+
+
 def measure_cost(
     shape: HeadShape,
     lengths: Sequence[int],
@@ -57,6 +107,7 @@ def measure_cost(
     families: Collection[Family] = FAMILIES,
     backend: str = "auto",
     offload: bool = False,
+    host: PrefillHost | None = None,
     progress: Progress | None = None,
 ) -> DeviceCost:
     """Times dense and sparse attention, index building and decode on this device, and fits lines to them.
@@ -68,13 +119,15 @@ def measure_cost(
         families: whose index building is timed besides that of the default ones.
         backend: of sparse prefill, or "auto".
         offload: time decode over rows in host memory too.
+        host: the program that runs the plan; None is the transformers host.
 
     Raises:
         BackendError: the backend cannot run here.
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
-    bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload)
+    program = host or TransformersHost()
+    bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload, program)
     timed = timed_lengths(shape, lengths, device.type)
     timings: list[Timing] = []
     with (progress or Progress()).stage("cost", total=len(timed)) as step:
@@ -83,19 +136,22 @@ def measure_cost(
             step.advance(note=f"{length} tokens")
     return DeviceCost(
         device=device_name(device),
+        host=program.name,
+        chunk=program.chunk,
         dtype=dtype_name(dtype),
         backend=cast(BackendName, choice.name),
         shape=shape,
         tile=tile,
-        versions=versions(),
+        versions=versions() | dict(program.versions),
         prefill_dense=fit_line(timings, "dense prefill"),
         prefill_sparse=fit_line(timings, "sparse prefill"),
+        prefill_copy=_line_of(timings, "copy"),
         index={name: fit_line(timings, f"index {name}") for name in timed_families},
-        decode_dense=fit_line(timings, "dense decode"),
-        decode_sparse=fit_line(timings, "sparse decode"),
-        decode_choose=fit_line(timings, "choose"),
-        decode_choose_alone=fit_line(timings, "choose alone"),
-        decode_host=fit_line(timings, "host decode") if offload else None,
+        decode_dense=_line_of(timings, "dense decode"),
+        decode_sparse=_line_of(timings, "sparse decode"),
+        decode_choose=_line_of(timings, "choose"),
+        decode_choose_alone=_line_of(timings, "choose alone"),
+        decode_host=_line_of(timings, "host decode"),
         timings=tuple(timings),
     )
 
@@ -119,6 +175,11 @@ def fit_line(timings: Sequence[Timing], what: str) -> Line:
     size = np.maximum(features.max(0), 1e-12)
     prices, _ = nnls(features / size / us[:, None], np.ones(len(own)))
     return Line(prices=tuple(float(price) for price in prices / size))
+
+
+def _line_of(timings: Sequence[Timing], what: str) -> Line | None:
+    """The line, where that was timed."""
+    return fit_line(timings, what) if any(timing.what == what for timing in timings) else None
 
 
 def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
@@ -181,36 +242,43 @@ class Bench:
     families: tuple[Family, ...]
     backend: str
     offload: bool  # whether steps over rows in host memory are timed too
+    host: PrefillHost
 
     def run(self, length: int) -> Iterator[Timing]:
         """Every timing at one length."""
         q_BHSD, k_BGSD, v_BGSD = self._random(length)
         scale = self.shape.head_dim**-0.5
         yield from self._prefill(length, q_BHSD, k_BGSD, v_BGSD, scale)
-        yield from self._decode(length, q_BHSD[:, :, -1:], k_BGSD, v_BGSD, scale)
+        if self.host.decodes:
+            yield from self._decode(length, q_BHSD[:, :, -1:], k_BGSD, v_BGSD, scale)
 
     def _prefill(
         self, length: int, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float
     ) -> Iterator[Timing]:
-        chunk, heads = Chunk.uniform(1, 0, length), self.shape.heads
-        dense_us = self._us(lambda: dense_prefill(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale, backend=self.backend))
+        rows, heads = min(length, self.host.chunk or length), self.shape.heads
+        chunk, q_BHTD = Chunk.uniform(1, length - rows, length), q_BHSD[:, :, length - rows :]
+        dense_us = self._us(self.host.dense(q_BHTD, k_BGSD, v_BGSD, chunk, scale, self.backend))
         yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
+        if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
+            yield _timing("copy", length, (1.0, float(length)), self._us(copy))
         for name, pattern in _patterns(length):
             if name not in self.families:
                 continue
-            build = partial(build_index, (pattern,) * heads, q_BHSD, k_BGSD, chunk, self.tile, scale=scale)
+            build = partial(build_index, (pattern,) * heads, q_BHTD, k_BGSD, chunk, self.tile, scale=scale)
             scored = float(heads * length)
             index, build_us = build(), self._us(build)
-            attend = partial(prefill_attention, q_BHSD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
+            attend = partial(prefill_attention, q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
             if compensated := compensated_heads((pattern,) * heads):  # means count with the index that says of what
                 found = attend(want_lse=True)
-                means = partial(add_means, q_BHSD, k_BGSD, v_BGSD, found, index, chunk, compensated, scale=scale)
+                means = partial(add_means, q_BHTD, k_BGSD, v_BGSD, found, index, chunk, compensated, scale=scale)
                 build_us += self._us(means)
-            yield _timing(f"index {name}", length, (1.0, scored, scored * length), build_us)
-            rows = float(index.counts_BHT.numel())
-            tiles = float(index.counts_BHT.sum())
-            work = (tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))
-            yield _timing("sparse prefill", length, (1.0, rows, *work), self._us(attend))
+            yield _timing(f"index {name}", length, (1.0, scored, scored * rows), build_us)
+            query_tiles, tiles = float(index.counts_BHT.numel()), float(index.counts_BHT.sum())
+            work = (query_tiles, tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))
+            yield _timing("sparse prefill", length, (1.0, *work), self._us(partial(self._taken, attend)))
+
+    def _taken(self, attend: Callable[[], AttentionOutput]) -> None:
+        self.host.take(attend().out_BHSD)
 
     def _decode(
         self, length: int, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, scale: float

@@ -128,7 +128,7 @@ def layer_times(
     causal = causal_tiles(tokens, tile)
     tiles_LH, columns_LH = (share_LH * causal for share_LH in shares_at(tables, choice, tile, tokens))
     heads_L = (choice != ABSENT).sum(1)
-    dense_L = np.array([cost.prefill_dense.us(float(heads) * causal) for heads in heads_L])
+    dense_L = np.array([cost.prefill_dense_us(float(heads) * causal, tokens) for heads in heads_L])
     sparse_L = dense_L.copy()
     for row, choice_H in enumerate(choice):
         if kinds := heads_by_pattern(tables, row, choice_H):
@@ -148,11 +148,11 @@ class HeadTimes:
 
 def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTimes:
     """Each slot at the prices of a device."""
-    entry = tables.entry
-    causal = causal_tiles(entry.length, tile)
+    entry, length = tables.entry, tables.entry.length
+    causal = causal_tiles(length, tile)
     _, _, tile_us, column_us = cost.prefill_sparse.prices
     # Families that were profiled but not priced are not among those asked for (`check_cost`).
-    index_us = {name: cost.index_us(name, 1, entry.length) - line.prices[0] for name, line in cost.index.items()}
+    index_us = {name: cost.index_us(name, 1, length) - cost.index_launch_us(name, length) for name in cost.index}
     index_C = np.array([index_us.get(one.family, np.inf) for one in entry.candidates] + [np.inf])
     tiles_LCH = (tables.tiles_LCH * tile_us + tables.columns_LCH * column_us) * causal
     return HeadTimes(causal * tile_us, np.asarray(tiles_LCH + index_C[tables.candidate_LCH]))
@@ -193,9 +193,9 @@ def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, prof
 
     Layers with a window of their own take the same time either way. The density is that of the others.
     """
-    times = layer_times(cost, tables, choice, profile.tile)
+    times, length = layer_times(cost, tables, choice, profile.tile), tables.entry.length
     same_us = sum(
-        len(group.layers) * cost.prefill_dense.us(group.heads * _window_tiles(tables.entry.length, group, profile.tile))
+        len(group.layers) * cost.prefill_dense_us(group.heads * _window_tiles(length, group, profile.tile), length)
         for group in profile.model.attention
         if group.window is not None
     )
@@ -255,7 +255,7 @@ def dense_step_us(
 ) -> float:
     """Attention of one dense decode step over all layers but some, in microseconds."""
     return sum(
-        len(set(group.layers).difference(without)) * cost.decode_dense.us(visible_tokens(group, length))
+        len(set(group.layers).difference(without)) * cost.priced("decode_dense").us(visible_tokens(group, length))
         for group in model.attention
     )
 
@@ -283,13 +283,13 @@ def step_us(
     for segment in segments:
         chosen, moved = segment.chosen_tokens(length), len(hosted.intersection(segment.layers))
         if chosen is None:  # all of the context is attended to, and nothing is chosen
-            total += (len(segment.layers) - moved) * cost.decode_dense.us(length)
+            total += (len(segment.layers) - moved) * cost.priced("decode_dense").us(length)
         else:
             choose = cost.decode_choose_alone if segment.filter_is_sparse else cost.decode_choose
             if choose is None:
                 return None
             total += choose.us(length)
-            total += (len(segment.layers) - moved) * cost.decode_sparse.us(attended_tokens(segment, length))
+            total += (len(segment.layers) - moved) * cost.priced("decode_sparse").us(attended_tokens(segment, length))
         if offload and moved:
             hot = offload.hot.resolve(length)
             cold = max(0, length - hot) if chosen is None else missed(chosen, hot, length)

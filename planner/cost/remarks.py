@@ -39,6 +39,11 @@ def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: Devic
     if plan.prefill:
         lines += crossover_remarks(profile, cost, plan.prefill, options)
         lines += no_sparse_prefill_remarks(profile, cost, plan.prefill, options)
+    if cost.host == "vllm":
+        lines.append(
+            f"measured for vLLM in steps of {cost.chunk} tokens (max_num_batched_tokens); the plan has no decode "
+            "phase: decode runs dense there yet"
+        )
     if plan.decode:
         lines += dense_decode_remarks(profile, cost, plan.decode, options)
         lines += no_sparse_decode_remarks(profile, cost, plan.decode, options)

@@ -21,6 +21,7 @@ from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.vllm import internals as vllm
 from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
+from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
 from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows, prefill_rows, split_rows
 
@@ -172,7 +173,7 @@ class SparseBuilder(_Builder):
             starts, lengths, prefilling = vllm.requests_of(common_attn_metadata)
             prefill = prefill_rows(starts, lengths, prefilling)
             if self._counts:
-                self._log(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
+                self._report(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
                 self._host.count_step(prefill)
             if any(self._host.is_sparse(rows.chunk.longest) for rows in prefill):
                 part_of = partial(self._part_of, common_attn_metadata)
@@ -184,10 +185,11 @@ class SparseBuilder(_Builder):
         return metadata
 
     @staticmethod
-    def _log(host: PlanHost, prefilling: bool) -> None:
-        line = host.counters.line(time.monotonic(), prefilling)
-        if line is not None:
-            vllm.logger.info("sparsekv: %s", line)
+    def _report(host: PlanHost, prefilling: bool) -> None:
+        new = host.counters.report(time.monotonic(), prefilling)
+        if new is not None:
+            vllm.logger.info("sparsekv: %s", new)
+            publish(new)
 
     def _part_of(self, common: Any, first: int, end: int) -> Any:
         # A fast build leaves alone what the builder keeps for the whole step: a schedule that graphs read.

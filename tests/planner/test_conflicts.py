@@ -58,6 +58,13 @@ DECODE_ONLY = made_up_profile(
         ({"filter_layers": (2,), "only": "prefill"}, ("--filter-layers", "--only prefill")),
         ({"max_kl": 0.1, "no_verify": True}, ("--max-kl", "--no-verify")),
         ({"prefill_chunk": 512, "no_verify": True}, ("--prefill-chunk", "--no-verify")),
+        ({"host": "vllm", "cost": "c"}, ("--host", "--cost", "both")),
+        ({"host": "vllm", "decode_budget": "10%"}, ("--decode-budget", "--host vllm")),
+        ({"host": "vllm", "offload": True}, ("--offload", "--host vllm")),
+        (
+            {"host": "vllm", "prefill_chunk": 512, "cost": "c", "no_verify": True},
+            ("--host", "--cost", "both"),
+        ),
     ],
 )
 def test_an_option_that_nothing_would_read_is_refused_with_those_that_cancel_it(given, named) -> None:
@@ -79,6 +86,9 @@ def test_an_option_that_nothing_would_read_is_refused_with_those_that_cancel_it(
         {"backend": "cpu", "profile": "a", "no_verify": True},  # the device cost is measured with it
         {"decode_loss": 0.1, "filter_rule": "dp"},
         {"decode_budget": "10%", "only": "decode"},
+        {"host": "vllm", "prefill_chunk": 512, "no_verify": True},  # chunks are timed
+        {"host": "vllm", "only": "prefill"},
+        {"host": "transformers", "decode_budget": "10%"},
     ],
 )
 def test_options_that_something_reads_go_together(given) -> None:

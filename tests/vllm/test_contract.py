@@ -15,9 +15,11 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
+    SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -39,13 +41,14 @@ IMPORTS = [
 FIELDS = {
     VllmConfig: {
         "additional_config", "attention_config", "cache_config", "compilation_config", "kv_transfer_config",
-        "model_config", "parallel_config", "speculative_config",
+        "model_config", "parallel_config", "scheduler_config", "speculative_config",
     },
     ModelConfig: {"model", "revision", "hf_config", "hf_text_config", "dtype", "max_model_len"},
     ParallelConfig: {
         "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
         "decode_context_parallel_size",
     },
+    SchedulerConfig: {"max_num_batched_tokens"},
     AttentionConfig: {"backend"},
     CacheConfig: {"cache_dtype", "block_size"},
     CompilationConfig: {"static_forward_context"},
@@ -73,6 +76,7 @@ METHODS = {
     ModelConfig: ("is_encoder_decoder", "use_mla"),
     CommonAttentionMetadata: ("replace",),
     LLM: ("apply_model",),
+    EngineArgs: ("get_batch_defaults",),
     LLMEngine: ("add_request", "has_unfinished_requests", "step"),
 }
 SET_BY_INIT = {

@@ -82,6 +82,21 @@ def test_a_program_that_applies_a_plan_again_and_again_is_told_once(plan: Plan, 
     assert len([warning for warning in caught if warning.category is PlanWarning]) == 1
 
 
+def test_a_plan_for_chunks_of_another_size_or_for_another_host_is_told(plan: Plan) -> None:
+    chunked = Target(device="here", host="vllm", backend="cpu", dtype="float32", chunk=2048)
+    for_engine = plan.model_copy(update={"targets": (chunked,)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_target(for_engine, "here", "cpu", "float32", "vllm", 2048)
+    with pytest.warns(PlanWarning, match=r"chunks of 2048\), not on here \(vllm, cpu, float32, chunks of 8192\)"):
+        check_target(for_engine, "here", "cpu", "float32", "vllm", 8192)
+    with pytest.warns(PlanWarning, match=r"\(vllm, cpu, float32, chunks of 2048\), not on here \(transformers, cpu,"):
+        check_target(for_engine, "here", "cpu", "float32")
+    whole = plan.model_copy(update={"targets": (Target(device="here", backend="cpu", dtype="float32"),)})
+    with pytest.warns(PlanWarning, match=r"not on here \(vllm, cpu, float32\).*--profile FILE --host vllm"):
+        check_target(whole, "here", "cpu", "float32", "vllm", 2048)
+
+
 def test_the_warning_names_every_place_that_was_measured(plan: Plan) -> None:
     both = plan.model_copy(update={"targets": (H200, HERE)})
     with pytest.warns(

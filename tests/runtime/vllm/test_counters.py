@@ -1,8 +1,8 @@
-"""What an engine counts, and when it logs."""
+"""What an engine counts, and when it reports."""
 
 import torch
 
-from sparsekv.runtime.vllm.counters import LOG_SECONDS, Counters
+from sparsekv.runtime.vllm.counters import REPORT_SECONDS, Counters
 
 
 def counted(counters: Counters, tokens: int) -> None:
@@ -10,27 +10,27 @@ def counted(counters: Counters, tokens: int) -> None:
     counters.meter.add_sparse_prefill(torch.tensor([[25.0, 50.0]]), 300)
 
 
-def test_a_line_comes_when_prompts_end_and_tells_what_came_since_the_last() -> None:
+def test_a_report_comes_when_prompts_end_and_tells_what_came_since_the_last() -> None:
     counters = Counters()
-    assert counters.line(1000.0, prefilling=False) is None
+    assert counters.report(1000.0, prefilling=False) is None
     counted(counters, 700)
-    assert counters.line(1001.0, prefilling=True) is None
-    assert counters.line(1002.0, prefilling=False) == (
+    assert counters.report(1001.0, prefilling=True) is None
+    assert str(counters.report(1002.0, prefilling=False)) == (
         "prefill density 0.250, 700 prompt tokens sparse, 0 at lengths where the plan is dense"
     )
-    assert counters.line(1002.0 + 2 * LOG_SECONDS, prefilling=False) is None
+    assert counters.report(1002.0 + 2 * REPORT_SECONDS, prefilling=False) is None
     counted(counters, 1200)
-    assert "1,200 prompt tokens sparse" in counters.line(1003.0 + 2 * LOG_SECONDS, prefilling=False)
+    assert counters.report(1003.0 + 2 * REPORT_SECONDS, prefilling=False).sparse_tokens == 1200
 
 
-def test_lines_keep_their_distance_and_come_in_the_midst_of_prompts_that_do_not_end() -> None:
+def test_reports_keep_their_distance_and_come_in_the_midst_of_prompts_that_do_not_end() -> None:
     counters = Counters()
     counted(counters, 700)
-    assert counters.line(1000.0, prefilling=False) is not None
+    assert counters.report(1000.0, prefilling=False) is not None
     counted(counters, 700)
-    assert counters.line(1000.0 + LOG_SECONDS / 2, prefilling=False) is None
-    assert counters.line(1000.0 + LOG_SECONDS, prefilling=True) is None, "waiting for half an interval"
-    assert counters.line(1000.0 + 2 * LOG_SECONDS, prefilling=True) is not None
+    assert counters.report(1000.0 + REPORT_SECONDS / 2, prefilling=False) is None
+    assert counters.report(1000.0 + REPORT_SECONDS, prefilling=True) is None, "waiting for half an interval"
+    assert counters.report(1000.0 + 2 * REPORT_SECONDS, prefilling=True) is not None
 
 
 def test_failures_are_told_and_a_reset_forgets_everything() -> None:

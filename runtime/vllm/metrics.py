@@ -1,0 +1,34 @@
+"""What an engine prefilled by a plan, for Prometheus.
+
+These counts are made where the model runs, which is another process than the one that answers /metrics. A server shows
+them where Prometheus collects from several processes: with several API servers, for which vLLM arranges that, and with
+PROMETHEUS_MULTIPROC_DIR, which names an empty folder, in the environment of the server.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+from sparsekv.runtime.vllm.counters import ServingStats
+
+# Of a process, whatever engines it has: that is how Prometheus counts, and a name can be registered once.
+_TOKENS = Counter(
+    "sparsekv_prompt_tokens", "Prompt tokens prefilled, by whether the plan is sparse at their length.", ["plan"]
+)
+_TILES = Counter(
+    "sparsekv_prefill_tiles",
+    "Attention tiles of prefill over all heads and layers: computed, and causal, which are all that dense computes.",
+    ["kind"],
+)
+_FAILURES = Counter(
+    "sparsekv_prefill_failures", "Chunks of a layer that were to be sparse and ran dense after an error."
+)
+
+
+def publish(new: ServingStats) -> None:
+    """Adds the counts that came since the last report."""
+    _TOKENS.labels("sparse").inc(new.sparse_tokens)
+    _TOKENS.labels("dense").inc(new.dense_tokens)
+    _TILES.labels("computed").inc(new.tiles_computed)
+    _TILES.labels("causal").inc(new.tiles_causal)
+    _FAILURES.inc(new.failures)

@@ -1,0 +1,72 @@
+"""What `plan --host vllm` times is what an engine runs."""
+
+import pytest
+import torch
+
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
+from sparsekv.planner.cost.measure import measure_cost
+from sparsekv.planner.cost.vllm_host import VllmHost
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+from sparsekv.runtime.vllm import internals
+
+DEVICE = torch.device(internals.device_type())
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+RELEASE = internals.release.partition("+")[0]
+TILE = TileShape(query=64, key=64)
+
+
+@pytest.fixture(scope="module")
+def measured() -> DeviceCost:
+    shape = HeadShape(heads=4, kv_heads=2, head_dim=64)
+    return measure_cost(shape, (2048,), device=DEVICE, dtype=DTYPE, tile=TILE, host=VllmHost(512, DEVICE))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(300, 300), (129, 700), (1, 513)])
+def test_the_dense_kernel_attends_to_the_pages_of_a_request(rows: int, length: int) -> None:
+    generator, like = torch.Generator(DEVICE).manual_seed(0), {"device": DEVICE, "dtype": DTYPE}
+    q_THD = torch.randn(rows, 4, 64, generator=generator, **like)
+    k_GSD, v_GSD = torch.randn(2, 2, length, 64, generator=generator, **like)
+    page = internals.platform.page
+    table_P = torch.randperm(-(-length // page), generator=generator, device=DEVICE).int()
+    cache = internals.empty_cache(len(table_P), 2, 64, DTYPE, DEVICE)
+    for x_NGSD, x_GSD in zip(internals.platform.pages_of(cache), (k_GSD, v_GSD), strict=True):
+        for number, one in enumerate(table_P.tolist()):
+            part_GSD = x_GSD[:, number * page : (number + 1) * page]
+            x_NGSD[one, :, : part_GSD.shape[1]] = part_GSD
+    out_THD = torch.zeros_like(q_THD)
+    internals.dense_attention(q_THD, cache, table_P, length, 64**-0.5, out_THD)()
+    k_HSD, v_HSD = (x_GSD.float().repeat_interleave(2, 0) for x_GSD in (k_GSD, v_GSD))
+    causal_TS = torch.ones(rows, length, dtype=torch.bool, device=DEVICE).tril(length - rows)
+    q_HTD = q_THD.float().transpose(0, 1)
+    expected_HTD = torch.nn.functional.scaled_dot_product_attention(q_HTD, k_HSD, v_HSD, causal_TS)
+    near = 1e-4 if DEVICE.type == "cpu" else 2e-2
+    torch.testing.assert_close(out_THD.float(), expected_HTD.transpose(0, 1), rtol=near, atol=near)
+
+
+def test_a_cost_says_where_it_was_measured_and_prices_nothing_of_decode(measured: DeviceCost) -> None:
+    assert (measured.host, measured.chunk, measured.versions["vllm"]) == ("vllm", 512, RELEASE)
+    assert measured.decode_dense is measured.decode_sparse is measured.decode_choose is None
+    assert DeviceCost.model_validate_json(measured.model_dump_json()) == measured
+
+
+def test_the_last_chunk_of_each_length_is_timed(measured: DeviceCost) -> None:
+    dense = {timing.length: timing.features for timing in measured.timings if timing.what == "dense prefill"}
+    assert sorted(dense) == [512, 1024, 2048]
+    for length, features in dense.items():
+        assert features == (1.0, 4.0 * Chunk.uniform(1, length - 512, length).causal_tiles(TILE))
+    assert [timing.features for timing in measured.timings if timing.what == "copy"] == [
+        (1.0, length) for length in (512.0, 1024.0, 2048.0)
+    ]
+    assert measured.prefill_copy.us(2048) > 0
+
+
+def test_chunks_are_those_of_a_server_unless_asked_otherwise() -> None:
+    assert VllmHost(None, DEVICE).chunk == internals.server_step() >= 2048
+
+
+def test_a_model_on_another_kind_of_device_is_refused() -> None:
+    other = "cuda" if DEVICE.type == "cpu" else "cpu"
+    with pytest.raises(UsageError, match=f"expected a model on {DEVICE.type}, .* found {other}"):
+        VllmHost(512, torch.device(other))
