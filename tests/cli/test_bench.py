@@ -218,7 +218,7 @@ def test_serve_without_vllm_says_what_to_install(sparsekv):
         pytest.skip("vLLM is installed here")
     done = sparsekv("bench", "serve", "tiny-retriever", "--json")
     assert done.code == 2
-    assert "pip install vllm==0.26.0" in done.data["error"]["message"]
+    assert "pip install 'sparsekv[vllm]'" in done.data["error"]["message"]
 
 
 def test_serve_takes_a_plan_or_one_made_by_hand(sparsekv, folder):

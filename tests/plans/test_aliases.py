@@ -91,6 +91,7 @@ def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
         ("Llama-3.1-8B", "llama3.1-8b"),
         ("qwen", "Aliases: tiny-retriever, llama3-8b"),
         ("zzzz", "Aliases:"),
+        ("plan.yaml", "A plan is named with --plan FILE."),
         ("a/b/c", "expected a model folder, a hub id"),
         ("a b/c", "expected a model folder, a hub id"),
         ("https://huggingface.co/Qwen/Qwen3-8B", "expected a model folder, a hub id"),
