@@ -14,7 +14,6 @@ import argparse
 import gc
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -30,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsekv.planner.bench.decode_bench import OURS, DecodeBench, DecodeRuns
 from sparsekv.planner.bench.random_model import HandDecode, config_of, describe_named, random_model
+from sparsekv.planner.bench.serve_bench import served_model
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.types import format_length, parse_lengths
 from sparsekv.runtime.model_config import device_name, dtype_name
@@ -72,18 +72,14 @@ def _by_vllm(name: str, cases: Sequence[Case], device: torch.device) -> Iterator
 
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}, {device_name(device)}", flush=True)
     longest = max(length for length, _ in cases) + 2
-    with tempfile.TemporaryDirectory() as folder:
-        config, _ = config_of(name)
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-        config.max_position_embeddings = max(longest, config.max_position_embeddings)
-        config.save_pretrained(folder)
-        memory = {"gpu_memory_utilization": _share_of_memory(config, cases)} if device.type == "cuda" else {}
+    with served_model(name, True, longest) as model:
+        memory = {"gpu_memory_utilization": _share_of_memory(name, cases)} if device.type == "cuda" else {}
         engine = vllm.LLM(
-            model=folder, load_format="dummy", dtype=dtype_name(DTYPES[device.type]), skip_tokenizer_init=True,
+            model=model.folder, load_format="dummy", dtype=dtype_name(DTYPES[device.type]), skip_tokenizer_init=True,
             max_model_len=longest, max_num_batched_tokens=16_384, enable_prefix_caching=True, **memory,
         )  # fmt: skip
         for length, batch in cases:
-            yield (length, batch), _token_ms(engine, config.vocab_size, length, batch)
+            yield (length, batch), _token_ms(engine, model.vocabulary, length, batch)
         engine.llm_engine.engine_core.shutdown()
     del engine
     gc.collect()
@@ -91,9 +87,9 @@ def _by_vllm(name: str, cases: Sequence[Case], device: torch.device) -> Iterator
         torch.cuda.empty_cache()
 
 
-def _share_of_memory(config: Any, cases: Sequence[Case]) -> float:
+def _share_of_memory(name: str, cases: Sequence[Case]) -> float:
     """What the engine needs of the device, and no more: should it keep its memory, ours has to fit beside it."""
-    cached = max(length * batch for length, batch in cases)
+    cached, (config, _) = max(length * batch for length, batch in cases), config_of(name)
     with torch.device("meta"):
         weights = 2 * sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

@@ -39,6 +39,7 @@ from sparsekv.runtime.settings import preset_vllm
 
 DENSE, SPARSE = "dense", "sparse"
 MEMORY_SHARE = 0.45  # of the device, for each of the two engines
+_FAMILIES = ("vertical_slash", "a_shape")  # of plans made by hand
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 
 
@@ -192,9 +193,10 @@ def dummy_plan(
     """
     each = tuple(densities) * len(lengths) if len(densities) == 1 else tuple(densities)
     asked = tuple(map(partial(_asked, tile=tile), lengths, each)) if len(each) == len(lengths) else each
-    plan, words = hand_plan(info, lengths, asked, tile)
+    plan, _ = hand_plan(info, lengths, asked, tile, _FAMILIES)
     shares = ", ".join(f"{share:g}" for _, share in sorted(zip(lengths, each, strict=True)))
-    return plan, f"{words.partition(', sized')[0]}, sized for a density of {shares} with equal scores"
+    words = f"made by hand: {' and '.join(_FAMILIES)} in turn, sized for a density of {shares} with equal scores"
+    return plan, f"{words}, {tile.key} tiles"
 
 
 def _asked(length: int, density: float, tile: TileShape) -> float:
@@ -204,7 +206,7 @@ def _asked(length: int, density: float, tile: TileShape) -> float:
     chunk, least, most = Chunk.uniform(1, 0, length), 0.0, density
     for _ in range(7):
         middle = (least + most) / 2
-        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in ("vertical_slash", "a_shape"))
+        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in _FAMILIES)
         index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
         least, most = (middle, most) if found_density(index, chunk) < density else (least, middle)
     return most

@@ -141,7 +141,7 @@ class SparseImpl(_Impl):
 class SparseBuilder(_Builder):
     """Prepares the steps of layers with one kind of cache."""
 
-    reorder_batch_threshold = 1  # rows that decode are neighbours
+    reorder_batch_threshold = 1  # rows that decode follow one another
     supports_update_block_table = False  # what it would update is ours as well
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:

@@ -29,7 +29,7 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Neighbouring rows that are left to vLLM's own kernel in a layer where others run sparse."""
+    """Contiguous rows that are left to vLLM's own kernel in a layer where others run sparse."""
 
     tokens: slice  # their rows among those of the step
     metadata: Any  # what vLLM's kernel takes for these rows alone
@@ -53,19 +53,19 @@ class StepRows:
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
-        """The requests that are not `done`, by runs of neighbours; built once a step: most layers leave the same ones.
+        """The requests that are not `done`, in contiguous ranges; built once a step: most layers leave the same ones.
 
-        vLLM sorts a step's requests by their rows: those that decode are neighbours.
+        vLLM sorts a step's requests by their rows: those that decode follow one another.
         """
         if done not in self._built:
-            runs = neighbours(self.starts, done)
+            runs = contiguous_ranges(self.starts, done)
             self._built[done] = tuple(
                 Rest(slice(self.starts[first], self.starts[end]), self.part_of(first, end)) for first, end in runs
             )
         return self._built[done]
 
 
-def neighbours(starts: Sequence[int], done: frozenset[int]) -> tuple[tuple[int, int], ...]:
+def contiguous_ranges(starts: Sequence[int], done: frozenset[int]) -> tuple[tuple[int, int], ...]:
     """Intervals of requests that have rows and are not `done`, as long as they can be."""
     found: list[tuple[int, int]] = []
     for request, (first, end) in enumerate(pairwise(starts)):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from plans_samples import small_plan
@@ -246,7 +247,8 @@ sys.meta_path.insert(0, Importing())
 main()
 """
     call = [sys.executable, "-c", program, "schema", "--json"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=60)
+    by_default = partial(signal.signal, number, signal.SIG_DFL)  # under nohup it would be ignored
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60, preexec_fn=by_default)
     told = json.loads(done.stdout)["error"]
     assert (done.returncode, told["exit_code"], told["kind"]) == (128 + number, 128 + number, "Interrupted")
     assert done.stderr == f"{told['message']}\n"

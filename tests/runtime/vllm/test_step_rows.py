@@ -5,7 +5,7 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, neighbours, prefill_rows, split_rows
+from sparsekv.runtime.vllm.step_rows import PrefillRows, Rest, StepRows, contiguous_ranges, prefill_rows, split_rows
 
 SPARSE = (AShape(sink=tokens(64), window=tokens(64)),) * 2
 LAYER = LayerProgram(0, heads=2, kv_heads=1, window=None, bounds=(512,), patterns=((), SPARSE))
@@ -26,12 +26,12 @@ def test_a_chunk_is_sparse_by_the_length_at_its_end() -> None:
     assert split_rows(LAYER, (before, behind)) == ((behind,), (before,))
 
 
-def test_what_is_left_to_the_dense_kernel_is_runs_of_neighbours_without_padding() -> None:
+def test_what_is_left_to_the_dense_kernel_is_in_contiguous_ranges_without_padding() -> None:
     starts = (0, 1, 2, 3, 103, 103, 110, 200)  # three that decode, a chunk, padding, two chunks
-    assert neighbours(starts, frozenset({3})) == ((0, 3), (5, 7))
-    assert neighbours(starts, frozenset({5, 6})) == ((0, 4),)
-    assert neighbours(starts, frozenset({0, 3, 6})) == ((1, 3), (5, 6))
-    assert neighbours(starts, frozenset({0, 1, 2, 3, 5, 6})) == ()
+    assert contiguous_ranges(starts, frozenset({3})) == ((0, 3), (5, 7))
+    assert contiguous_ranges(starts, frozenset({5, 6})) == ((0, 4),)
+    assert contiguous_ranges(starts, frozenset({0, 3, 6})) == ((1, 3), (5, 6))
+    assert contiguous_ranges(starts, frozenset({0, 1, 2, 3, 5, 6})) == ()
 
 
 def test_what_is_left_to_the_dense_kernel_is_built_once_a_step() -> None:
