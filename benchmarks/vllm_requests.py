@@ -3,11 +3,12 @@ the same requests one at a time.
 
     python benchmarks/vllm_requests.py [--requests 2000] [--at-once 64] [--lengths 256,8k] [--plan plan.yaml]
 
-In an environment with vLLM (README, "In vLLM"). The prompts are retrieval tasks of the reference model. The cache has
-room for three of the longest alone, so that the engine preempts. One request in ten is cancelled:
-before its first step, amid its prompt, or amid its answer. A sample of those that were answered is asked again, one at
-a time in the same engine with nothing cached. Prints a line of JSON; without a plan, one is made by hand that is sparse
-from 512 tokens on. Prefixes are cached, and on a GPU steps that only decode are captured, as a server has it.
+In an environment with vLLM (README, "In vLLM"). The prompts are retrieval tasks of the reference model; each answer
+goes on to 48 tokens, and is judged by what stands before its end. The cache has room for six of the longest prompts, so
+that the engine preempts. One request in ten is cancelled: before its first step, amid its prompt, or amid its answer. A
+sample of those that were answered is asked again, one at a time in the same engine with nothing cached. Prints a line
+of JSON for each; without a plan, one is made by hand that is sparse from 512 tokens on. Prefixes are cached, and on a
+GPU steps that only decode are captured, as a server has it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_tasks import NEW, ON_GPU, Ids, greedy, prepared_plan, start_engine  # before vLLM: it sets the environment
+from vllm_tasks import ON_GPU, Ids, prepared_plan, start_engine  # before vLLM: it sets the environment
 
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Sample, Split, make_sample, matches, prepare
 from sparsekv.plans.types import parse_length, parse_lengths
 from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
-from sparsekv.runtime.vllm.internals import platform
+from sparsekv.runtime.vllm.internals import greedy, platform
 
 WHEN = ("before", "prompt", "answer")  # a request is cancelled
 CANCELLED = 0.1  # of the requests
+NEW = 48  # tokens of an answer
+AMID = 10  # tokens of an answer have come when it is cancelled amid it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def main() -> None:
     """Serves all requests together, then a part of them one at a time."""
     args = _arguments()
     high = args.lengths[1]
-    room = 3 * (high + NEW) // platform.page + 2
+    room = 6 * (high + NEW) // platform.page + 2
     with tempfile.TemporaryDirectory() as folder:
         llm = start_engine(
             prepared_plan(args.plan, Path(folder)),
@@ -94,7 +97,8 @@ def main() -> None:
         "end": end,
         "seconds": round(together, 1),
     }
-    print(json.dumps(told | _alone(llm, requests, served, args)), flush=True)
+    print(json.dumps(told), flush=True)
+    print(json.dumps(_alone(llm, requests, served, args)), flush=True)
 
 
 def _requests(llm: Any, args: argparse.Namespace) -> list[Request]:
@@ -127,7 +131,7 @@ def _serve(llm: Any, requests: Sequence[Request]) -> Served:
                 cancel(one.name, "before")
         for output in engine.step():
             if output.finished:
-                served.answers[output.request_id] = output.outputs[0].text
+                served.answers[output.request_id] = _answer(llm, output)
                 del inside[output.request_id]
         for name, state in _states(llm).items():
             if name in inside and inside[name].cancel == state:
@@ -138,13 +142,13 @@ def _serve(llm: Any, requests: Sequence[Request]) -> Served:
 
 
 def _states(llm: Any) -> dict[str, str]:
-    """Where the requests are that the engine computes at present. It adds a dash and a number of its own to names."""
-    return {
-        request.request_id.split("-")[0]: "prompt"
-        if request.num_computed_tokens < len(request.prompt_token_ids)
-        else "answer"
+    """Which requests are amid their prompt, and which amid their answer. The engine adds a dash and a number of its own
+    to their names."""
+    done = {
+        request.request_id.split("-")[0]: request.num_computed_tokens - request.num_prompt_tokens
         for request in _scheduler(llm).running
     }
+    return {name: "prompt" if ahead < 0 else "answer" for name, ahead in done.items() if ahead < 0 or ahead >= AMID}
 
 
 def _scheduler(llm: Any) -> Any:
@@ -160,7 +164,7 @@ def _alone(llm: Any, requests: Sequence[Request], served: Served, args: argparse
     for one in again:
         llm.reset_prefix_cache()
         (output,) = llm.generate([_prompt(one.sample.prompt_ids)], greedy(NEW), use_tqdm=False)
-        answers[one.name] = output.outputs[0].text
+        answers[one.name] = _answer(llm, output)
     stats = serving_stats(llm)
     return {
         "compared": len(again),
@@ -180,6 +184,12 @@ def _share(requests: Sequence[Request], answers: dict[str, str]) -> float:
 
 def _prompt(ids: Ids) -> dict[str, list[int]]:
     return {"prompt_token_ids": [int(token) for token in ids]}
+
+
+def _answer(llm: Any, output: Any) -> str:
+    tokenizer, ids = llm.get_tokenizer(), list(output.outputs[0].token_ids)
+    end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+    return str(tokenizer.decode(ids[:end], skip_special_tokens=True))
 
 
 def _preempted(llm: Any) -> int:
@@ -202,7 +212,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=64, help="requests that the engine has at a time")
     parser.add_argument("--alone", type=int, default=500, help="requests that are asked again, one at a time")
     parser.add_argument("--lengths", type=parse_lengths, default="256,8k", help="shortest and longest prompt")
-    parser.add_argument("--step", type=parse_length, default="8k", help="tokens that the engine computes in a step")
+    parser.add_argument("--step", type=parse_length, default="4k", help="tokens that the engine computes in a step")
     parser.add_argument("--plan", help="a plan of tiny-retriever; one made by hand without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16" if ON_GPU else "float32")

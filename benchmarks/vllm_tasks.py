@@ -228,12 +228,7 @@ def _parts(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
 
 def _generate(llm: Any, prompts: Sequence[Ids], new: int) -> list[Any]:
     asked = [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
-    return list(llm.generate(asked, greedy(new), use_tqdm=False))
-
-
-def greedy(new: int) -> SamplingParams:
-    """Answers of at most so many tokens, the most likely each."""
-    return SamplingParams(temperature=0.0, max_tokens=new)
+    return list(llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=new), use_tqdm=False))
 
 
 def _arguments() -> argparse.Namespace:
