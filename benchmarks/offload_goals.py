@@ -289,7 +289,7 @@ def _requests(args: argparse.Namespace) -> None:
     from sparsekv.runtime.hf.apply import apply
     from sparsekv.runtime.stores.pinned import HostMemory
 
-    count, each = (16, 8) if args.tiny else (1000, 200)
+    count, each = (8, 4) if args.tiny else (1000, 200)
     made = Made.of(4096, 0.5, (0,), 4, tiny=True)
     model = made.subject.model
     with (
@@ -300,7 +300,8 @@ def _requests(args: argparse.Namespace) -> None:
     ):
         seen = []
         for number in range(count):
-            ids_BS = made.prompt(500 + 400 * (number % 8)).repeat(1 + number // 8 % 5, 1)
+            # longest first: free blocks of host memory are all there within 200 requests
+            ids_BS = made.prompt(3300 - 400 * (number % 8)).repeat(5 - number // 8 % 5, 1)
             mask_BS = torch.ones_like(ids_BS)
             model.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=6)
             if (number + 1) % each == 0:
