@@ -200,6 +200,7 @@ def _auto(args: argparse.Namespace) -> None:
 def _longest(args: argparse.Namespace) -> None:
     import torch
 
+    from sparsekv.planner.bench.timing import free_memory
     from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
     from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -210,6 +211,7 @@ def _longest(args: argparse.Namespace) -> None:
     estimate = MemoryModel(size, plan.prefill, plan.decode, device.type == "cpu", "auto")
     with closing(HostMemory()) as memory:
         for chunk in (None, 1 << 18):
+            free_memory(device)
             here, request = Available.here([device]), Request(prompt, answer, 1, chunk)
             available = replace(here, host=min(128 << 30, (here.host or 128 << 30) + memory.free_bytes))
             longest = estimate.longest(request, available)
@@ -226,12 +228,10 @@ def _longest(args: argparse.Namespace) -> None:
 def _run_longest(made: Made, memory: Any, request: Any) -> dict[str, Any]:
     import torch
 
-    from sparsekv.planner.bench.timing import free_memory
     from sparsekv.runtime.hf.apply import apply
     from sparsekv.runtime.hf.generate import piece_sizes
 
     model, device = made.subject.model, _device()
-    free_memory(device)
     with apply(model, made.plan, offload="auto", memory=memory, allow_mismatch=True) as handle, torch.no_grad():
         start = time.perf_counter()
         cache = handle.new_cache(request.tokens, answer=request.answer, chunk=request.chunk)
