@@ -1,31 +1,40 @@
 """Plans a model of an 8B's shape with random weights, then times what the plan does beside dense: what a user gets.
 
     python benchmarks/plan_8b_shape.py --out DIR [--lengths 4k,8k,32k] [--at 1k,2k,4k,8k,32k] [--tile 128]
+    python benchmarks/plan_8b_shape.py --out DIR --lengths 32k --trace [STAGES]
 
-The planner's own defaults, with the seconds of each stage on standard error; verification only with --verify. The
-crossover is on, so that short prompts are to come out dense and no slower. Prefill is timed as `sparsekv bench prefill`
-does, decode by generating. Random weights attend diffusely, so nothing here says what sparsity keeps: it is about time
-and memory alone.
+The planner's own defaults, with the seconds of each stage; verification only with --verify. With --trace no more than
+planning runs, on few layers and prompts, under torch.profiler: what took the time of each of these stages, and of each
+prompt of the profile. The crossover is on, so that short prompts are to come out dense and no slower. Prefill is timed
+as `sparsekv bench prefill` does, decode by generating. Random weights attend diffusely, so nothing here says what
+sparsity keeps: it is about time and memory alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
 from sparsekv.planner.bench.random_model import BenchModel, random_model
 from sparsekv.planner.bench.step_attention import StepAttention
 from sparsekv.planner.bench.timing import measure, replayed
+from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.progress import BarProgress
+from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.progress import BarProgress, Step
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.patterns import TileShape
@@ -37,6 +46,10 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.hf.placement import layouts_of
 
 _NEW_TOKENS = 32
+# Reading a trace takes torch.profiler twenty times as long as the stage itself.
+_TRACED_LAYERS, _TRACED_SAMPLES, _TRACED_HELD_OUT = 2, 2, 1
+_TRACED_STAGES = ("profile", "refine")
+_LONGEST = 25  # entries of a table
 
 
 def main() -> None:
@@ -49,9 +62,12 @@ def main() -> None:
         device=torch.device(args.device),
         dtype=torch.bfloat16 if args.device == "cuda" else torch.float32,
         longest=longest,
-        layers=args.layers,
+        layers=args.layers or (_TRACED_LAYERS if args.trace else None),
     )
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
+    if args.trace:
+        _trace(loaded, args)
+        return
     plan, found = _plan(loaded, args)
     found["prefill"] = _prefill(subject, plan, args)
     found["predicted"] = list(_predicted(subject, plan, found["prefill"], args.repeats))
@@ -74,13 +90,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--verify", action="store_true", help="run the verification too: its gates fail, its time counts"
     )
+    parser.add_argument(
+        "--trace",
+        type=lambda text: tuple(text.split(",")),
+        nargs="?",
+        const=_TRACED_STAGES,
+        help=f"trace these stages of planning instead ({','.join(_TRACED_STAGES)}), each prompt of the profile alone",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()
 
 
-def _plan(loaded: LoadedModel, args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
-    options = PlanOptions(
+def _options(args: argparse.Namespace) -> PlanOptions:
+    return PlanOptions(
         lengths=tuple(sorted(args.lengths)),
         samples=args.samples,
         verify_samples=None if args.verify else 0,
@@ -88,12 +111,19 @@ def _plan(loaded: LoadedModel, args: argparse.Namespace) -> tuple[Plan, dict[str
         tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
         backend=args.backend,
     )
-    result = compile_plan(loaded, options, progress=BarProgress())
+
+
+def _plan(loaded: LoadedModel, args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    stages = _Timed()
+    result = compile_plan(loaded, _options(args), progress=stages, profile_out=args.out / "plan_8b_shape.profile")
     write_plan(result.plan, args.out / "plan_8b_shape.yaml")
     row = {
         "model": args.model,
         "layers": loaded.info.layers,
         "plan_minutes": round(result.seconds / 60, 2),
+        "stage_seconds": stages.seconds | {"others": round(result.seconds - sum(stages.seconds.values()), 1)},
+        "calibration_prompts": read_measured(Profile, args.out / "plan_8b_shape.profile").samples,
+        "verification_prompts": _held_out_prompts(result.plan),
         "plan_peak_gib": _peak_gib(loaded),
         "predicted_density": result.prefill_density,
         "predicted_speedup": result.predicted_speedup,
@@ -101,6 +131,109 @@ def _plan(loaded: LoadedModel, args: argparse.Namespace) -> tuple[Plan, dict[str
     }
     print(json.dumps(row, indent=1, default=str), flush=True)
     return result.plan, row
+
+
+def _held_out_prompts(plan: Plan) -> int:
+    found = plan.quality and (plan.quality.prefill or plan.quality.decode)
+    return sum(part.agreement.samples for part in found.by_length) if found else 0
+
+
+class _Timed(BarProgress):
+    """Bars, and the seconds of each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
+        started = time.monotonic()
+        with super().stage(name, total) as step:
+            yield step
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
+
+
+def _trace(loaded: LoadedModel, args: argparse.Namespace) -> None:
+    options = replace(
+        _options(args), samples=args.samples or _TRACED_SAMPLES, verify_samples=_TRACED_HELD_OUT if args.verify else 0
+    )
+    compile_plan(loaded, options, progress=_Traced(args.trace, loaded.info.layers))
+
+
+class _Traced(BarProgress):
+    """Traces the stages of these names; the profile in pieces of as many steps as the model has layers: a prompt."""
+
+    def __init__(self, names: Sequence[str], layers: int) -> None:
+        super().__init__()
+        self._names, self._layers = names, layers
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
+        with super().stage(name, total) as step:
+            own = name.partition(" (")[0]
+            if own not in self._names:
+                yield step
+                return
+            piece = _TracedPieces(own, self._layers if own == "profile" else None, step)
+            yield piece
+            piece.finish()
+
+
+class _TracedPieces(Step):
+    """Traces a stage from start to finish, or piece by piece."""
+
+    def __init__(self, name: str, steps: int | None, inner: Step) -> None:
+        self._name, self._steps, self._inner = name, steps, inner
+        self._done = 0
+        self._begin()
+
+    def advance(self, units: float = 1, note: str = "") -> None:
+        self._inner.advance(units, note)
+        self._done += 1
+        if self._steps and self._done % self._steps == 0:
+            self.finish()
+            self._begin()
+
+    def _begin(self) -> None:
+        _wait()
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profiler = torch_profile(activities=kinds)
+        self._profiler.start()
+        self._started, self._since = time.monotonic(), self._done
+
+    def finish(self) -> None:
+        """Prints what was traced since the last piece."""
+        _wait()
+        seconds = time.monotonic() - self._started
+        self._profiler.stop()
+        if self._done > self._since:
+            print(f"\n== {self._name}, steps {self._since + 1} to {self._done}")
+            _tell(self._profiler, seconds)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _tell(profiler: torch_profile, seconds: float) -> None:
+    entries = profiler.key_averages()
+    kernels = [entry for entry in entries if entry.device_type.name != "CPU"]
+    host = [entry for entry in entries if entry.device_type.name == "CPU"]
+    busy = sum(entry.self_device_time_total for entry in kernels) / 1e6
+    waits = sum(entry.count for entry in host if "Synchronize" in entry.key)
+    items = sum(entry.count for entry in host if entry.key == "aten::_local_scalar_dense")
+    launches = sum(entry.count for entry in kernels)
+    print(f"wall {seconds:.2f} s, device busy {busy:.2f} s, {launches} launches and copies,", end=" ")
+    print(f"{waits} waits of the host for the device, {items} numbers read by it")
+    _table("device ms", kernels, lambda entry: entry.self_device_time_total)
+    _table("host ms", host, lambda entry: entry.self_cpu_time_total)
+
+
+def _table(title: str, entries: Sequence[Any], microseconds: Callable[[Any], float]) -> None:
+    print(f"{title:>12} {'count':>8}  name")
+    for entry in sorted(entries, key=microseconds, reverse=True)[:_LONGEST]:
+        print(f"{microseconds(entry) / 1e3:12.1f} {entry.count:8}  {entry.key[:110]}", flush=True)
 
 
 def _prefill(subject: BenchModel, plan: Plan, args: argparse.Namespace) -> list[dict[str, Any]]:

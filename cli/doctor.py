@@ -350,6 +350,15 @@ def _longest(data: dict[str, Any]) -> str:
     if longest is None:
         return "how long a prompt fits is unknown: this machine does not tell how much memory it has"
     if not longest:
-        return "no prompt fits"
+        return f"no prompt fits{_way_out(data)}"
     beyond = f"; the model's own context is {context:,}" if longest + data["new_tokens"] > context else ""
     return f"longest prompt that fits: {longest:,} tokens{beyond}"
+
+
+def _way_out(data: dict[str, Any]) -> str:
+    """What helps where not even one token fits."""
+    free = data["host" if data["on_cpu"] else "device"]["available"]
+    if free is not None and data["device"]["weights"] > free:
+        narrower = " (--dtype bfloat16)" if data["dtype"] == "float32" else ""
+        return f": the weights alone take more than there is; take a narrower dtype{narrower}, or a larger device"
+    return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"

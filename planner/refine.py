@@ -85,13 +85,15 @@ def _refined(
         if choice is None:
             return entry  # too little for mandatory tiles: the allocation says so
         patterns = _patterns_of(now, tables, choice)
-        whole = float(np.mean(weight_P * [run.divergence(patterns) for run in runs]))
+        # With groups it takes many passes, for another round alone.
+        parts = [{entry.layers[row].layer for row in rows} for rows in groups] if number < rounds else []
+        found = [run.divergences(patterns, parts) for run in runs]
+        whole = float(np.mean(weight_P * [one for one, _ in found]))
         if not whole < least:
             break
         best, least = now, whole
-        if number < rounds:  # many passes, for another round alone
-            parts = [{entry.layers[row].layer for row in rows} for rows in groups]
-            without_PN = np.array([run.without_each(patterns, parts) for run in runs])
+        if parts:
+            without_PN = np.array([without_N for _, without_N in found])
             measured_N = np.maximum(whole - np.mean(weight_P[:, None] * without_PN, 0), 0.0)
             predicted_L = tables.take(tables.damage_LCH, choice, 0.0).sum(1)
             now = _corrected(now, groups, np.array([predicted_L[rows].sum() for rows in groups]), measured_N)
@@ -132,27 +134,21 @@ class _Run:
         self._patterns: LayerPatterns = {}
         self._dense_TV: torch.Tensor | None = None
 
-    def divergence(self, patterns: LayerPatterns) -> float:
-        """KL(dense || sparse) a token of the answer."""
+    def divergences(self, patterns: LayerPatterns, groups: Sequence[Set[int]] = ()) -> tuple[float, Floats]:
+        """KL(dense || sparse) a token of the answer; and with each of these groups of layers dense instead: [N]."""
+        decoder: Any = decoder_of(self._model)
+        without = []
         with capture_attention(self._model, self._attend):
             if self._dense_TV is None:
                 self._patterns = {}
                 self._dense_TV = self._forward()
             self._patterns = patterns
-            return self._divergence(self._forward())
-
-    def without_each(self, patterns: LayerPatterns, groups: Sequence[Set[int]]) -> Floats:
-        """The same with each group of layers dense, one group at a time: [N]."""
-        decoder: Any = decoder_of(self._model)
-        found = []
-        with capture_attention(self._model, self._attend):
-            self._patterns = patterns
             with captured_inputs(self._model) as inputs:
-                self._forward()
+                whole = self._divergence(self._forward())
             for group in groups:
                 self._patterns = {number: own for number, own in patterns.items() if number not in group}
-                found.append(self._divergence(self._from(min(group), inputs, decoder)))
-        return np.array(found)
+                without.append(self._divergence(self._from(min(group), inputs, decoder)))
+        return whole, np.array(without)
 
     def _forward(self) -> torch.Tensor:
         hidden_1SE = decoder_of(self._model)(input_ids=self._ids_1S, use_cache=False).last_hidden_state

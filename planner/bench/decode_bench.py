@@ -250,15 +250,20 @@ class DecodeRuns:
             return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
         return handle.steps.why_not
 
-    def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
-        """A cache with so many tokens that `length` are reached at the end."""
+    def filled(self, handle: Handle | None, length: int, batch: int, answer: int | None = None) -> Cache:
+        """A cache with so many tokens that `length` are reached at the end.
+
+        Args:
+            answer: how many of them decode adds, where room is to be left for what a prompt of the others would make
+                on its way; None leaves none, as no prompt runs.
+        """
         tokens = length - self.bench.fewest_tokens + 1
         layouts = [replace(layout, batch=batch) for layout in layouts_of(self.model)]
         if handle is None:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            cache = handle.new_cache(length, batch, answer=length - 1)  # no prompt runs
+            cache = handle.new_cache(length, batch, answer=length - 1 if answer is None else answer)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
         return cache

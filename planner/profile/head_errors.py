@@ -26,6 +26,7 @@ import torch
 
 from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads, tiles_with_means
 from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.topk import blocks
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Dense, TileShape
@@ -132,13 +133,15 @@ class CandidateScore:
 
 
 def score_candidates(layer: Layer, candidates: Sequence[Patterns]) -> list[CandidateScore]:
-    """Scores each candidate (one pattern a head each), all heads of the layer in one launch.
+    """Scores each candidate (one pattern a head each), all heads of the layer in one launch; waits for the device once.
 
     Raises:
         UnsupportedError: sparse attention or the gradient overflows.
     """
     scorer = _Scorer(layer)
-    return [scorer.score(patterns) for patterns in candidates]
+    measured_C3H = torch.stack([scorer.score(patterns) for patterns in candidates]).cpu().numpy()
+    _check_finite(measured_C3H[:, 0])
+    return [CandidateScore(*measured_3H) for measured_3H in measured_C3H]
 
 
 class _Scorer:
@@ -149,20 +152,19 @@ class _Scorer:
         self._q_XHMD = layer.rows.queries(layer.prefix.q_BHSD)
         self._dense_XHMD = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
         self._gradient_XHMD = layer.rows.queries(layer.gradient_BHSD).float()
-        self._square_XHM = self._gradient_XHMD.square().mean(-1)
+        self._square_XHM = torch.linalg.vector_norm(self._gradient_XHMD, dim=-1).square() / self._q_XHMD.shape[-1]
         self._weight_X1M = layer.rows.weights(self._q_XHMD.device)[:, None]
 
-    def score(self, patterns: Patterns) -> CandidateScore:
-        index = self._layer.prefix.index(patterns)
-        means = compensated_heads(patterns)
-        off_XHMD = (self._attend(index, means) - self._dense_XHMD).float()
-        tiles_H, causal = _host(index.counts_BHT[0].sum(-1)), self._layer.prefix.causal_tiles
-        computed_BH = tiles_with_means(index, self._layer.prefix.chunk, means, self._layer.prefix.window)
-        return CandidateScore(
-            damage_H=self._damage(off_XHMD),
-            tiles_H=tiles_H / causal,
-            columns_H=np.maximum(_host(computed_BH[0]) - tiles_H, 0.0) / causal,
-        )
+    def score(self, patterns: Patterns) -> torch.Tensor:
+        """[3, H], float64 on the device: the fields of a `CandidateScore`."""
+        prefix, means = self._layer.prefix, compensated_heads(patterns)
+        index = prefix.index(patterns)
+        out_XHMD = self._attend(index, means)
+        tiles_H = index.counts_BHT[0].sum(-1).double()
+        computed_H = tiles_with_means(index, prefix.chunk, means, prefix.window)[0]
+        columns_H = (computed_H - tiles_H).clamp(min=0.0)
+        causal = prefix.causal_tiles
+        return torch.stack([self._damage(out_XHMD).double(), tiles_H / causal, columns_H / causal])
 
     def _attend(self, index: TileIndex, means: Sequence[int] = ()) -> torch.Tensor:
         prefix, rows = self._layer.prefix, self._layer.rows
@@ -178,20 +180,24 @@ class _Scorer:
             backend=self._layer.backend,
         )
 
-    def _damage(self, off_XHMD: torch.Tensor) -> Values:
-        along_XHM = torch.einsum("xhmd,xhmd->xhm", off_XHMD, self._gradient_XHMD).square()
-        anywhere_XHM = off_XHMD.square().sum(-1) * self._square_XHM
-        rows_XHM = 0.25 * (along_XHM + anywhere_XHM)
-        # Rows beyond the prompt weigh nothing, whatever they hold.
-        damage_H = _host(torch.where(self._weight_X1M > 0, rows_XHM * self._weight_X1M, 0.0).sum((0, 2)))
-        if not np.isfinite(damage_H).all():
-            heads = ", ".join(map(str, np.flatnonzero(~np.isfinite(damage_H)).tolist()))
-            raise UnsupportedError(
-                f"expected finite outputs of sparse attention, found nan or infinity in heads {heads} of a layer; "
-                "load the model in another dtype (--dtype bfloat16 or float32), or use another --backend"
-            )
-        return damage_H
+    def _damage(self, out_XHMD: torch.Tensor) -> torch.Tensor:
+        """[H], float32. A few heads at a time: what is computed in between is as large as all queries in float32."""
+        rows, heads, length, size = out_XHMD.shape
+        damage = []
+        for part in blocks(heads, rows * length * size):
+            off_XhMD = out_XHMD[:, part].float().sub_(self._dense_XHMD[:, part])
+            along_XhM = (off_XhMD * self._gradient_XHMD[:, part]).sum(-1).square_()
+            anywhere_XhM = torch.linalg.vector_norm(off_XhMD, dim=-1).square_().mul_(self._square_XHM[:, part])
+            rows_XhM = along_XhM.add_(anywhere_XhM).mul_(0.25)
+            # Rows beyond the prompt weigh nothing, whatever they hold.
+            damage.append(torch.where(self._weight_X1M > 0, rows_XhM * self._weight_X1M, 0.0).sum((0, 2)))
+        return torch.cat(damage)
 
 
-def _host(values_H: torch.Tensor) -> Values:
-    return np.asarray(values_H.double().cpu().numpy())
+def _check_finite(damage_CH: Values) -> None:
+    if not np.isfinite(damage_CH).all():
+        heads = ", ".join(map(str, np.flatnonzero(~np.isfinite(damage_CH).all(0)).tolist()))
+        raise UnsupportedError(
+            f"expected finite outputs of sparse attention, found nan or infinity in heads {heads} of a layer; "
+            "load the model in another dtype (--dtype bfloat16 or float32), or use another --backend"
+        )

@@ -113,7 +113,13 @@ def test_an_answer_that_leaves_no_room_for_a_prompt(sparsekv, folder):
     )
     done = sparsekv(*call)
     assert done.code == 1
-    assert done.out.endswith("it does not fit\nno prompt fits\n")
+    assert "it does not fit\nno prompt fits: the answer alone takes more; ask for fewer new tokens" in done.out
+
+
+def test_weights_that_do_not_fit(sparsekv, folder):
+    done = sparsekv("doctor", "--memory", folder, "1k", "--device", "cpu", "--host-memory", "1KiB")
+    assert done.code == 1
+    assert "no prompt fits: the weights alone take more than there is; take a narrower dtype (--dtype" in done.out
 
 
 def test_quantised_weights_are_said_to_be_counted_as_if_they_were_not(sparsekv, folder, tmp_path):
