@@ -200,6 +200,7 @@ def _auto(args: argparse.Namespace) -> None:
 def _longest(args: argparse.Namespace) -> None:
     import torch
 
+    from sparsekv.planner.bench.timing import free_memory
     from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
     from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -210,6 +211,7 @@ def _longest(args: argparse.Namespace) -> None:
     estimate = MemoryModel(size, plan.prefill, plan.decode, device.type == "cpu", "auto")
     with closing(HostMemory()) as memory:
         for chunk in (None, 1 << 18):
+            free_memory(device)
             here, request = Available.here([device]), Request(prompt, answer, 1, chunk)
             available = replace(here, host=min(128 << 30, (here.host or 128 << 30) + memory.free_bytes))
             longest = estimate.longest(request, available)
@@ -226,12 +228,10 @@ def _longest(args: argparse.Namespace) -> None:
 def _run_longest(made: Made, memory: Any, request: Any) -> dict[str, Any]:
     import torch
 
-    from sparsekv.planner.bench.timing import free_memory
     from sparsekv.runtime.hf.apply import apply
     from sparsekv.runtime.hf.generate import piece_sizes
 
     model, device = made.subject.model, _device()
-    free_memory(device)
     with apply(model, made.plan, offload="auto", memory=memory, allow_mismatch=True) as handle, torch.no_grad():
         start = time.perf_counter()
         cache = handle.new_cache(request.tokens, answer=request.answer, chunk=request.chunk)
@@ -289,7 +289,7 @@ def _requests(args: argparse.Namespace) -> None:
     from sparsekv.runtime.hf.apply import apply
     from sparsekv.runtime.stores.pinned import HostMemory
 
-    count, each = (16, 8) if args.tiny else (1000, 200)
+    count, each = (8, 4) if args.tiny else (1000, 200)
     made = Made.of(4096, 0.5, (0,), 4, tiny=True)
     model = made.subject.model
     with (
@@ -300,7 +300,8 @@ def _requests(args: argparse.Namespace) -> None:
     ):
         seen = []
         for number in range(count):
-            ids_BS = made.prompt(500 + 400 * (number % 8)).repeat(1 + number // 8 % 5, 1)
+            # longest first: free blocks of host memory are all there within 200 requests
+            ids_BS = made.prompt(3300 - 400 * (number % 8)).repeat(5 - number // 8 % 5, 1)
             mask_BS = torch.ones_like(ids_BS)
             model.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=6)
             if (number + 1) % each == 0:

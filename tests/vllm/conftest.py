@@ -70,6 +70,12 @@ def llm(reference: LoadedModel, plan_file: Path) -> Any:
     return make_engine(str(reference.model.name_or_path), additional_config={"sparsekv": {"plan": str(plan_file)}})
 
 
+@pytest.fixture(scope="session")
+def plain(reference: LoadedModel) -> Any:
+    """One engine without a plan. It logs no statistics: vLLM would end those of the other engine."""
+    return make_engine(str(reference.model.name_or_path), disable_log_stats=True)
+
+
 @pytest.fixture
 def engine(llm: Any) -> Any:
     """The engine with nothing cached and nothing counted."""

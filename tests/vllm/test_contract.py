@@ -49,7 +49,7 @@ FIELDS = {
         "decode_context_parallel_size",
     },
     SchedulerConfig: {"max_num_batched_tokens"},
-    AttentionConfig: {"backend"},
+    AttentionConfig: {"backend", "backend_per_kind"},
     CacheConfig: {"cache_dtype", "block_size"},
     CompilationConfig: {"static_forward_context"},
     KVTransferConfig: {"kv_connector"},
@@ -84,6 +84,7 @@ SET_BY_INIT = {
         "alibi_slopes", "attn_type", "kv_sharing_target_layer_name", "logits_soft_cap", "scale", "sinks",
     },
     Attention: {"impl", "layer_name", "num_heads", "num_kv_heads", "sliding_window"},
+    LLM: {"llm_engine"},
 }  # fmt: skip
 
 
@@ -107,7 +108,7 @@ def test_methods_and_properties_are_there(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", SET_BY_INIT, ids=lambda kind: kind.__name__)
-def test_attributes_are_set_when_a_layer_is_made(kind: type) -> None:
+def test_attributes_are_set_when_one_is_made(kind: type) -> None:
     assert SET_BY_INIT[kind] <= set(kind.__init__.__code__.co_names)
 
 

@@ -1,5 +1,7 @@
 """Requests that are timed, and the rows of `bench serve`."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from vllm_engine import CROSSOVER
 from sparsekv.planner.bench.serve_bench import Engines, Load, ServeBench, ServedModel, bench_serve
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.vllm.counters import serving_stats
 from sparsekv.runtime.vllm.serving import serve
 
 
@@ -24,14 +27,35 @@ def test_no_more_requests_than_asked_for_run_at_once_and_all_are_answered(
     assert served.tokens_per_second == pytest.approx(15 / (max(o.last for o in ordered) - ordered[0].given))
 
 
-def test_a_row_has_the_times_of_both_engines_and_the_density_of_the_sparse_one(
-    engine: Any, reference: LoadedModel, plan: Plan
+DELAY = 0.3  # seconds
+
+
+class Delayed:
+    """An engine whose steps take longer, by which its times are told from another one's."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> Any:
+        time.sleep(DELAY)
+        return self._engine.step()
+
+
+def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
+    engine: Any, plain: Any, reference: LoadedModel, plan: Plan
 ) -> None:
     load = Load(prompt=CROSSOVER + 100, answer=2, at_once=2, requests=2)
-    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=1)
+    bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2)
     model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
-    (row,) = bench_serve(Engines(engine, engine, "0.32.0"), model, "given", bench)  # one engine is enough for a row
+    slow = SimpleNamespace(llm_engine=Delayed(plain.llm_engine))
+    (row,) = bench_serve(Engines(slow, engine, "0.32.0"), model, "given", bench)
     assert (row.note, row.failures, row.backend, row.host) == ("", 0, "cpu", "vLLM 0.32.0")
-    assert 0 < row.density < 1
-    assert min(row.dense_ms, row.sparse_ms, row.token_ms, row.dense_token_ms, row.tokens_per_second) > 0
+    assert min(row.dense_ms, row.dense_token_ms) >= 1e3 * DELAY
+    assert row.dense_tokens_per_second <= 2 * load.answer / (2 * DELAY)
+    assert min(row.sparse_ms, row.token_ms, row.tokens_per_second) > 0
+    stats = serving_stats(engine)  # since the requests before the first that is timed
+    assert 0 < row.density == stats.prefill_density < 1
     assert list(row.as_data())[:4] == ["name", "length", "dense_ms", "sparse_ms"]
