@@ -125,6 +125,21 @@ def test_only_what_the_hot_set_lacks_is_fetched_and_counted(model, captured):
     assert handle.stats().host_steps == 0
 
 
+@torch.no_grad()
+def test_turns_of_one_token_are_replayed(model, captured):
+    prompt, seen = ids(1, LONG), []
+    for way in ((), (1, 2)):
+        with applied(model, way) as handle:
+            cache, turn = steps(model, prompt[:, :-1], prompt[:, :0])[1], prompt
+            for _ in range(2):  # the second goes on from the last token of the first
+                mask = torch.ones_like(turn)
+                turn = model.generate(turn, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+            assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
+            assert on_host(cache) == list(way)
+            seen.append(turn)
+    assert torch.equal(*seen)
+
+
 def test_a_layer_that_reads_everything_from_host_memory_runs_as_single_launches(model, captured):
     prompt, new = ids(1, LONG), ids(1, 1, 1)
     with applied(model, ()):
