@@ -6,12 +6,12 @@ first prompt of a length; later prompts take the patterns found there) and score
 takes no part in that: when a model runs, prefill ends with the prompt. Nothing of size S x S is stored, and what was
 measured is on disk after every layer.
 
-Shapes: B batch (1), H query heads, S rows, D head size, E hidden size, W model size, Z = H * D.
+Shapes: B batch (1), H query heads, R candidates a head, S rows, D head size, E hidden size, W model size, Z = H * D.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +43,8 @@ Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
 # Of a candidate's target density: the allocation goes by what was measured, and each step of the search costs an index.
 _SLACK = 0.05
+# Rows of candidates that are brought to their targets together. Each holds the queries of a layer once more.
+_FITTED_AT_ONCE = 4
 
 
 def profile(
@@ -211,7 +213,7 @@ class Pass:
             candidates, patterns = np.array(first.candidates), first.patterns
         else:
             candidates, known = self._screened(layer)
-            patterns = tuple(self._patterns_of(row, prefix, known) for row in candidates.tolist())
+            patterns = tuple(self._patterns_of(candidates, prefix, known))
         scores = score_candidates(layer, patterns)
         tables = {name: as_table(getattr(score, f"{name}_H") for score in scores) for name in SCORES}
         return {"candidates": tuple(map(tuple, candidates.tolist())), "patterns": patterns, **tables}
@@ -227,18 +229,32 @@ class Pass:
     def _screened(self, layer: Layer) -> tuple[Numbers, dict[int, Patterns]]:
         """[slot, H]: what is worth measuring on every prompt; and the patterns of the candidates that were compared."""
         compared = screened(self._aims)
-        known = {number: self._patterns_of([number] * layer.prefix.heads, layer.prefix, {}) for number in compared}
+        every_head = np.tile(np.array(compared)[:, None], layer.prefix.heads)
+        known = dict(zip(compared, self._patterns_of(every_head, layer.prefix, {}), strict=True))
         damage_CH = np.stack([score.damage_H for score in score_candidates(layer, list(known.values()))])
         return slots(self._aims, compared, damage_CH), known
 
-    def _patterns_of(self, numbers: Sequence[int], prefix: Prefix, known: Mapping[int, Patterns]) -> Patterns:
-        """Of each head the pattern of its candidate."""
-        if all(number in known for number in numbers):
-            return tuple(known[number][head] for head, number in enumerate(numbers))
-        aims: Sequence[Aim] = [self._aims[number] for number in numbers]
+    def _patterns_of(self, numbers_RH: Numbers, prefix: Prefix, known: Mapping[int, Patterns]) -> list[Patterns]:
+        """Of each row of candidates, one a head, the patterns."""
+        rows = numbers_RH.tolist()
+        found = {
+            position: tuple(known[number][head] for head, number in enumerate(row))
+            for position, row in enumerate(rows)
+            if all(number in known for number in row)
+        }
+        missing = [position for position in range(len(rows)) if position not in found]
+        for first in range(0, len(missing), _FITTED_AT_ONCE):
+            some = missing[first : first + _FITTED_AT_ONCE]
+            found |= zip(some, self._fitted(numbers_RH[some], prefix), strict=True)
+        return [found[position] for position in range(len(rows))]
+
+    def _fitted(self, numbers_RH: Numbers, prefix: Prefix) -> Iterator[Patterns]:
+        """The rows side by side, as the heads of a wider layer: a step of the search is one index for all of them."""
+        aims: Sequence[Aim] = [self._aims[number] for number in numbers_RH.T.flatten().tolist()]
         targets = [aim.density * prefix.causal_tiles for aim in aims]
         slack = _SLACK if self._options.preset is None else 0.0
-        return fit_to_target(prefix, [aim.patterns for aim in aims], targets, slack)
+        fitted = fit_to_target(prefix.repeated(len(numbers_RH)), [aim.patterns for aim in aims], targets, slack)
+        return (fitted[row :: len(numbers_RH)] for row in range(len(numbers_RH)))
 
 
 def _weight_of(projection: nn.Module, q_BHSD: torch.Tensor) -> torch.Tensor:

@@ -270,6 +270,14 @@ class Prefix:
         }
         return replace(self, lines=lines)
 
+    def repeated(self, times: int) -> Prefix:
+        """Each head so many times, side by side, as if the layer had that many more."""
+        lines = {
+            last_q: LineScores(one.vertical_BhS.repeat_interleave(times, 1), one.slash_BhS.repeat_interleave(times, 1))
+            for last_q, one in self.lines.items()
+        }
+        return replace(self, q_BHSD=self.q_BHSD.repeat_interleave(times, 1), lines=lines)
+
     @property
     def heads(self) -> int:
         """Query heads."""
