@@ -144,10 +144,9 @@ def _compiled(
         for row, scores in enumerate(entry.layers)
         for head in np.flatnonzero(choice[row] >= 0).tolist()
     )
-    return PrefillPlan(
-        tile=profile.tile,
-        lengths=(PrefillBucket(up_to=entry.length, heads=groups), PrefillBucket(up_to=None, dense=True)),
-    )
+    dense = PrefillBucket(up_to=None, dense=True)  # all of it, beside a plan that computes everything there
+    buckets = (PrefillBucket(up_to=entry.length, heads=groups), dense) if groups else (dense,)
+    return PrefillPlan(tile=profile.tile, lengths=buckets)
 
 
 def _plan(loaded: LoadedModel, prefill: PrefillPlan) -> Plan:
