@@ -4,6 +4,7 @@ cache. Without a GPU the graphs are emulated, with one they are real."""
 import copy
 import gc
 import warnings
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiny_plans import decode_plan, plan_for, segment
 from sparsekv.plans.phases import DecodeBucket
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
 
 CUDA = torch.cuda.is_available()
@@ -190,6 +192,35 @@ def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_lau
         assert (handle.steps.replayed, handle.steps.latest) == (0, None)
         assert "of this test" in handle.steps.why_not
     assert waited
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["gather.gather_missed", *(["place.place_step"] if CUDA else [])])
+def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_triton(model, captured, monkeypatch, kernel):
+    prompt, new, calls = ids(1, LONG), ids(1, 2, 1), []
+    real = resolve_name(f"sparsekv.kernels.decode.{kernel}")
+    fails_at = 2 if kernel == "gather.gather_missed" else 1  # in the midst of the layers
+
+    def broken(*args, **options):
+        calls.append(args)
+        if len(calls) == fails_at:
+            raise RuntimeError("at 12:3: ptxas died")
+        real(*args, **options)
+
+    with applied(model, ()):
+        expected, _ = steps(model, prompt, new)
+    monkeypatch.setattr(f"sparsekv.kernels.decode.{kernel}", broken)
+    with applied(model, (1, 2)) as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, cache = steps(model, prompt, new)
+        before, failed = len(calls), handle.steps.why_not
+        assert on_host(cache) == [1, 2]
+        steps(model, ids(1, 20), new[:, :1])
+        assert (handle.steps.replayed, handle.steps.why_not) == (1, "")  # caches on the device are captured still
+    assert [warning.category for warning in told] == [GraphWarning]  # none says that decode failed
+    assert "FetchError: expected the choice of filter layer 0 to be fetched" in failed
+    assert "ptxas died" in failed
+    assert before == len(calls) == fails_at
     assert torch.equal(found, expected)
 
 
