@@ -32,6 +32,7 @@ from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.captured import FetchError, HotRows, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
+from sparsekv.runtime.stores.pinned import WAITS
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
@@ -316,7 +317,7 @@ class StepGraphs:
         graph.load(ids_B1, positions, past)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(ids_B1.device)  # cuBLAS keeps memory for each stream
-        with self._reads.uncounted():
+        with self._reads.uncounted(), WAITS.put_off():
             graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
         return graph
 

@@ -17,6 +17,7 @@ from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.pinned import WAITS, HostMemory
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -222,6 +223,26 @@ def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_trito
     assert "ptxas died" in failed
     assert before == len(calls) == fails_at
     assert torch.equal(found, expected)
+
+
+def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured):
+    """A GPU refuses to be waited for then, in its own words."""
+    memory, ran, seen = HostMemory(), [], []
+    blocks = [memory.take(1 << 20, DEVICE) for _ in range(3)]
+
+    def revise(segment, selection):
+        blocks[-1:] = []  # is unlocked
+        WAITS.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
+        seen.append(len(ran))
+        return selection
+
+    with applied(model, (1, 2)) as handle:
+        handle.steps.revise = revise
+        steps(model, ids(1, LONG), ids(1, 1, 1))
+        assert (handle.steps.replayed, handle.steps.why_not) == (1, "")
+    captures = 3 if CUDA else 2
+    assert seen[:captures] == [0] * captures
+    assert len(ran) == len(seen)
 
 
 @pytest.mark.skipif(not CUDA, reason="device memory is a GPU's")
