@@ -53,7 +53,7 @@ class Served:
 
     answers: dict[str, str] = field(default_factory=dict)
     cancelled: Counter[str] = field(default_factory=Counter)
-    quarter: dict[str, int] = field(default_factory=dict)  # memory once a quarter of the requests had ended
+    memory: list[dict[str, int]] = field(default_factory=list)  # whenever another quarter of the requests had ended
 
     @property
     def ended(self) -> int:
@@ -82,7 +82,7 @@ def main() -> None:
     reset_stats(llm)
     before, start = _preempted(llm), time.perf_counter()
     served = _serve(llm, requests)
-    together, stats, end = time.perf_counter() - start, serving_stats(llm), _memory()
+    together, stats = time.perf_counter() - start, serving_stats(llm)
     told = {
         "requests": len(requests),
         "finished": len(served.answers),
@@ -93,8 +93,7 @@ def main() -> None:
         "failures": stats.failures,
         "pages": room - 1,  # one holds nothing
         "free": _scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks(),
-        "quarter": served.quarter,
-        "end": end,
+        "memory_by_quarters": served.memory,
         "seconds": round(together, 1),
     }
     print(json.dumps(told), flush=True)
@@ -136,8 +135,8 @@ def _serve(llm: Any, requests: Sequence[Request]) -> Served:
         for name, state in _states(llm).items():
             if name in inside and inside[name].cancel == state:
                 cancel(name, state)
-        if not served.quarter and served.ended >= len(requests) // 4:
-            served.quarter = _memory()
+        if served.ended >= (len(served.memory) + 1) * len(requests) / 4:
+            served.memory.append(_memory())
     return served
 
 

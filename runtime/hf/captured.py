@@ -21,11 +21,16 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS, NO_SLOT, SlotMap, SlotState, SlotTable
 from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, KEYS, ROWS, VALUES, KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 from sparsekv.runtime.stores.bank import Binding, HostStore
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
+
+
+class FetchError(SparseKVError):
+    """Bringing what a filter layer chose to the device failed in a captured step, which is then of no use."""
 
 
 class HotRows(NamedTuple):
