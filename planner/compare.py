@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -263,7 +263,7 @@ class DenseBatch:
     """What dense predicts for samples of equal shape.
 
     Attributes:
-        logits_BAV: [B, A + 1, V] on the CPU, in the model's dtype: for every token of the answer and the one after it.
+        logits_BAV: [B, A + 1, V] in the model's dtype: for every token of the answer and the one after it.
         greedy_BG: dense's greedy continuation of the prompts; None where it is not asked for.
         counted_BG: which of its tokens count: those up to an end token.
     """
@@ -281,16 +281,20 @@ class DenseBatch:
     ) -> DenseBatch:
         """Prefills the prompts, continues them greedily from a copy of the cache, and reads the answers in one pass.
 
+        The logits wait in host memory.
+
         Raises:
             UnsupportedError: the model overflows in its dtype.
         """
-        return cls.prefilled(loaded, samples, chunk, greedy)[0]
+        found = cls.prefilled(loaded, samples, chunk, greedy)[0]
+        return replace(found, logits_BAV=found.logits_BAV.cpu())
 
     @classmethod
     def prefilled(
         cls, loaded: LoadedModel, samples: tuple[Sample, ...], chunk: int | None = None, greedy: bool = True
     ) -> tuple[DenseBatch, Prefilled]:
-        """`of`, and what the prompts left; the cache goes on with what was fed of the answers."""
+        """`of` with the logits on the device, and what the prompts left; the cache goes on with what was fed of the
+        answers."""
         model: Any = loaded.model
         batch = Batch.of(samples, model.device)
         greedy_BG = counted_BG = None
@@ -306,9 +310,9 @@ class DenseBatch:
         rows = zip(answered(loaded, batch, logits_BAV), log_likelihood(batch, logits_BAV.float()), strict=True)
         scored, exact = logits_BAV.shape[1], True if greedy else None
         outcomes = tuple(Outcome(right, nll, 0.0, scored, scored, exact) for right, nll in rows)
-        dense_BAV = logits_BAV.to("cpu", model.dtype)
         continued_BG = None if greedy_BG is None else greedy_BG.cpu()
-        return cls(samples, chunk, dense_BAV, continued_BG, counted_BG, outcomes), Prefilled(last_B1V, cache)
+        found = cls(samples, chunk, logits_BAV.to(model.dtype), continued_BG, counted_BG, outcomes)
+        return found, Prefilled(last_B1V, cache)
 
     def compared(self, loaded: LoadedModel, mode: Mode) -> tuple[Outcome, ...]:
         """The same samples through a mode that is switched on."""
