@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import Cache, DynamicCache
 
+from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks, top_mask
 from sparsekv.planner.options import PlanOptions
@@ -163,28 +164,30 @@ class _Steps:
         visible_RK = self._visible(call)
         chooses = next((segment for segment in self.segments if segment.filter == call.layer), None)
         if chooses and chooses.filter_is_sparse:
-            self.chosen[call.layer] = self._choice(chooses, self._attended(call, visible_RK[None])[1])
+            best = [weights_GNRK.amax(1) for _, weights_GNRK in self._weights(call, visible_RK[None])]
+            self.chosen[call.layer] = self._choice(chooses, torch.cat(best))
         allowed_gRK = self._allowed(call.layer, visible_RK.device)
-        out_1HRD, best_GRK = self._attended(call, visible_RK[None] if allowed_gRK is None else visible_RK & allowed_gRK)
-        if chooses and not chooses.filter_is_sparse:
-            self.chosen[call.layer] = self._choice(chooses, best_GRK)
-        return out_1HRD
+        seen_gRK = visible_RK[None] if allowed_gRK is None else visible_RK & allowed_gRK
+        outputs, best = [], []
+        for part, weights_GNRK in self._weights(call, seen_gRK):
+            if chooses and not chooses.filter_is_sparse:
+                best.append(weights_GNRK.amax(1))
+            outputs.append(weights_GNRK.flatten(1, 2).to(call.v_BGKD.dtype) @ call.v_BGKD[0, part])
+        if chooses and best:
+            self.chosen[call.layer] = self._choice(chooses, torch.cat(best))
+        return torch.cat(outputs).view(call.q_BHSD.shape)
 
-    def _attended(self, call: AttentionCall, seen_gRK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, H, R, D], and the largest weight that the heads of each KV head give a token, [G, R, K]."""
-        k_1GKD, v_1GKD = call.k_BGKD, call.v_BGKD
+    def _weights(self, call: AttentionCall, seen_gRK: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """[G, N, R, K] of some KV heads after the other: what each row gives a token that it sees."""
+        k_1GKD = call.k_BGKD
         q_1GND = call.q_BHSD.unflatten(1, (k_1GKD.shape[1], -1)).flatten(2, 3)
         groups, keys = k_1GKD.shape[1:3]
         hidden_gRK = ~seen_gRK
-        outputs, best = [], []
         for part in blocks(groups, q_1GND.shape[2] * keys):
             scores_GNK = scaled_scores(q_1GND[:, part], k_1GKD[:, part], call.scale)[0]
             hidden_G1RK = (hidden_gRK[part] if len(hidden_gRK) == groups else hidden_gRK)[:, None]
             scores_GNRK = scores_GNK.unflatten(1, (-1, self.rows)).masked_fill_(hidden_G1RK, -torch.inf)
-            weights_GNRK = scores_GNRK.softmax(-1)
-            best.append(weights_GNRK.amax(1))
-            outputs.append(weights_GNRK.flatten(1, 2).to(v_1GKD.dtype) @ v_1GKD[0, part])
-        return torch.cat(outputs).view(call.q_BHSD.shape), torch.cat(best)
+            yield part, scores_GNRK.softmax(-1)
 
     def _visible(self, call: AttentionCall) -> torch.Tensor:
         at_R1, at_K = self._positions(call.q_BHSD.device)
@@ -207,17 +210,19 @@ class _Steps:
         """[g, R, K]: sinks, chosen and recent tokens of the rows that are steps, everything of the others."""
         scores_gRK = best_GRK.amax(0, keepdim=True) if segment.heads == "max" else best_GRK
         window = 1 if segment.selector == "last" else segment.window
-        weights_W1 = torch.tensor(selector_weights(segment.selector, window), device=best_GRK.device)[:, None]
+        device = best_GRK.device
+        weights_W1 = on_device(selector_weights(segment.selector, window), device, torch.float32)[:, None]
         first = self.rows - self.steps
         rows_gTWK = scores_gRK[:, first - window + 1 :].unfold(1, window, 1).transpose(2, 3)
         scores_gTK = (rows_gTWK * weights_W1).sum(2)
-        at_R1, at_K = self._positions(best_GRK.device)
+        at_R1, at_K = self._positions(device)
         at_T1 = at_R1[first:]
         between_TK = (at_K >= segment.sink) & (at_K <= at_T1 - segment.recent)
         counts = [segment.chosen_tokens(int(self.past + first + 1 + t)) for t in range(self.steps)]
-        count_T = torch.tensor([0 if c is None else c for c in counts], device=best_GRK.device)
-        all_T1 = torch.tensor([c is None for c in counts], device=best_GRK.device)[:, None]
+        sizes = [0 if count is None else count for count in counts]
+        count_T = on_device(sizes, device)
+        all_T1 = on_device([count is None for count in counts], device, torch.bool)[:, None]
         free_gTK = scores_gTK.masked_fill(~between_TK, -1.0)
-        top_gTK = top_mask(free_gTK, count_T.expand(len(free_gTK), -1), int(count_T.max()))
+        top_gTK = top_mask(free_gTK, count_T.expand(len(free_gTK), -1), max(sizes))
         chosen_gTK = top_gTK | ~between_TK | all_T1
         return torch.nn.functional.pad(chosen_gTK, (0, 0, first, 0), value=True)
