@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,12 +41,14 @@ from sparsekv.planner.tasks.text import Ids
 from sparsekv.plans.errors import PromptError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.stats import RunStats
-from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import check_numbers, piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.model_config import attention_groups
+from sparsekv.runtime.stores.pinned import HostMemory
 
 PhaseName = Literal["prefill", "decode", "both"]
+DENSE = "dense"  # beside the names of modes
 MOST_GREEDY = 16  # tokens of dense's own continuation
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer.
 MOST_TEXT = 128
@@ -96,18 +98,24 @@ class PlanMode:
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
         """See `Mode`."""
-        with apply(
+        with self.applied(model) as handle:
+            yield lambda: spent_by(handle.stats())
+
+    def applied(self, model: PreTrainedModel, memory: HostMemory | None = None) -> Handle:
+        """The plan applied; arguments as in `apply`."""
+        return apply(
             model,
             self.plan,
             prefill=self.phase != "decode",
             decode=self.phase != "prefill",
             backend=self.backend,
             allow_mismatch=self.allow_mismatch,
-        ) as handle:
-            yield lambda: _spent(handle.stats())
+            memory=memory,
+        )
 
 
-def _spent(stats: RunStats) -> Spent:
+def spent_by(stats: RunStats) -> Spent:
+    """What a handle computed."""
     return Spent(
         stats.prefill_tiles_computed,
         float(stats.prefill_tiles_causal),
@@ -276,11 +284,18 @@ class DenseBatch:
         Raises:
             UnsupportedError: the model overflows in its dtype.
         """
+        return cls.prefilled(loaded, samples, chunk, greedy)[0]
+
+    @classmethod
+    def prefilled(
+        cls, loaded: LoadedModel, samples: tuple[Sample, ...], chunk: int | None = None, greedy: bool = True
+    ) -> tuple[DenseBatch, Prefilled]:
+        """`of`, and what the prompts left; the cache goes on with what was fed of the answers."""
         model: Any = loaded.model
         batch = Batch.of(samples, model.device)
         greedy_BG = counted_BG = None
         with torch.no_grad():
-            last_B1V, cache = _prefill(model, batch.prompt_BS, chunk)
+            last_B1V, cache = prefill(model, batch.prompt_BS, chunk)
             if greedy:
                 tokens = min(batch.answer_BA.shape[1], MOST_GREEDY)
                 greedy_BG = _continued(model, last_B1V, deepcopy(cache) if tokens > 1 else None, tokens)
@@ -292,17 +307,27 @@ class DenseBatch:
         scored, exact = logits_BAV.shape[1], True if greedy else None
         outcomes = tuple(Outcome(right, nll, 0.0, scored, scored, exact) for right, nll in rows)
         dense_BAV = logits_BAV.to("cpu", model.dtype)
-        return cls(samples, chunk, dense_BAV, None if greedy_BG is None else greedy_BG.cpu(), counted_BG, outcomes)
+        continued_BG = None if greedy_BG is None else greedy_BG.cpu()
+        return cls(samples, chunk, dense_BAV, continued_BG, counted_BG, outcomes), Prefilled(last_B1V, cache)
 
     def compared(self, loaded: LoadedModel, mode: Mode) -> tuple[Outcome, ...]:
         """The same samples through a mode that is switched on."""
         batch = Batch.of(self.samples, loaded.model.device)
-        texts = [batch.answer_BA]
-        if self.greedy_BG is not None and not self._answers_greedily(batch.answer_BA):
-            texts.append(self.greedy_BG[:, :-1].to(batch.answer_BA.device))
-        read = forced_logits(loaded, batch.prompt_BS, texts, stepwise=mode.stepwise, chunk=self.chunk)
+        read = forced_logits(loaded, batch.prompt_BS, self.texts(batch), stepwise=mode.stepwise, chunk=self.chunk)
+        return self.scored(loaded, batch, read, mode.dense_prefill)
+
+    def texts(self, batch: Batch) -> list[torch.Tensor]:
+        """[B, A] each: what a mode is fed after the prompts of the batch."""
+        if self.greedy_BG is None or self._answers_greedily(batch.answer_BA):
+            return [batch.answer_BA]
+        return [batch.answer_BA, self.greedy_BG[:, :-1].to(batch.answer_BA.device)]
+
+    def scored(
+        self, loaded: LoadedModel, batch: Batch, read: Sequence[torch.Tensor], dense_prefill: bool
+    ) -> tuple[Outcome, ...]:
+        """What a mode that predicted `read` for `texts` is beside dense; see `forced_logits` and `Mode`."""
         logits_BAV = read[0]
-        first = int(mode.dense_prefill)
+        first = int(dense_prefill)
         dense_BAV = self.logits_BAV.to(logits_BAV.device).float()
         agreed_BA = dense_BAV[:, first:].argmax(-1) == logits_BAV[:, first:].argmax(-1)
         rows = zip(
@@ -360,19 +385,31 @@ def forced_logits(
         stepwise: prefill the prompts, then feed the texts token by token; otherwise texts are part of the prefill.
         chunk: most tokens prefilled at once; None is all.
     """
-    read = []
     with torch.no_grad():
         if not stepwise:
             wholes = ((torch.cat([prompt_BS, text_BA], 1), text_BA.shape[1] + 1) for text_BA in texts)
-            return [_prefill(loaded.model, ids_BS, chunk, keep)[0].float() for ids_BS, keep in wholes]
-        last_B1V, prefilled = _prefill(loaded.model, prompt_BS, chunk)
-        for number, text_BA in enumerate(texts, 1):
-            cache = prefilled if number == len(texts) else deepcopy(prefilled)
-            rows = [last_B1V]
-            for token_B1 in torch.split(text_BA, 1, 1) if text_BA.shape[1] else ():
-                rows.append(loaded.model(input_ids=token_B1, past_key_values=cache, use_cache=True).logits)
-            read.append(torch.cat(rows, 1).float())
-    return read
+            return [prefill(loaded.model, ids_BS, chunk, keep).logits_BAV.float() for ids_BS, keep in wholes]
+        return fed_logits(loaded.model, prefill(loaded.model, prompt_BS, chunk), texts)
+
+
+def fed_logits(
+    model: Any, prefilled: Prefilled, texts: Sequence[torch.Tensor], *, keep: bool = False
+) -> list[torch.Tensor]:
+    """What a model predicts for texts that are fed token by token after prefilled prompts, as `forced_logits`.
+
+    Every text but the last has a copy of the cache, one at a time; with `keep` the last one as well.
+    """
+    last_B1V, cache = prefilled
+    with torch.no_grad():
+        copied = [_after_text(model, last_B1V, deepcopy(cache), text_BA) for text_BA in (texts if keep else texts[:-1])]
+        return copied if keep else [*copied, _after_text(model, last_B1V, cache, texts[-1])]
+
+
+def _after_text(model: Any, last_B1V: torch.Tensor, cache: Any, text_BA: torch.Tensor) -> torch.Tensor:
+    rows = [last_B1V]
+    for token_B1 in torch.split(text_BA, 1, 1) if text_BA.shape[1] else ():
+        rows.append(model(input_ids=token_B1, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(rows, 1).float()
 
 
 def answered(loaded: LoadedModel, batch: Batch, logits_BAV: torch.Tensor) -> list[bool | None]:
@@ -402,8 +439,15 @@ def divergence(dense_BAV: torch.Tensor, sparse_BAV: torch.Tensor) -> list[float]
     return means
 
 
-def _prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1) -> tuple[torch.Tensor, Any]:
-    """The logits of the last `keep` rows, and the cache."""
+class Prefilled(NamedTuple):
+    """What prompts left: the logits of their last rows, and the cache."""
+
+    logits_BAV: torch.Tensor
+    cache: Any
+
+
+def prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1) -> Prefilled:
+    """Runs prompts; the logits are those of the last `keep` rows."""
     tokens = ids_BS.shape[1]
     pieces = torch.split(ids_BS, piece_sizes(tokens, chunk) if chunk else [tokens], 1)
     cache, logits = None, []
@@ -415,7 +459,7 @@ def _prefill(model: Any, ids_BS: torch.Tensor, chunk: int | None, keep: int = 1)
         cache = out.past_key_values
         if keep > after:
             logits.append(out.logits)
-    return torch.cat(logits, 1), cache
+    return Prefilled(torch.cat(logits, 1), cache)
 
 
 def _ends(loaded: LoadedModel, sample: Sample, after: int) -> bool:

@@ -1,6 +1,7 @@
 """A model with and without a plan on the same held-out samples of the tasks, by `compare.py`.
 
-Dense runs once and is shared by all modes; a mode is switched on once for all samples, tasks and lengths.
+Dense runs once and is shared by all modes; a mode is switched on once for all samples, tasks and lengths. The phases of
+one plan share prefills as well, batch by batch (shared_prefills.py).
 
 Shapes: B batch, A tokens of the answer, V vocabulary.
 """
@@ -9,17 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from sparsekv.planner.compare import DenseBatch, Mode, PhaseName, PlanMode, batches, prompts_at_once
+from sparsekv.planner.compare import DENSE, DenseBatch, Mode, PhaseName, PlanMode, batches, prompts_at_once
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.shared_prefills import Measured, measured_together, phases_of_one_plan
 from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import LEAST_CHUNK
@@ -27,7 +30,6 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 __all__ = ["DENSE", "EvalSamples", "Mode", "PhaseName", "PlanMode", "evaluate"]
 
-DENSE = "dense"
 # Dense logits that wait in host memory for the modes; with more, modes are switched on again for later samples.
 _WAITING_BYTES = 8 << 30
 
@@ -100,28 +102,40 @@ def evaluate(
     found = {name: _Findings() for name in (DENSE, *modes)}
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)
-    _check_modes(modes, loaded.model)
     total = asked.samples * len(asked.tasks) * len(asked.lengths) * len(found)
     with (progress or Progress()).stage("evaluate", total=total) as step:
-        for some in _rounds(asked.batches(source, loaded.model), loaded.model):
-            dense = []
-            for samples in some:
-                dense.append(DenseBatch.of(loaded, samples, asked.prefill_chunk))
-                found[DENSE].note(samples, dense[-1].outcomes)
-                step.advance(len(samples), f"{samples[0].length} tokens, dense")
-            for name, mode in modes.items():
-                with mode.running(loaded.model) as spent:
-                    before = Spent()
-                    for one in dense:
-                        found[name].note(one.samples, one.compared(loaded, mode))
-                        after, length = spent(), one.samples[0].length
-                        found[name].spent[length] += after - before
-                        before = after
-                        step.advance(len(one.samples), f"{length} tokens, {name}")
+        batches, chunk, phases = asked.batches(source, loaded.model), asked.prefill_chunk, phases_of_one_plan(modes)
+        measured = (
+            measured_together(loaded, phases, batches, chunk)
+            if phases
+            else _measured_apart(loaded, modes, batches, chunk)
+        )
+        with closing(measured):  # which gives the model back
+            for one in measured:
+                found[one.name].note(one)
+                step.advance(len(one.samples), f"{one.samples[0].length} tokens, {one.name}")
     return {
         name: tuple(own.result(found[DENSE], length, asked.tasks) for length in asked.lengths)
         for name, own in found.items()
     }
+
+
+def _measured_apart(
+    loaded: LoadedModel, modes: Mapping[str, Mode], batches: Iterable[tuple[Sample, ...]], chunk: int | None
+) -> Generator[Measured]:
+    _check_modes(modes, loaded.model)
+    for some in _rounds(batches, loaded.model):
+        dense = []
+        for samples in some:
+            dense.append(DenseBatch.of(loaded, samples, chunk))
+            yield Measured(DENSE, samples, dense[-1].outcomes, Spent())
+        for name, mode in modes.items():
+            with mode.running(loaded.model) as spent:
+                before = Spent()
+                for one in dense:
+                    outcomes, after = one.compared(loaded, mode), spent()
+                    yield Measured(name, one.samples, outcomes, after - before)
+                    before = after
 
 
 def _check_modes(modes: Mapping[str, Mode], model: PreTrainedModel) -> None:
@@ -156,8 +170,9 @@ class _Findings:
     outcomes: dict[tuple[int, str], list[Outcome]] = field(default_factory=lambda: defaultdict(list))
     spent: dict[int, Spent] = field(default_factory=lambda: defaultdict(Spent))
 
-    def note(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
-        for sample, outcome in zip(samples, outcomes, strict=True):
+    def note(self, measured: Measured) -> None:
+        self.spent[measured.samples[0].length] += measured.spent
+        for sample, outcome in zip(measured.samples, measured.outcomes, strict=True):
             self.outcomes[sample.length, sample.task].append(outcome)
 
     def result(self, dense: _Findings, length: int, tasks: Sequence[str]) -> EvalResult:

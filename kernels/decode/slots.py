@@ -37,6 +37,14 @@ class Placed:
     into_BgM: torch.Tensor  # their slots, ascending; the rest NO_SLOT
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotContents:
+    """What is in the slots of a table, without its memory: int32 copies on the device."""
+
+    token_BgH: torch.Tensor
+    worth_BgH: torch.Tensor
+
+
 class SlotTable:
     """The slots of one batch. Addresses do not change.
 
@@ -64,6 +72,26 @@ class SlotTable:
     def present_BgH(self) -> torch.Tensor:  # noqa: N802
         """The token of every slot, or NO_TOKEN."""
         return self.token_BgH[:, :, : self.slots]
+
+    def contents(self) -> SlotContents:
+        """What is in the slots now, for `load`."""
+        return SlotContents(self.token_BgH.clone(), self.worth_BgH.clone())
+
+    def load(self, contents: SlotContents) -> None:
+        """From here on the slots are as they were in this table, or in one of as many slots and no larger capacity."""
+        self.slot_of_BgC.fill_(NO_SLOT)
+        self.token_BgH.copy_(contents.token_BgH)
+        self.worth_BgH.copy_(contents.worth_BgH)
+        present_BgH = self.present_BgH
+        slot_H = torch.arange(self.slots, dtype=torch.int32, device=present_BgH.device)
+        column_BgH = self._column(present_BgH >= 0, present_BgH, self.capacity)
+        self.slot_of_BgC.scatter_(2, column_BgH, slot_H.expand_as(present_BgH))
+
+    def clear(self) -> None:
+        """From here on the slots are empty."""
+        self.slot_of_BgC.fill_(NO_SLOT)
+        self.token_BgH.fill_(NO_TOKEN)
+        self.worth_BgH.zero_()
 
     def place(self, tokens_BgM: torch.Tensor) -> Placed:
         """Gives every listed token a slot.
@@ -146,7 +174,14 @@ class Fetch:
 
 
 class SlotState:
-    """Stands for one state of a slot table. Stores whose slots have the tokens of that state hold the same object."""
+    """Stands for one state of a slot table. Stores whose slots have the tokens of that state hold the same object.
+
+    Attributes:
+        contents: of the table, where it serves other stores meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.contents: SlotContents | None = None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ RANDOM_NOTE = (
 )
 UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
 ATTENTION, TOKEN = "attention", "token"  # rows
-WARM_UP_TOKENS = 3  # the first is the prompt's, the first step after it is captured
+WARM_UP_TOKENS = 3  # steps like all others, of which the first is captured
 
 
 @dataclass(frozen=True, slots=True)

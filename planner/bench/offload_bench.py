@@ -179,7 +179,7 @@ class OffloadRuns(DecodeRuns):
             return OffloadRun(milliseconds, replay_ms, layers, stats, link, why_not)
 
     def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
-        """Milliseconds of one more token, without the pass of the prompt: that reads everything in host memory back."""
+        """Milliseconds of one more token, without those that warm up: the first ones fill the hot set."""
         clock = _Clock(self.model.device, begin)
         self.generate(cache, batch, WARM_UP_TOKENS + self.bench.new_tokens, stopping_criteria=[clock])
         return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3

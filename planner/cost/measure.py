@@ -3,8 +3,9 @@
 Queries, keys and values are random: what kernels cost depends on tiles and lengths alone. Of a host that cuts prompts,
 the chunk that ends at a length is timed, with its past.
 
-Steps over rows in host memory are timed as single launches, where the host waits to know what to fetch. On CUDA
-captured steps fetch by a kernel beside the compute (runtime/hf/captured.py): there the price is an upper bound.
+Steps over rows in host memory are timed as they run: on CUDA by the kernels of captured steps, over a few layers that
+follow one choice (runtime/hf/captured.py), elsewhere as single launches. Here rows are fetched beside attention alone,
+in a whole step beside the rest of the layers as well, which may cost less.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, D head size, N chosen tokens.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -25,6 +27,7 @@ from torch.utils.benchmark import Timer
 
 from sparsekv.kernels.backends import choose_backend, decode_attention, dense_prefill, prefill_attention
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.slots import MOST_SLOTS
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.prefill.means import add_means, compensated_heads
@@ -40,7 +43,11 @@ from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.hf.captured import StepStores
+from sparsekv.runtime.hf.graphs import can_capture
 from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.pinned import HostMemory
+from sparsekv.runtime.stores.store import HostReads
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}
@@ -121,7 +128,7 @@ def measure_cost(
         lengths: context lengths the plan is for.
         families: whose index building is timed besides that of the default ones.
         backend: of sparse prefill, or "auto".
-        offload: time decode over rows in host memory too, which on CUDA gives an upper bound.
+        offload: time decode over rows in host memory too.
         host: the program that runs the plan; None is the transformers host.
 
     Raises:
@@ -196,6 +203,8 @@ def copies_to_read_cold(read_bytes: int, cache_bytes: int) -> int:
 SECONDS_A_TIMING = 0.03
 _MOST_COPIES = 16
 _FETCHED = (1.0, 0.125)  # shares of chosen tokens that are not in the hot set
+_FOLLOWERS = 4  # layers in host memory that follow one choice, where steps are captured
+_RECENT = 2  # tokens, as few as captured steps take
 _FEW = 16  # the fewest chosen tokens that are timed: one in so many
 _FEWEST_RUNS = 4  # on a CPU, beside those that fill the time
 _LEAST_US = 1.0  # of a difference of two timings
@@ -203,9 +212,12 @@ _LEAST_US = 1.0  # of a difference of two timings
 
 def _filter(count: int, heads: int, keys: KeyView) -> LayerProgram:
     """A filter layer that chooses so many tokens."""
-    part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=1)
-    segment = SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,))
-    return LayerProgram(0, heads, keys.kv_heads, None, filters=segment)
+    return LayerProgram(0, heads, keys.kv_heads, None, filters=_segment(count))
+
+
+def _segment(count: int) -> SegmentProgram:
+    part = Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=count), sink=0, recent=_RECENT)
+    return SegmentProgram(0, part.sink, part.recent, "last", 1, "max", False, (), (part,))
 
 
 def _with_others(selection: Selection, length: int, share: float) -> Selection:
@@ -217,6 +229,52 @@ def _with_others(selection: Selection, length: int, share: float) -> Selection:
     count = min(round(share * len(chosen_N)), len(free_S))
     others_N = torch.cat((free_S[:: max(1, len(free_S) // max(count, 1))][:count], chosen_N[count:]))
     return replace(selection, chosen_BgN=others_N.sort().values.expand_as(selection.chosen_BgN).contiguous())
+
+
+def _reads_of(selection: Selection) -> Reads:
+    """What a step with such a choice reads."""
+    return Reads((tokens(selection.chosen_BgN.shape[2]),), selection.sink, selection.recent)
+
+
+def _cut(selection: Selection, most: int) -> Selection:
+    """The first of the chosen tokens."""
+    chosen_BgN, counts_B = selection.chosen_BgN[:, :, :most].contiguous(), selection.counts_B.clamp(max=most)
+    return replace(selection, chosen_BgN=chosen_BgN, counts_B=counts_B)
+
+
+class OffloadedSteps:
+    """Attention of layers in host memory that follow one choice, by what captured steps launch (Triton).
+
+    Args:
+        selection: like those to come: no row attends to everything.
+        keys: contiguous; every layer has a copy of them.
+        memory: where that comes from.
+    """
+
+    def __init__(self, selection: Selection, keys: KeyView, memory: HostMemory) -> None:
+        self.reads = HostReads()  # of all layers
+        self._segment = _segment(selection.chosen_BgN.shape[2])
+        stores = [HostStore(tokens(0), memory, _reads_of(selection)) for _ in range(_FOLLOWERS)]
+        for store in stores:
+            store.reserve(keys.capacity)
+            store.append(keys.k, keys.v)
+            store.prepare(keys.capacity)
+        heads = keys.kv_heads  # of queries there may be more: nothing here asks for them
+        layers = (LayerProgram(n, heads, keys.kv_heads, None, follows=self._segment) for n in range(_FOLLOWERS))
+        program = Program(Rank(), tuple(layers))
+        self._step = StepStores(stores, keys.capacity, program, keys.lengths_B, self.reads)
+        self._step.bind(stores)
+        self._stores = stores
+
+    def run(self, selection: Selection, q_BH1D: torch.Tensor, *, scale: float, backend: str) -> list[torch.Tensor]:
+        """One step: [B, H, 1, D] of every layer. May be captured."""
+        lengths_B, found = self._step.lengths_B, []
+        self._step.fetch(self._segment, selection)
+        for layer in range(_FOLLOWERS):
+            keys, rows, _ = self._step.new_store(layer).gather(selection, lengths_B)
+            found.append(decode_attention(q_BH1D, keys, rows, scale=scale, backend=backend).out_BHSD)
+        self._step.join()
+        return found
 
 
 def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
@@ -333,10 +391,12 @@ class Bench:
         return self._step_us([choice(_filter(count, self.shape.heads, view), view) for view in views])
 
     def _host(self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float) -> Iterator[Timing]:
-        """The same step over rows in host memory, as an offloaded layer takes it in single launches: most and some of
-        them are fetched."""
+        """The same step over rows in host memory: most and some of them are fetched."""
+        if can_capture(self.device, self.backend):
+            yield from self._captured_host(selection, q_BH1D, keys, scale)
+            return
         length, count = keys.capacity, selection.most
-        reads = Reads((tokens(selection.chosen_BgN.shape[2]),), selection.sink, selection.recent)
+        reads = _reads_of(selection)
         for share in _FETCHED:
             store = HostStore(tokens(0), None, reads)
             store.append(keys.k, keys.v)
@@ -351,6 +411,28 @@ class Bench:
             store.counts.reset()
             us = self._us(step)
             yield _timing("host decode", length, (1.0, float(count), store.counts.fetched / store.counts.steps), us)
+
+    def _captured_host(
+        self, selection: Selection, q_BH1D: torch.Tensor, keys: KeyView, scale: float
+    ) -> Iterator[Timing]:
+        selection = _cut(selection, MOST_SLOTS - selection.sink - selection.recent)
+        with closing(HostMemory()) as memory:
+            steps = OffloadedSteps(selection, keys, memory)
+            for share in _FETCHED:
+                choices = (selection, _with_others(selection, keys.capacity, share))
+
+                def run(choices: tuple[Selection, ...] = choices) -> None:
+                    for choice in choices:
+                        steps.run(choice, q_BH1D, scale=scale, backend=self.backend)
+
+                run()
+                run()
+                steps.reads.reset()
+                run()
+                found = steps.reads.collect()
+                work = (1.0, float(selection.most), found.fetched / found.steps)
+                us = self._step_us([run]) / (len(choices) * _FOLLOWERS)
+                yield _timing("host decode", keys.capacity, work, us)
 
     def _random(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)

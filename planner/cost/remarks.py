@@ -314,7 +314,7 @@ def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: 
         elif step > dense_us:
             yield (
                 f"decode at {at} is predicted to take {step / max(dense_us, 1e-9):.2f} times as long as dense with all "
-                "rows on the device: chosen rows come from host memory; leave --offload out where they fit (an upper "
-                "bound: captured steps on a GPU fetch rows while they compute, which is not priced; `bench decode "
-                "--offload` times it)"
+                "rows on the device: chosen rows come from host memory; leave --offload out where they fit (at most: "
+                "captured steps on a GPU fetch rows while the rest of the layers computes as well; `bench decode "
+                "--offload` times whole tokens)"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType, UnionType
@@ -93,7 +93,8 @@ class PlanEngine:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
-        self.graphs = StepGraphs(decoder, self._model_type, self, self._program, self.host_reads)
+        if self.graphs is None:  # else it was suspended
+            self.graphs = StepGraphs(decoder, self._model_type, self, self._program, self.host_reads)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -149,7 +150,8 @@ class Handle:
         self._engine = engine
         self._layouts = layouts_of(model)
         self._memory = memory
-        self._undo = attach(model, engine, memory.chunking)
+        self._attach: Callable[[], Callable[[], None]] | None = partial(attach, model, engine, memory.chunking)
+        self._undo = self._attach()
 
     @property
     def backend(self) -> BackendChoice:
@@ -184,7 +186,24 @@ class Handle:
     def close(self) -> None:
         """Restores the model. Caches made under this handle cannot be used any more. Again is fine."""
         self._undo()
+        self._attach = None  # nor keeps the model alive
         self._engine.release()
+
+    def suspend(self) -> None:
+        """Gives the model back as it was until `resume()`. Caches of this handle and captured steps stay for then, and
+        another plan may be at work meanwhile."""
+        self._undo()
+
+    def resume(self) -> None:
+        """Puts a suspended plan to work again.
+
+        Raises:
+            UsageError: the handle was closed, or a plan is at work, this one or another.
+        """
+        if self._attach is None:
+            raise UsageError("expected a suspended handle, found one that was closed; call apply again")
+        self._undo = self._attach()
+        self._engine.open = True
 
     def new_cache(
         self,
@@ -246,6 +265,24 @@ class Handle:
             self._engine.bytes = []
             self._engine.memory.trim()
             raise
+        return cache
+
+    def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
+        """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
+
+        Decode goes on from it as from a prompt of this handle, unless a selector of the plan looks at older queries.
+
+        Args:
+            layers: keys and values of every layer, [B, G, S, D] each.
+
+        Raises:
+            UsageError: the handle is closed.
+        """
+        check_owner_open(self._engine)
+        cache = sparse_cache(None, self._engine, len(self._layouts))
+        for layer, (k_BGSD, v_BGSD) in zip(cache.layers, layers, strict=True):
+            assert isinstance(layer, SparseLayer)
+            layer.update(k_BGSD, v_BGSD)
         return cache
 
     def check_growth(
@@ -373,7 +410,9 @@ def apply(
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
+    engine = PlanEngine(
+        Program.of(*phases, info, step=plan.chunk), model, choice.name, sizes.permitted, chunking, memory
+    )
     return Handle(model, engine, choice, sizes)
 
 

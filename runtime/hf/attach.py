@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.hf.attention import CONTEXT, NAME, Context, Engine, Executor, Phase, register
@@ -202,9 +202,18 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 @dataclass(slots=True)
 class Prompt:
-    """The prompt of the `generate` call under way: a last piece of it that is one token is still prefill."""
+    """The prompt of the `generate` call under way.
 
-    tokens: int = 0
+    Where all of it but its last token is cached beforehand, that one is a decode step, as in any other forward pass. In
+    a prompt that runs in pieces, a last piece of one token is prefill: a cut changes nothing.
+    """
+
+    tokens: int = 0  # that are cached once it has run; 0 outside `generate`
+    begun: bool = False  # whether a piece of it has run
+
+    def begin(self, tokens: int) -> None:
+        """A prompt that ends at so many cached tokens is about to run; 0 for none."""
+        self.tokens, self.begun = tokens, False
 
 
 def guarded(model: PreTrainedModel, prompt: Prompt, turn: RLock) -> Callable[..., Any]:
@@ -227,11 +236,11 @@ def guarded(model: PreTrainedModel, prompt: Prompt, turn: RLock) -> Callable[...
                 )
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         with _own_turn(turn, _PATIENCE):
-            prompt.tokens = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.dim() == 2 else 0
+            prompt.begin(_prompt_end(ids, kwargs.get("attention_mask"), kwargs.get("past_key_values")))
             try:
                 return generate(*args, **kwargs)
             finally:
-                prompt.tokens = 0
+                prompt.begin(0)
 
     return checked
 
@@ -241,6 +250,16 @@ def _setting(name: str, kwargs: dict[str, Any], config: GenerationConfig | None,
         return kwargs[name]
     given = getattr(config, name, None)
     return given if given is not None else getattr(defaults, name, None)
+
+
+def _prompt_end(ids: Any, mask: Any, cache: Any) -> int:
+    """How many tokens are cached once `generate` has run a prompt; 0 where it has no ids."""
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return 0
+    tokens = ids.shape[1]
+    # transformers takes the ids for those behind the cached ones alone where the mask has another length
+    only_new = isinstance(mask, torch.Tensor) and mask.shape[-1] != tokens and isinstance(cache, Cache)
+    return cache.get_seq_length() + tokens if only_new else tokens
 
 
 def _brief(found: Any) -> str:
@@ -360,8 +379,8 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 def _decoder_hook(
     engine: Engine, decoder: PreTrainedModel, attentions: Sequence[nn.Module], prompt: Prompt, turn: RLock
 ) -> Callable[..., Any]:
-    """Decides the phase of a forward pass: one token behind a past, and behind the prompt of a `generate` under way,
-    is a decode step."""
+    """Decides the phase of a forward pass: one token behind a past is a decode step, unless it ends a prompt of which
+    `generate` has run other pieces."""
     names, mask = tuple(inspect.signature(decoder.forward).parameters), MaskCheck()
     change = ChangeCheck(decoder, attentions)
 
@@ -379,11 +398,13 @@ def _decoder_hook(
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, len(attentions))
             check_even(cache, config.num_hidden_layers)
         past = 0 if cache is None else cache.get_seq_length()
-        if new != 1 or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
-            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1)
+        in_prompt = past < prompt.tokens
+        if in_prompt or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
+            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1 or in_prompt)
         check_positions(inputs.get("position_ids"), past)
+        ends_prompt, prompt.begun = in_prompt and prompt.begun, True
         phase = Phase.PREFILL
-        if cache is not None and tokens is not None and new == 1 and past >= max(prompt.tokens, 1):
+        if cache is not None and tokens is not None and new == 1 and past >= 1 and not ends_prompt:
             phase = Phase.DECODE
             engine.begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
         inputs[CONTEXT] = Context(engine, cache, phase)

@@ -8,6 +8,8 @@ Shapes: B batch, G KV heads, S tokens, D head size.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, NoReturn, Protocol
 
@@ -165,11 +167,42 @@ def reserve(cache: Cache, tokens: int) -> None:
         setattr(cache, _EXPECTED, tokens)
 
 
+def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The keys and values of the first tokens of every layer, [B, G, S, D] each, for `Handle.cache_of`.
+
+    The cache is empty from then on: it lets go of each layer as that is taken, so that a whole copy needs little more
+    memory than the cache itself.
+
+    Args:
+        cache: one of ours, or a DynamicCache that `holds_all` of its tokens.
+        tokens: at most those that are cached.
+    """
+    layers = deque(cache.layers)
+    cache.layers = []
+    while layers:
+        yield _first_tokens(layers.popleft(), tokens)
+
+
+def _first_tokens(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(layer, SparseLayer):
+        return layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+    store: Any = layer.store
+    lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)
+    k_BGSD, v_BGSD = store.view(lengths_B).contiguous(tokens)
+    return k_BGSD, v_BGSD
+
+
+def holds_all(cache: Cache) -> bool:
+    """Whether each layer of a DynamicCache still has all tokens: one with a sliding window drops those behind it."""
+    layers: list[Any] = cache.layers
+    return all(layer.keys.shape[2] == layer.get_seq_length() for layer in layers)
+
+
 def check_owner_open(owner: CacheOwner) -> None:
     """Raises UsageError when the plan that a cache belongs to is no longer applied."""
     if not owner.open:
         raise UsageError(
-            "expected the plan of this cache to be applied still, but its handle was closed; "
+            "expected the plan of this cache to be applied still, but its handle was closed or suspended; "
             "start a new cache, or keep the handle open over all turns"
         )
 

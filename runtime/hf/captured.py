@@ -2,7 +2,8 @@
 
 The addresses of all layers are in one table, which is written when another cache is served. What layers in host memory
 lack of a choice is fetched as soon as the filter layer has chosen, layer by layer, on a second stream; the attention of
-a layer waits for its own rows alone. The slot tables belong to the step: another cache begins with empty ones.
+a layer waits for its own rows alone. The slot tables belong to the step: what they say of a cache waits with that cache
+while others take their turns.
 
 Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L layers, X columns of the table.
 """
@@ -10,7 +11,7 @@ Shapes: B batch, G KV heads, S tokens, R rows on the device, D head size, L laye
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,14 +19,18 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.decode.slots import MOST_SLOTS, NO_SLOT, SlotMap, SlotState, SlotTable
+from sparsekv.kernels.decode.slots import MOST_SLOTS, SlotMap, SlotState, SlotTable
 from sparsekv.kernels.keys import CAPACITY, COLUMNS, HOST, HOST_TOKENS, KEYS, ROWS, VALUES, KeyView
-from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.budgets import counts_of
 from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 from sparsekv.runtime.stores.bank import Binding, HostStore
 from sparsekv.runtime.stores.pinned import CopyDone, stream_for
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore, Layout
+
+
+class FetchError(SparseKVError):
+    """Bringing what a filter layer chose to the device failed in a captured step, which is then of no use."""
 
 
 class HotRows(NamedTuple):
@@ -126,7 +131,7 @@ class _Group:
     recent: int
     table: SlotTable
     placed: Any  # PlacedStep
-    state: SlotState | None = None  # of the table
+    state: Callable[[], SlotState | None] = lambda: None  # of the table; None once its stores are gone
 
     @property
     def selection(self) -> Selection:
@@ -134,15 +139,24 @@ class _Group:
         return Selection(self.placed.rows_BgA, self.placed.totals_B, 0, 0)
 
     def take(self, stores: Sequence[HostStore]) -> None:
-        """The table is that of these stores, one a layer: as it is if they were the last, else empty."""
-        if self.state is not None and all(store.slot_state is self.state for store in stores):
+        """The table is that of these stores, one a layer, as the last step over them left it, and empty if there was
+        none or their slots were written to since. That of the stores before waits with these."""
+        state, current = stores[0].slot_state, self.state()
+        if any(store.slot_state is not state for store in stores):
+            state = None
+        if state is not None and state is current:
             return
-        self.state = SlotState()
-        self.table.slot_of_BgC.fill_(NO_SLOT)
-        self.table.token_BgH.fill_(NO_TOKEN)
-        self.table.worth_BgH.zero_()
+        if current is not None:
+            current.contents = self.table.contents()
+        if state is not None and state.contents is not None:
+            self.table.load(state.contents)
+            state.contents = None
+        else:
+            state = SlotState()
+            self.table.clear()
+        self.state = weakref.ref(state)
         for store in stores:
-            store.slot_state = self.state
+            store.slot_state = state
 
 
 class StepStores:

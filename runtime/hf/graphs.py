@@ -25,12 +25,14 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sparsekv.kernels.decode.selection import Selection
+from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.captured import HotRows, StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.captured import FetchError, HotRows, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
+from sparsekv.runtime.stores.pinned import WAITS
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
@@ -82,9 +84,18 @@ class StepGraph:
         self._out_B1E: torch.Tensor | None = None
 
     def _chosen(self, segment: SegmentProgram, selection: Selection) -> Selection:
-        if self._revise is not None:
-            selection = self._revise(segment, selection)
-        self.stores.fetch(segment, selection)
+        """Raises FetchError: else attention would be blamed, and begin the layer again over a half-placed choice."""
+        try:
+            if self._revise is not None:
+                selection = self._revise(segment, selection)
+            self.stores.fetch(segment, selection)
+        except (torch.OutOfMemoryError, SparseKVError):
+            raise
+        except Exception as error:
+            raise FetchError(
+                f"expected the choice of filter layer {segment.filter} to be fetched from host memory by a kernel, "
+                f"found {_summary(error)}"
+            ) from error
         return selection
 
     def new_store(self, layer: int) -> KVStore:
@@ -187,7 +198,7 @@ class StepGraphs:
         self._stream: torch.cuda.Stream | None = None
         self._capturing: torch.cuda.Stream | None = None
         self._parts: _Parts | None = None
-        self._refused: dict[_Key, str] = {}  # what memory did not suffice for
+        self._refused: dict[_Key, str] = {}  # what memory did not suffice for, or cannot be fetched
         self.replayed = 0  # steps so far
         self.why_not = ""  # why the last decode step was not replayed
         self._never = ""  # why no step is captured any more
@@ -306,7 +317,7 @@ class StepGraphs:
         graph.load(ids_B1, positions, past)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(ids_B1.device)  # cuBLAS keeps memory for each stream
-        with self._reads.uncounted():
+        with self._reads.uncounted(), WAITS.put_off():
             graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
         return graph
 
@@ -318,9 +329,9 @@ class StepGraphs:
         self.release()
 
     def _not_captured(self, key: _Key, error: Exception) -> str:
-        """Notes not to try again: this size where memory ran out, else any."""
-        found = f"capturing failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        if isinstance(error, torch.OutOfMemoryError):
+        """Notes not to try again: this size where memory ran out or layers in host memory are at fault, else any."""
+        found = f"capturing failed ({_summary(error)})"
+        if isinstance(error, (torch.OutOfMemoryError, FetchError)):
             self._refused[key] = found
         else:
             self._never = found
@@ -334,6 +345,10 @@ class StepGraphs:
         found = parts.obstacle()
         self._parts = None if found else parts
         return found
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _stores(cache: Cache) -> list[Any]:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -85,6 +88,46 @@ class CudaStream(CopyStream):
 def stream_for(device: torch.device) -> CopyStream:
     """The stream of copies from `device`."""
     return CudaStream(device) if device.type == "cuda" else CopyStream()
+
+
+class DeviceWaits:
+    """Work that waits for the device, and that may come at any time, as garbage collections do. While a CUDA graph is
+    captured it is put off: to wait for a device that captures is an error, and ends the capture."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()  # a collection may come to the thread that holds it
+        self._captures = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Runs it now, or once no capture is under way."""
+        self._waiting.append(work)
+        with self._lock:
+            self._run_waiting()
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Inside it, work of any thread is put off to its end."""
+        with self._lock:  # waits for work that has begun
+            self._captures += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._captures -= 1
+                self._run_waiting()
+
+    def _run_waiting(self) -> None:
+        while self._waiting and not self._captures and not _captures_here():
+            self._waiting.popleft()()
+
+
+def _captures_here() -> bool:
+    """Whether this thread captures a graph, for whatever purpose."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+WAITS = DeviceWaits()  # one for all engines and threads: a device that captures must not be waited for by any of them
 
 
 _MAY_BE_LARGER = 1.25  # a free block serves for smaller ones down to this
@@ -190,7 +233,9 @@ def _pinned(nbytes: int, device: torch.device, on_bytes: OnBytes) -> Block:
     check_room(nbytes, available_bytes())
     data = _pages(nbytes, on_bytes)
     block = Block(data, registered=True)
-    unpin = weakref.finalize(block, _unpin, data, device)  # before it is pinned: Ctrl-C may come right after
+    unpin = weakref.finalize(
+        block, WAITS.run, partial(_unpin, data, device)
+    )  # before it is pinned: Ctrl-C may come right after
     unpin.atexit = False  # the end of the process unpins everything
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
@@ -206,13 +251,15 @@ def _pinned_by_torch(nbytes: int, device: torch.device) -> Block:
     data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     block = Block(data)
     # torch does not see kernels that write by address, and would hand the memory out again while they do
-    settle = weakref.finalize(block, _settle, data, device)
+    settle = weakref.finalize(block, WAITS.run, partial(_settle, data, device))
     settle.atexit = False
     return block
 
 
 def _settle(data: torch.Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # `data` is not given back before
+    """Waits for the device; `data` is not given back before."""
+    with suppress(RuntimeError):  # a device that an error has made unusable runs no kernels
+        torch.cuda.synchronize(device)
 
 
 def _forget_error(device: torch.device) -> None:
@@ -222,7 +269,7 @@ def _forget_error(device: torch.device) -> None:
 
 
 def _unpin(data: torch.Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # no copy may still be on its way
+    _settle(data, device)  # no copy may still be on its way
     cudart: Any = torch.cuda.cudart()
     if int(cudart.cudaHostUnregister(data.data_ptr())):  # it was not pinned yet
         _forget_error(device)

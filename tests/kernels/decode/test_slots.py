@@ -64,6 +64,23 @@ def test_the_tokens_that_are_worth_least_make_room(data, lists: int, batch: int,
                 assert table.present_BgH[b, g].tolist() == present
 
 
+@settings(max_examples=30, deadline=None)
+@given(choices=st.lists(CHOICE, min_size=3, max_size=8), more=st.sampled_from([0, 7]))
+def test_a_table_that_is_loaded_goes_on_as_the_one_it_comes_from(choices, more: int) -> None:
+    def place(table: SlotTable, one: list[int]) -> list[torch.Tensor]:
+        placed = table.place(torch.tensor([[one + [-1] * (8 - len(one))]], dtype=torch.int32))
+        return [placed.slots_BgM, placed.missed_BgM, placed.into_BgM, table.present_BgH]
+
+    table, other = SlotTable(1, 1, 10, CAPACITY, CPU), SlotTable(1, 1, 10, CAPACITY + more, CPU)
+    place(table, choices[0])
+    place(other, choices[1])
+    other.load(table.contents())
+    for one in choices[2:]:
+        assert all(map(torch.equal, place(table, one), place(other, one)))
+    other.clear()
+    assert all(map(torch.equal, place(SlotTable(1, 1, 10, CAPACITY, CPU), choices[0]), place(other, choices[0])))
+
+
 def place_one_by_one(table: SlotTable, tokens: list[int]) -> None:
     for token in tokens:
         table.place(torch.tensor([[[token]]], dtype=torch.int32))

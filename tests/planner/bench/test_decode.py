@@ -103,7 +103,7 @@ def test_rates_count_the_keys_and_values_that_attention_reads(subject, plan):
 def test_the_share_of_tokens_is_what_a_run_counts(subject, plan):
     attention, token = rows_of(subject, plan)
     with sparsekv.apply(subject.model, plan) as handle:
-        for steps, row in ((1, attention), (32, token)):
+        for steps, row in ((1, attention), (33, token)):
             cache = handle.new_cache(LENGTH)
             fill(cache.layers, LENGTH - steps, layouts_of(subject.model), seed=0)
             handle.reset_stats()

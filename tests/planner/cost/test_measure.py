@@ -6,14 +6,20 @@ import torch
 from planner_models import TILE, made_up_cost
 from planner_profiles import made_up_length, made_up_profile, options_for
 
+from sparsekv.kernels.backends import decode_attention
+from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.keys import full_view
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
-from sparsekv.planner.cost.measure import copies_to_read_cold, fit_line, measure_cost, timed_lengths
+from sparsekv.planner.cost.measure import OffloadedSteps, copies_to_read_cold, fit_line, measure_cost, timed_lengths
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.runtime.stores.pinned import HostMemory
 
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = (torch.device("cuda"), torch.bfloat16) if CUDA else (torch.device("cpu"), torch.float32)
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=32)
 
 
@@ -88,6 +94,37 @@ def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(meas
     assert measured.decode_host.us(200, 100.0) > 0
     assert measured.decode_choose_alone.us(1000) > 0
     assert measured.decode_host.us(200, 200.0) >= measured.decode_host.us(200, 100.0)
+
+
+def test_what_is_timed_of_captured_steps_from_host_memory_is_attention_over_the_choice() -> None:
+    pytest.importorskip("triton")
+    draws, backend = torch.Generator().manual_seed(0), "triton"
+    k, v = torch.randn(2, 1, 2, 200, 16, generator=draws).to(DEVICE, DTYPE)
+    q, keys = torch.randn(1, 4, 1, 16, generator=draws).to(DEVICE, DTYPE), full_view(k, v)
+    counts_1 = torch.tensor([10], dtype=torch.int32, device=DEVICE)
+    first, other = (
+        Selection(torch.arange(at, at + 10, dtype=torch.int32, device=DEVICE)[None, None], counts_1, 0, 2)
+        for at in (20, 25)
+    )
+    steps = OffloadedSteps(first, keys, HostMemory())
+    for selection in (first, other):
+        steps.reads.reset()
+        expected = decode_attention(q, keys, selection, scale=0.25, backend=backend).out_BHSD
+        assert all(torch.equal(found, expected) for found in steps.run(selection, q, scale=0.25, backend=backend))
+    reads = steps.reads.collect()
+    assert (reads.chosen / reads.steps, reads.fetched / reads.steps) == (10, 5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_in_host_memory_are_timed_as_captured_steps_fetch_them() -> None:
+    shape, lengths = HeadShape(heads=4, kv_heads=2, head_dim=64), (1 << 18,)
+    found = measure_cost(shape, lengths, device=DEVICE, dtype=DTYPE, tile=TILE, offload=True)
+    timed = [timing for timing in found.timings if timing.what == "host decode"]
+    longest = [timing.features for timing in timed if timing.length == lengths[0]]
+    assert [attended for _, attended, _ in longest] == [16386, 16386, 32768, 32768]  # as many as there may be slots
+    assert [fetched / attended for _, attended, fetched in longest] == pytest.approx([1, 0.125] * 2, abs=0.001)
+    assert all(timing.us > 0 for timing in timed)
+    assert len(found.decode_host.prices) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.long_inputs import Chunking
 
 SPARSE = AShape(sink=tokens(1), window=tokens(1))
@@ -49,6 +50,42 @@ def test_closing_restores_the_model(architecture: str, implementation: str):
     assert traces(model) == before
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(prompt).logits, dense)
+
+
+def test_a_suspended_plan_leaves_the_model_and_goes_on_with_its_caches():
+    model, prompt, token = tiny_model(), random_tokens(1, 200), random_tokens(1, 1, 1)
+    before, plan = traces(model), some_plan(model)
+    with apply(model, plan) as handle, torch.no_grad():
+        expected = model(token, past_key_values=model(prompt).past_key_values).logits
+        cache = model(prompt).past_key_values
+        handle.suspend()
+        assert traces(model) == before
+        with apply(model, plan, prefill=False) as other:
+            with pytest.raises(UsageError, match="applied to this model already"):
+                handle.resume()
+            copied = other.cache_of(handed_over(copy.deepcopy(cache), 200))
+            assert torch.equal(model(token, past_key_values=copied).logits, expected)
+            with pytest.raises(UsageError, match="to be applied still"):
+                model(token, past_key_values=cache)
+        handle.resume()
+        assert torch.equal(model(token, past_key_values=cache).logits, expected)
+        handle.suspend()
+    assert traces(model) == before
+    with pytest.raises(UsageError, match="closed; call apply again"):
+        handle.resume()
+
+
+def test_a_cache_that_is_handed_over_lets_go_of_each_layer_as_it_is_taken():
+    model = tiny_model()
+    with apply(model, some_plan(model)), torch.no_grad():
+        cache = model(random_tokens(1, 200)).past_key_values
+        layers = [weakref.ref(layer) for layer in cache.layers]
+        kept = []
+        for number, (k_BGSD, _) in enumerate(handed_over(cache, 150)):
+            assert k_BGSD.shape[2] == 150
+            kept.append([layer() is not None for layer in layers])
+            assert number or cache.get_seq_length() == 0
+    assert kept == [[False, True, True], [False, False, True], [False, False, False]]
 
 
 def test_an_exception_inside_the_block_restores_the_model():

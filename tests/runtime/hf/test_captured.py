@@ -1,6 +1,7 @@
 """The stores of a captured step, through everything that may come between two steps, against plain tensors."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -121,7 +122,9 @@ def step(steps: Steps, cache: Cache, seed: int) -> None:
         store.advance()
 
 
-OPS = st.sampled_from(["step", "step", "step", "append", "long append", "eager", "in vain", "fork", "turn", "reserve"])
+OPS = st.sampled_from(
+    ["step", "step", "step", "append", "long append", "eager", "in vain", "fork", "turn", "reserve", "release"]
+)
 
 
 @settings(max_examples=6, deadline=None)
@@ -153,6 +156,8 @@ def test_every_step_reads_what_was_given(ops, first: int) -> None:
                     caches[1] = cache.fork()
                 case "turn":
                     caches.reverse()
+                case "release":  # as when the model has changed
+                    steps.graphs, steps.now = {}, None
                 case "reserve":
                     for store in cache.stores:
                         store.reserve(cache.length + 200)
@@ -179,10 +184,51 @@ def test_slots_stay_filled_until_something_else_writes_to_them() -> None:
             caches[0].append(count, 2)
         step(steps, caches[0], 1)
         assert steps.reads.collect().fetched < listed
+
+
+def test_caches_that_take_turns_find_their_slots_as_they_left_them() -> None:
+    steps, caches, alone = Steps(), [long_cache(), long_cache()], Steps()
+    for seed in (1, 2, 1):  # what an undisturbed cache fetches
+        step(alone, caches[0], seed)
+    expected, caches[0] = alone.reads.collect().fetched, long_cache()
+    for seed in (1, 2, 1):
+        for cache in caches:
+            step(steps, cache, seed)
+    assert steps.reads.collect().fetched == 2 * expected
+    assert len(steps.graphs) == 1
+
+
+def test_slots_that_were_written_to_between_turns_begin_empty() -> None:
+    steps, caches = Steps(), [long_cache(), long_cache()]
+    for cache in caches:
+        step(steps, cache, 1)
+    caches[0].append(1, 5)
+    for store, (k, v) in zip(caches[0].stores, caches[0].given, strict=True):
+        assert_gathers(store, caches[0].choice(1), k, v)  # by single launches
     steps.reads.reset()
-    step(steps, caches[1], 1)
     step(steps, caches[0], 1)
-    assert (steps.reads.collect().fetched, steps.reads.steps) == (2 * listed, 4)
+    assert steps.reads.collect().fetched == 2 * BATCH * (SINK + CHOSEN)
+
+
+def test_a_step_that_is_released_takes_along_what_it_knew_of_slots() -> None:
+    steps, caches = Steps(), [long_cache(), long_cache()]
+    for cache in caches:
+        step(steps, cache, 1)
+    for seed in range(2, 9):  # in other slots than before the turn of the other cache
+        step(steps, caches[0], seed)
+    steps.graphs, steps.now = {}, None
+    steps.reads.reset()
+    step(steps, caches[0], 1)  # which looks at every row
+    assert steps.reads.collect().fetched == 2 * BATCH * (SINK + CHOSEN)
+
+
+def test_a_cache_that_is_let_go_of_leaves_nothing_with_the_step() -> None:
+    steps, caches = Steps(), [long_cache(), long_cache()]
+    step(steps, caches[0], 1)
+    state = weakref.ref(caches[0].stores[1].slot_state)
+    caches.pop(0)
+    step(steps, caches[0], 1)
+    assert state() is None
 
 
 def test_a_bound_step_does_not_serve_lengths_that_are_read_as_a_whole() -> None:

@@ -4,6 +4,7 @@ cache. Without a GPU the graphs are emulated, with one they are real."""
 import copy
 import gc
 import warnings
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from tiny_plans import decode_plan, plan_for, segment
 from sparsekv.plans.phases import DecodeBucket
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.pinned import WAITS, HostMemory
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -125,6 +128,21 @@ def test_only_what_the_hot_set_lacks_is_fetched_and_counted(model, captured):
     assert handle.stats().host_steps == 0
 
 
+@torch.no_grad()
+def test_turns_of_one_token_are_replayed(model, captured):
+    prompt, seen = ids(1, LONG), []
+    for way in ((), (1, 2)):
+        with applied(model, way) as handle:
+            cache, turn = steps(model, prompt[:, :-1], prompt[:, :0])[1], prompt
+            for _ in range(2):  # the second goes on from the last token of the first
+                mask = torch.ones_like(turn)
+                turn = model.generate(turn, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+            assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
+            assert on_host(cache) == list(way)
+            seen.append(turn)
+    assert torch.equal(*seen)
+
+
 def test_a_layer_that_reads_everything_from_host_memory_runs_as_single_launches(model, captured):
     prompt, new = ids(1, LONG), ids(1, 1, 1)
     with applied(model, ()):
@@ -176,6 +194,55 @@ def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_lau
         assert "of this test" in handle.steps.why_not
     assert waited
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["gather.gather_missed", *(["place.place_step"] if CUDA else [])])
+def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_triton(model, captured, monkeypatch, kernel):
+    prompt, new, calls = ids(1, LONG), ids(1, 2, 1), []
+    real = resolve_name(f"sparsekv.kernels.decode.{kernel}")
+    fails_at = 2 if kernel == "gather.gather_missed" else 1  # in the midst of the layers
+
+    def broken(*args, **options):
+        calls.append(args)
+        if len(calls) == fails_at:
+            raise RuntimeError("at 12:3: ptxas died")
+        real(*args, **options)
+
+    with applied(model, ()):
+        expected, _ = steps(model, prompt, new)
+    monkeypatch.setattr(f"sparsekv.kernels.decode.{kernel}", broken)
+    with applied(model, (1, 2)) as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, cache = steps(model, prompt, new)
+        before, failed = len(calls), handle.steps.why_not
+        assert on_host(cache) == [1, 2]
+        steps(model, ids(1, 20), new[:, :1])
+        assert (handle.steps.replayed, handle.steps.why_not) == (1, "")  # caches on the device are captured still
+    assert [warning.category for warning in told] == [GraphWarning]  # none says that decode failed
+    assert "FetchError: expected the choice of filter layer 0 to be fetched" in failed
+    assert "ptxas died" in failed
+    assert before == len(calls) == fails_at
+    assert torch.equal(found, expected)
+
+
+def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured):
+    """A GPU refuses to be waited for then, in its own words."""
+    memory, ran, seen = HostMemory(), [], []
+    blocks = [memory.take(1 << 20, DEVICE) for _ in range(3)]
+
+    def revise(segment, selection):
+        blocks[-1:] = []  # is unlocked
+        WAITS.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
+        seen.append(len(ran))
+        return selection
+
+    with applied(model, (1, 2)) as handle:
+        handle.steps.revise = revise
+        steps(model, ids(1, LONG), ids(1, 1, 1))
+        assert (handle.steps.replayed, handle.steps.why_not) == (1, "")
+    captures = 3 if CUDA else 2
+    assert seen[:captures] == [0] * captures
+    assert len(ran) == len(seen)
 
 
 @pytest.mark.skipif(not CUDA, reason="device memory is a GPU's")

@@ -277,6 +277,53 @@ def test_a_last_piece_of_one_token_of_a_chunked_prompt_is_prefill(model, chunk: 
         assert handle.stats().decode_share is None
 
 
+def behind(cache, ids, **options):
+    """What `generate` takes for the ids behind a copy of the cache."""
+    mask = torch.ones_like(ids)
+    return {"attention_mask": mask, "past_key_values": copy.deepcopy(cache), "do_sample": False} | options
+
+
+@pytest.mark.parametrize("host", [(), (1, 2, 3)], ids=["device", "host"])
+def test_one_token_behind_a_filled_cache_is_a_decode_step_of_generate_as_of_the_model(model, host):
+    plan, ids = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4), offload=host)), random_tokens(2, 121)
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache = model(ids[:, :-1], logits_to_keep=1).past_key_values
+        handle.reset_stats()
+        first = model(ids[:, -1:], past_key_values=copy.deepcopy(cache)).logits.argmax(-1)
+        expected = handle.stats()
+        for given in (ids, ids[:, -1:]):  # transformers takes both
+            handle.reset_stats()
+            options = behind(cache, ids, max_new_tokens=1, output_logits=True, return_dict_in_generate=True)
+            found = model.generate(given, **options)
+            assert torch.equal(found.logits[0].argmax(-1)[:, None], first)
+            assert handle.stats() == expected
+    assert expected.decode_share < 1
+    assert expected.host_steps == len(host)
+
+
+def test_a_turn_of_several_tokens_is_prefill_and_what_follows_decode(model):
+    plan, ids = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4))), random_tokens(1, 80)
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache = model(ids[:, :-2]).past_key_values
+        for given in (ids, ids[:, -2:]):
+            for tokens, cached in ((1, 0), (3, 6 * (81 + 82))):
+                handle.reset_stats()
+                model.generate(given, **behind(cache, ids, max_new_tokens=tokens))
+                assert handle.stats().decode_tokens_cached == cached
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_padding_among_the_cached_tokens_is_refused_whatever_comes_behind_them(model, new: int):
+    ids = random_tokens(2, 40)
+    padded = torch.ones_like(ids)
+    padded[1, :3] = 0
+    with torch.no_grad(), apply(model, plan_for(model)):
+        cache = model(ids[:, :-new]).past_key_values
+        for given in (ids, ids[:, -new:]):
+            with pytest.raises(UnsupportedError, match="padding in the attention_mask of this call"):
+                model.generate(given, **behind(cache, ids, attention_mask=padded, max_new_tokens=1))
+
+
 def test_a_mask_that_leaves_out_cached_tokens_is_refused(model):
     with torch.no_grad(), apply(model, plan_for(model)):
         cache = model(random_tokens(1, 30)).past_key_values

@@ -68,6 +68,23 @@ def test_caches_take_turns_grow_and_are_copied(model, captured):
     torch.testing.assert_close(more, again, rtol=1e-3, atol=1e-4)
 
 
+def test_captured_steps_outlast_a_suspension(model, captured):
+    prompt, new = random_tokens(1, 60), random_tokens(1, 4, 1)
+    plan = plan_for(model, None, SPARSE)
+    with apply(model, plan, backend="triton") as handle:
+        first, cache = steps(model, prompt, new[:, :2])
+        captured_step = handle.steps.latest
+        handle.suspend()
+        with torch.no_grad():
+            model(new)
+        handle.resume()
+        rest, _ = steps(model, new[:, 2:3], new[:, 3:], cache)
+        assert handle.steps.latest is captured_step
+        assert handle.steps.replayed == 4
+    found = torch.cat((first, rest), 1)
+    torch.testing.assert_close(found, expected(model, plan, prompt, new), rtol=1e-3, atol=1e-4)
+
+
 def test_a_cache_of_other_rows_is_refused_as_without_graphs(model, captured):
     one, four = random_tokens(1, 30), random_tokens(4, 30)
     with apply(model, plan_for(model), backend="triton") as handle, warnings.catch_warnings():

@@ -1,13 +1,15 @@
 """Pinned memory: what there is of it, had in steps, and free again whatever ends them."""
 
 import gc
+import weakref
 from contextlib import nullcontext
+from threading import Thread
 
 import pytest
 import torch
 
 from sparsekv.runtime.stores import pinned
-from sparsekv.runtime.stores.pinned import HostMemory, available_bytes
+from sparsekv.runtime.stores.pinned import WAITS, HostMemory, available_bytes
 
 CUDA, MIB = torch.device("cuda", 0), 1 << 20
 
@@ -55,10 +57,10 @@ def test_what_is_left_is_the_least_that_machine_and_groups_leave(tmp_path, files
 
 
 class Cudart:
-    """Locks memory; what happens while it does so may be anything."""
+    """Locks memory, and notes how often the device is waited for; what happens while it does so may be anything."""
 
     def __init__(self, happens=lambda: None):
-        self.locked, self.happens = set(), happens
+        self.locked, self.happens, self.waits = set(), happens, 0
 
     def cudaHostRegister(self, pointer, nbytes, flags):
         self.locked.add(pointer)
@@ -69,13 +71,16 @@ class Cudart:
         self.locked.remove(pointer)
         return 0
 
+    def wait(self, device):
+        self.waits += 1
+
 
 @pytest.fixture
 def cuda(monkeypatch):
     def with_runtime(cudart):
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", cudart.wait)
         monkeypatch.setattr(pinned, "_STEP", MIB)
         return cudart
 
@@ -121,4 +126,40 @@ def test_ctrl_c_while_memory_is_locked_unlocks_it(cuda):
     with pytest.raises(KeyboardInterrupt):
         HostMemory().take(MIB, CUDA)
     gc.collect()
+    assert not cudart.locked
+
+
+def test_a_block_that_is_collected_during_a_capture_is_unlocked_behind_it(cuda):
+    """In whichever thread."""
+    cudart, block = cuda(Cudart()), HostMemory().take(MIB, CUDA)
+    with WAITS.put_off():
+        with WAITS.put_off():
+            done, cycle, thread = weakref.finalize(block, lambda: None), [block], Thread(target=gc.collect)
+            cycle.append(cycle)
+            del block, cycle
+            thread.start()
+            thread.join()
+            assert not done.alive
+        assert (len(cudart.locked), cudart.waits) == (1, 0)
+    assert (len(cudart.locked), cudart.waits) == (0, 1)
+
+
+def test_what_is_collected_during_a_capture_of_somebody_else_is_unlocked_with_what_comes_later(cuda, monkeypatch):
+    cudart = cuda(Cudart())
+    blocks = [HostMemory().take(MIB, CUDA) for _ in range(2)]
+    with monkeypatch.context() as capture:
+        for asked in ("is_available", "is_current_stream_capturing"):
+            capture.setattr(torch.cuda, asked, lambda: True)
+        blocks.pop()
+        assert (len(cudart.locked), cudart.waits) == (2, 0)
+    blocks.pop()
+    assert not cudart.locked
+
+
+def test_memory_of_a_device_that_no_longer_works_is_unlocked_without_an_error(cuda, monkeypatch):
+    cudart = cuda(Cudart())
+    block = HostMemory().take(MIB, CUDA)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: torch.empty(-1))
+    with WAITS.put_off():
+        del block
     assert not cudart.locked
