@@ -6,8 +6,8 @@
 Each PLAN is a prefill phase of any origin: of an earlier version, of one family, of a preset. It is taken for MODEL
 whatever it says it was made for. It runs on held-out prompts of the shipped tasks and of those in
 `tools/reference_model/formats.py`; then a plan is compiled from PROFILE (without a crossover) at the density that this
-one realised on them, or a share of it, and runs on the same prompts. Printed is the ratio of the geometric means of their divergences
-from dense, ours over theirs, with a 95% bootstrap interval over prompts, and the ratio of each task.
+one realised on them, or a share of it, and runs on the same prompts. Printed is the ratio of the geometric means of
+their divergences from dense, ours over theirs, with a 95% bootstrap interval over prompts, and the ratio of each task.
 """
 
 from __future__ import annotations
