@@ -64,6 +64,7 @@ class CandidateSpace:
         self.full = model.full_layers
         self.budgets: tuple[Budget, ...] = entry.reuse.budgets if options.any_budget else (options.decode_budget,)
         self._lost = {budget: self._lost_with(budget) for budget in self.budgets}
+        self._losses: dict[tuple[str, int, int, int], float] = {}  # what `_loss` has found
 
     def _lost_with(self, budget: Budget) -> Floats:
         reuse: Reuse = self._reuse
@@ -202,10 +203,16 @@ class CandidateSpace:
 
     def _loss(self, segment: Segment, layer: int) -> float:
         """Share of attention mass, between the profiled budgets and beyond them along a power law."""
-        selector = [choice.selector for choice in self._reuse.selectors].index(segment.selector)
+        key = segment.selector, segment.filter, segment.budget.resolve(self._length), layer
+        if key not in self._losses:
+            self._losses[key] = self._interpolated(*key)
+        return self._losses[key]
+
+    def _interpolated(self, name: str, filter_layer: int, size: int, layer: int) -> float:
+        selector = next(n for n, choice in enumerate(self._reuse.selectors) if choice.selector == name)
         sizes = [budget.resolve(self._length) for budget in self.budgets]
-        lost = [float(self._lost[budget][selector, layer, segment.filter]) for budget in self.budgets]
-        return _power_law(sizes, lost, segment.budget.resolve(self._length))
+        lost = [float(self._lost[budget][selector, layer, filter_layer]) for budget in self.budgets]
+        return _power_law(sizes, lost, size)
 
     def _all(self, weights_J: Floats, allowed: float) -> Iterator[Segments]:
         importance_J = shares_of(self._reuse.importance)

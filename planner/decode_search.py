@@ -52,10 +52,17 @@ _NOTHING = 1e-9  # nats
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What is expected of a candidate: its divergence in nats, and the standard deviation of the logarithm of that."""
+    """What is expected of a candidate.
+
+    Attributes:
+        kl: its divergence in nats.
+        deviation: the standard deviation of the logarithm of that.
+        share: cached tokens that it reads, of all; noted here, since every step of the search asks for all of them.
+    """
 
     kl: float
     deviation: float
+    share: float
 
     def chance(self, allowed: float) -> float:
         """That the divergence is at most this."""
@@ -180,7 +187,8 @@ class _Search:
         """Probes, proposals, then best first."""
         weights_J = self._weights()
         for segments in self._space.proposed(weights_J, self._gate):
-            self._guesses[segments] = Guess(self._space.expected(segments, weights_J), _PROPOSAL)
+            expected, share = self._space.expected(segments, weights_J), self._space.share(segments)
+            self._guesses[segments] = Guess(expected, _PROPOSAL, share)
         self._best_first(self._space.neighbours, weights_J)
         self._reserved = 0
         for trial in self.trials:
@@ -205,7 +213,7 @@ class _Search:
         promises = (
             (gain * guess.chance(allowed), -guess.kl, segments)
             for segments, guess in self._guesses.items()
-            if (gain := best - self._space.share(segments)) >= _LEAST_GAIN and segments not in self._tried
+            if (gain := best - guess.share) >= _LEAST_GAIN
         )
         promise, _, segments = max(promises, key=lambda found: found[:2], default=(0.0, 0.0, None))
         return segments if promise >= _LEAST_PROMISE or best == 1.0 else None
@@ -216,13 +224,15 @@ class _Search:
         whole = trial.prompts == len(self._prefixes)
         measured = (trial.kl if whole else self._overall(trial)) + _NOTHING
         for one in steps:
+            if one in self._tried:
+                continue
             change = self._space.expected(one, weights_J) - own
             # Where layers stand in for each other the model is too low: what it falls by counts in proportion.
             kl = measured + change if change > 0 else measured * max(_MOST_FALL, 1.0 + change / max(own, _NOTHING))
             deviation = (_STEP if whole else _AFTER_GIVEN_UP) + _CHANGE * abs(math.log(kl / measured))
             before = self._guesses.get(one)
             if before is None or deviation < before.deviation:
-                self._guesses[one] = Guess(kl, deviation)
+                self._guesses[one] = Guess(kl, deviation, before.share if before else self._space.share(one))
 
     def _overall(self, trial: DecodeTrial) -> float:
         """The mean over all prompts of a trial that was given up, which began with the hardest ones."""
@@ -249,6 +259,7 @@ class _Search:
         if segments in self._tried or not self._may_measure:
             return False
         self._tried.add(segments)
+        self._guesses.pop(segments, None)
         order = sorted(range(len(self._prefixes)), key=lambda number: -self._hardness[number])
         most = self._gate * len(order)
         found = self._run(segments, [self._prefixes[number] for number in order], most)

@@ -198,9 +198,9 @@ class Pass:
     def _decode(self, call: AttentionCall, o_proj: nn.Module, hidden_BSE: torch.Tensor) -> dict[str, Any]:
         if self._reuse is None:
             return {}
-        layer = DecodeLayer(call, _weight_of(o_proj, call.q_BHSD))
+        layer = self._reuse.attended(DecodeLayer(call, _weight_of(o_proj, call.q_BHSD)))
         self._reuse.choose(call.layer, layer)
-        moved = self._reuse.moved(layer)
+        moved = float(layer.moved)
         residual = float(hidden_BSE[0, list(self._prompt.decode_rows)].float().norm())
         kept = tuple(map(as_table, self._reuse.kept(layer, range(call.layer + 1))))
         return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}

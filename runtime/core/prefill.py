@@ -31,7 +31,8 @@ def prefill(
     meter: Meter | None = None,
     overwrite_above: int | None = None,
 ) -> torch.Tensor:
-    """Attention of a chunk's rows to everything before them, as the bucket of the longest row says.
+    """Attention of a chunk's rows to everything before them, as the bucket of the longest row says; dense where the
+    chunk is too small to gain.
 
     Args:
         layer: what the layer computes.
@@ -78,7 +79,7 @@ def _attend(
     meter: Meter,
 ) -> torch.Tensor:  # fmt: skip
     k_BGKD, v_BGKD = keys.contiguous(chunk.longest)
-    causal, patterns = layer.heads * chunk.causal_tiles(layer.tile), layer.patterns_at(chunk.longest)
+    causal, patterns = layer.heads * chunk.causal_tiles(layer.tile), layer.patterns_for(chunk)
     if not patterns:
         meter.add_dense_prefill(causal)
         return _attend_dense(layer, q_BHSD, k_BGKD, v_BGKD, chunk, scale, fallback)

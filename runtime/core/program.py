@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from sparsekv.kernels.decode.selection import ALL
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape
@@ -91,6 +92,7 @@ class LayerProgram:
     tile: TileShape = DEFAULT_TILE
     bounds: tuple[int, ...] = ()  # the longest context of every prefill bucket but the last
     patterns: tuple[tuple[Pattern, ...], ...] = ((),)  # by prefill bucket, one a query head; () is dense
+    dense_pairs: int = 0  # a chunk with no more pairs of a query and a key that it sees is not worth an index
     filters: SegmentProgram | None = None  # the segment that this layer chooses for
     follows: SegmentProgram | None = None  # the segment that this layer belongs to
     kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
@@ -103,6 +105,11 @@ class LayerProgram:
     def patterns_at(self, length: int) -> tuple[Pattern, ...]:
         """One pattern a query head at a context of `length` tokens (past + chunk); none if all are dense."""
         return self.patterns[bisect_left(self.bounds, length)]
+
+    def patterns_for(self, chunk: Chunk) -> tuple[Pattern, ...]:
+        """One pattern a query head; none if all are dense: at the chunk's context, or because the chunk has no more to
+        compute than the largest one that the plan leaves dense (a few rows behind a long past)."""
+        return () if chunk.most_pairs <= self.dense_pairs else self.patterns_at(chunk.longest)
 
     def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
         """The prefill of neighbouring heads alone."""
@@ -119,7 +126,13 @@ class Program:
 
     @classmethod
     def of(
-        cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None
+        cls,
+        prefill: PrefillPlan | None,
+        decode: DecodePlan | None,
+        model: ModelInfo,
+        rank: Rank | None = None,
+        *,
+        step: int | None = None,
     ) -> Program:
         """Lowers the phases of a plan. A phase that is None runs dense.
 
@@ -128,6 +141,7 @@ class Program:
             decode: segments by length.
             model: what the layers are; the phases fit it.
             rank: whose heads; all of them when None.
+            step: tokens of the chunks from which the plan's dense lengths were found; None for whole prompts.
 
         Raises:
             UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter
@@ -135,7 +149,7 @@ class Program:
         """
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
-        return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
+        return cls(rank, tuple(_layer(layer, prefill, segments, model, rank, step) for layer in range(model.layers)))
 
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
@@ -159,7 +173,7 @@ class Program:
 
 def _layer(
     layer: int, prefill: PrefillPlan | None, segments: dict[int, tuple[Segment, SegmentProgram]], model: ModelInfo,
-    rank: Rank,
+    rank: Rank, step: int | None,
 ) -> LayerProgram:  # fmt: skip
     group = model.group_of(layer)
     queries, kv = rank.heads(group)
@@ -178,8 +192,17 @@ def _layer(
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
         rows = [prefill.bucket(bound) for bound in (*bounds, (bounds[-1] if bounds else 0) + 1)]
         patterns = tuple(_dense_as_none(row.patterns(layer, group.heads)) for row in rows)
-        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns)
+        pairs = _dense_pairs(bounds, patterns, step)
+        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns, dense_pairs=pairs)
     return whole.for_heads(queries, kv)
+
+
+def _dense_pairs(bounds: tuple[int, ...], patterns: tuple[tuple[Pattern, ...], ...], step: int | None) -> int:
+    """Pairs of a query and a key that it sees in the last chunk of the longest prompt that is dense as all shorter ones
+    are."""
+    sparse = next((at for at, row in enumerate(patterns) if row), None)
+    length = bounds[sparse - 1] if sparse else 0
+    return Chunk.uniform(1, max(0, length - (step or length)), length).most_pairs
 
 
 def _dense_as_none(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:

@@ -175,7 +175,7 @@ class SparseBuilder(_Builder):
             if self._counts:
                 self._report(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
                 self._host.count_step(prefill)
-            if any(self._host.is_sparse(rows.chunk.longest) for rows in prefill):
+            if any(self._host.is_sparse(rows.chunk) for rows in prefill):
                 part_of = partial(self._part_of, common_attn_metadata)
                 step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of)
                 setattr(metadata, _STEP, step)

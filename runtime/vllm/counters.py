@@ -18,8 +18,8 @@ class ServingStats:
 
     tiles_computed: float  # of prefill, over all heads and layers
     tiles_causal: int  # what dense prefill would have computed
-    sparse_tokens: int  # prefilled at lengths where the plan is sparse; again after a preemption counts again
-    dense_tokens: int  # prefilled at lengths where the plan is dense
+    sparse_tokens: int  # of chunks that the plan computes sparse; again after a preemption counts again
+    dense_tokens: int  # of chunks that it leaves dense
     failures: int  # chunks of a layer that were to be sparse, and that vLLM's own kernel computed after an error
 
     @property
@@ -42,7 +42,7 @@ class ServingStats:
         failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
         return (
             f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
-            f"{self.dense_tokens:,} at lengths where the plan is dense{failed}"
+            f"{self.dense_tokens:,} where it is dense{failed}"
         )
 
 

@@ -132,14 +132,14 @@ class PlanHost:
         """The kernels that prefill at present."""
         return self._fallback.backend
 
-    def is_sparse(self, length: int) -> bool:
-        """Whether any layer prefills sparse at a context of `length` tokens."""
-        return any(layer.patterns_at(length) for layer in self.program.layers)
+    def is_sparse(self, chunk: Chunk) -> bool:
+        """Whether any layer prefills this chunk sparse."""
+        return any(layer.patterns_for(chunk) for layer in self.program.layers)
 
     def count_step(self, prefill: Sequence[PrefillRows]) -> None:
         """Counts the prompt tokens of a step."""
         for rows in prefill:
-            if self.is_sparse(rows.chunk.longest):
+            if self.is_sparse(rows.chunk):
                 self.counters.sparse_tokens += rows.chunk.rows[0]
             else:
                 self.counters.dense_tokens += rows.chunk.rows[0]
@@ -148,7 +148,7 @@ class PlanHost:
         self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float
     ) -> torch.Tensor:
         """[T, H, D]: attention of one request's chunk by the plan. Query tiles count from the chunk's first row, and
-        patterns are estimated from its own last queries, so that any cut of a prompt runs sparse.
+        patterns are estimated from its own last queries, so that any cut of a prompt runs sparse where that pays.
 
         Args:
             layer: what the layer computes.
@@ -209,7 +209,7 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
-    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch, model.longest)
+    return PlanHost(Program.of(plan.prefill, None, found, step=plan.chunk), choice.name, scratch, model.longest)
 
 
 def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:

@@ -158,11 +158,11 @@ def test_a_larger_budget_is_expected_to_diverge_less_also_between_and_beyond_the
 
 
 def test_a_guess_is_surer_of_what_it_knows_better() -> None:
-    low, high = Guess(0.001, 0.15), Guess(0.004, 0.15)
+    low, high = Guess(0.001, 0.15, 0.5), Guess(0.004, 0.15, 0.5)
     assert low.chance(0.002) > 0.99
     assert high.chance(0.002) < 0.01
-    assert 0.1 < Guess(0.004, 1.0).chance(0.002) < 0.5
-    assert Guess(0.002, 0.15).chance(0.002) == pytest.approx(0.5)
+    assert 0.1 < Guess(0.004, 1.0, 0.5).chance(0.002) < 0.5
+    assert Guess(0.002, 0.15, 0.5).chance(0.002) == pytest.approx(0.5)
 
 
 def test_every_dense_layer_may_choose_for_itself_alone_or_with_all_others(space: CandidateSpace) -> None:

@@ -9,6 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm_engine import BUDGET, CROSSOVER, NEW, Oracle, chunks_of, generate, make_engine, same, tokens_of
 
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
@@ -45,8 +46,13 @@ def test_prompts_at_once_are_answered_as_by_the_transformers_host_with_the_same_
     assert stats.dense_tokens <= 200 + CROSSOVER * (len(prompts) - 1)
 
 
+def is_sparse(first: int, end: int) -> bool:
+    """Whether a chunk sees more than the longest prompt that the plan leaves dense."""
+    return Chunk.uniform(1, first, end).most_pairs > Chunk.uniform(1, 0, CROSSOVER).most_pairs
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_any_cut_of_a_prompt_runs_sparse_and_is_answered_as_by_the_transformers_host(
+def test_any_cut_of_a_prompt_is_answered_as_by_the_transformers_host(
     engine: Any, sparse: Oracle, prompts: Prompts, seed: int
 ) -> None:
     """Each request but the first finds the one before it in the prefix cache: so the cuts are known."""
@@ -65,19 +71,22 @@ def test_any_cut_of_a_prompt_runs_sparse_and_is_answered_as_by_the_transformers_
     assert same(outputs[-1], answer)
     stats = serving_stats(engine)
     assert stats.prefill_density == pytest.approx(answer.density, rel=1e-3)
-    ends = [*cuts, len(prompt)]
-    assert stats.sparse_tokens == len(prompt) - max((end for end in ends if end <= CROSSOVER), default=0)
+    chunks = list(pairwise((0, *cuts, len(prompt))))
+    assert stats.sparse_tokens == sum(end - first for first, end in chunks if is_sparse(first, end)) > 0
+    assert stats.sparse_tokens + stats.dense_tokens == len(prompt)
 
 
-def test_a_chunk_of_a_single_token_is_prefill(engine: Any, prompts: Prompts) -> None:
+@pytest.mark.parametrize("rows", [1, 20, 400])
+def test_a_few_rows_behind_a_cached_prompt_are_dense(engine: Any, sparse: Oracle, prompts: Prompts, rows: int) -> None:
     prompt = prompts[2000]
     generate(engine, [prompt[:1536]])
     reset_stats(engine)
-    (output,) = generate(engine, [prompt[:1537]])
+    (output,) = generate(engine, [prompt[: 1536 + rows]])
     assert output.num_cached_tokens == 1536
     stats = serving_stats(engine)
-    assert stats.sparse_tokens == 1
-    assert stats.prefill_density < 0.9
+    assert (stats.sparse_tokens, stats.dense_tokens) == ((rows, 0) if is_sparse(1536, 1536 + rows) else (0, rows))
+    assert is_sparse(1536, 1536 + rows) == (stats.prefill_density < 0.9) == (rows == 400)
+    assert same(output, sparse(prompt[: 1536 + rows], range(BUDGET, 1536 + rows, BUDGET)))
 
 
 def test_short_prompts_and_decode_rows_are_dense(engine: Any, dense: Oracle, prompts: Prompts) -> None:

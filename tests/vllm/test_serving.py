@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_engine import CROSSOVER
 
 from sparsekv.planner.bench.serve_bench import Engines, Load, ServeBench, ServedModel, bench_serve
 from sparsekv.plans.schema import Plan
@@ -47,7 +46,7 @@ class Delayed:
 def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
     engine: Any, plain: Any, reference: LoadedModel, plan: Plan
 ) -> None:
-    load = Load(prompt=CROSSOVER + 100, answer=2, at_once=2, requests=2)
+    load = Load(prompt=6 * 128 - 8, answer=2, at_once=2, requests=2)  # 120 rows behind five cached pages are sparse
     bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2)
     model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
     slow = SimpleNamespace(llm_engine=Delayed(plain.llm_engine))

@@ -72,7 +72,7 @@ def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
     layers = [random_layer(seed) for seed in range(3)]
     reuse = ReuseScores(ROWS, CHOICE)
     for place, layer in enumerate(layers):
-        reuse.choose(place, layer)
+        reuse.choose(place, reuse.attended(layer))
     return reuse, layers
 
 
@@ -80,7 +80,7 @@ def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
 @pytest.mark.parametrize("budget", range(2))
 def test_the_share_kept_is_that_of_the_full_matrix(scores, selector: int, budget: int) -> None:
     reuse, layers = scores
-    kept = reuse.kept(layers[2], range(3))
+    kept = reuse.kept(reuse.attended(layers[2]), range(3))
     for filter_ in range(3):
         wanted = expected(layers[filter_], layers[2], SELECTORS[selector], BUDGETS[budget])
         assert kept[selector, budget, filter_] == pytest.approx(wanted, abs=1e-5)
@@ -91,13 +91,13 @@ def test_what_covers_the_context_keeps_everything(sink: int, recent: int, budget
     choice = TokenChoice(sink=sink, recent=recent, budgets=(tokens(budget),), selectors=SELECTORS)
     reuse = ReuseScores((LENGTH - 1,), choice)
     for number in range(2):
-        reuse.choose(number, random_layer(number))
-    np.testing.assert_allclose(reuse.kept(random_layer(1), range(2)), 1.0, atol=1e-5)
+        reuse.choose(number, reuse.attended(random_layer(number)))
+    np.testing.assert_allclose(reuse.kept(reuse.attended(random_layer(1)), range(2)), 1.0, atol=1e-5)
 
 
 def test_a_larger_budget_keeps_no_less(scores) -> None:
     reuse, layers = scores
-    kept = reuse.kept(layers[1], range(2))
+    kept = reuse.kept(reuse.attended(layers[1]), range(2))
     assert np.all(kept[:, 1] >= kept[:, 0])
 
 
@@ -107,4 +107,4 @@ def test_the_movement_of_the_residual_is_that_of_the_projected_output(scores) ->
     v_HSD = layer.call.v_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
     out_SZ = (attention(layer) @ v_HSD).transpose(0, 1).flatten(1)
     moved = (out_SZ[list(ROWS)] @ layer.projection_WZ.T).norm()
-    assert reuse.moved(layer) == pytest.approx(float(moved), rel=1e-5)
+    assert float(reuse.attended(layer).moved) == pytest.approx(float(moved), rel=1e-5)

@@ -1,4 +1,4 @@
-"""What follows when a kernel of a layer fails."""
+"""Which chunks a layer computes dense, and what follows when a kernel fails."""
 
 import pytest
 import torch
@@ -9,12 +9,35 @@ from sparsekv.kernels.backends import BackendWarning, Fallback
 from sparsekv.kernels.keys import full_view
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.patterns import AShape, TileShape, tokens
+from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.runtime.core import prefill as stage
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 
+SPARSE = AShape(sink=tokens(64), window=tokens(64))
 LAYER = Program.of(None, None, model_info(1, 4, 2)).layers[0]
 CHUNK = Chunk((0,), (100,))
+
+
+@pytest.mark.parametrize(
+    ("past", "length", "step", "sparse"),
+    [
+        (0, 512, None, False),  # the bucket is dense
+        (0, 513, None, True),
+        (2000, 2064, None, False),  # 64 rows see 130,080 keys, all rows of 512 tokens 131,328
+        (2000, 2065, None, True),
+        (512, 2048, 128, True),
+        (1000, 1055, 128, False),  # 55 rows see 56,540 keys, the last 128 rows of 512 tokens 57,408
+        (1000, 1056, 128, True),
+    ],
+)
+def test_a_chunk_with_less_to_compute_than_the_longest_dense_one_is_dense(past, length, step, sparse) -> None:
+    layers = [HeadGroup(layer=0, heads=(0, 1, 2, 3), pattern=SPARSE)]
+    buckets = (PrefillBucket(up_to=512, dense=True), PrefillBucket(up_to=None, heads=tuple(layers)))
+    plan = PrefillPlan(tile=TileShape(query=64, key=64), lengths=buckets)
+    layer = Program.of(plan, None, model_info(1, 4, 2), step=step).layers[0]
+    assert bool(layer.patterns_for(Chunk((0, past), (1, length)))) is sparse
 
 
 def attend(fallback: Fallback) -> torch.Tensor:

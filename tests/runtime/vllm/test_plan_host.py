@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.keys import KeyView
+from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning, UnsupportedError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import Fingerprint
@@ -47,7 +48,7 @@ def test_a_plan_starts_with_scratch_for_the_longest_request_and_says_once_that_d
     assert [str(one.message).partition(":")[0] for one in caught] == [
         f"the decode phase of {tmp_path / 'sparsekv.yaml'} is not executed under vLLM yet"
     ]
-    assert host.is_sparse(1024)
+    assert host.is_sparse(Chunk.uniform(1, 0, 1024))
     group = plan.model.attention[0]
     assert host.scratch.bytes == 2 * (1024 + 128) * group.kv_heads * group.head_dim * 4
 
