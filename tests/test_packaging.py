@@ -80,14 +80,24 @@ def test_every_imported_package_is_a_declared_dependency() -> None:
     assert {DISTRIBUTION.get(name, name) for name in foreign} - declared == set()
 
 
+def pins_of(file: str) -> dict[str, str]:
+    """The version of each package."""
+    lines = (line.split("#")[0].strip() for line in (ROOT / file).read_text().splitlines())
+    return {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
+
+
 def test_every_tested_dependency_is_pinned_within_its_allowed_range() -> None:
     from packaging.requirements import Requirement
 
-    lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
-    pins = {name.lower(): version for name, version in (line.split("==") for line in lines if line)}
+    pins = pins_of("constraints.txt")
     for text in (
         PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"] + PROJECT["optional-dependencies"]["report"]
     ):
         requirement = Requirement(text)
         assert requirement.name.lower() in pins, f"{requirement.name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(pins[requirement.name.lower()])
+
+
+def test_the_two_environments_of_the_makefile_share_what_takes_longest_to_download() -> None:
+    own, vllm = pins_of("constraints.txt"), pins_of("constraints-vllm.txt")
+    assert {name: vllm[name] for name in ("torch", "triton")} == {name: own[name] for name in ("torch", "triton")}
