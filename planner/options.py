@@ -29,7 +29,7 @@ from sparsekv.runtime.settings import DeviceMap
 
 Family = Literal["a_shape", "vertical_slash", "vertical_slash_means", "block_sparse", "adaptive"]
 
-# Searched by default: the family that no other one improved on in any model measured (benchmarks/RESULTS.md).
+# Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)
 # The others only when asked for, or by a preset.
 KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "vertical_slash_means", "a_shape", "block_sparse", "adaptive")
