@@ -18,10 +18,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sparsekv.planner.compare import DENSE, DenseBatch, Mode, PhaseName, PlanMode, batches, prompts_at_once
+from sparsekv.planner.compare import DENSE, DenseBatch, Mode, PhaseName, PlanMode, batches
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.prompts_at_once import prompts_at_once
 from sparsekv.planner.shared_prefills import Measured, measured_together, phases_of_one_plan
 from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, prepare
 from sparsekv.plans.errors import UsageError

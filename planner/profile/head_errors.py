@@ -29,7 +29,7 @@ from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.kernels.topk import blocks
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.patterns import Dense, TileShape
+from sparsekv.plans.patterns import TileShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,8 @@ class Layer:
 
     prefix: Prefix
     v_BGSD: torch.Tensor
-    gradient_BHSD: torch.Tensor  # of the answer's score function by the attention output
+    dense_BHSD: torch.Tensor  # the attention output without a pattern, by another kernel than the candidates'
+    gradient_BHSD: torch.Tensor  # of the answer's score function by that
     rows: Rows
     backend: str
 
@@ -150,7 +151,7 @@ class _Scorer:
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self._q_XHMD = layer.rows.queries(layer.prefix.q_BHSD)
-        self._dense_XHMD = self._attend(layer.prefix.index((Dense(),) * layer.prefix.heads))
+        self._dense_XHMD = layer.rows.queries(layer.dense_BHSD)
         self._gradient_XHMD = layer.rows.queries(layer.gradient_BHSD).float()
         self._square_XHM = torch.linalg.vector_norm(self._gradient_XHMD, dim=-1).square() / self._q_XHMD.shape[-1]
         self._weight_X1M = layer.rows.weights(self._q_XHMD.device)[:, None]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
-from sparsekv.planner.compare import Batch, answered, batches, forced_logits, prompts_at_once
+from sparsekv.planner.compare import Batch, answered, batches, forced_logits
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.prompts_at_once import prompts_at_once
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.load import LoadedModel

@@ -224,7 +224,8 @@ class Pass:
         prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
         rows = Rows.of(end, self._prompt.tail_start, tile, self._options.row_stride or 1)
-        return Layer(prefix, v_BGSD, found.gradient_BHSD[:, :, :end], rows, self._backend)
+        dense_BHSD, gradient_BHSD = (x[:, :, :end] for x in (found.out_BHSD, found.gradient_BHSD))
+        return Layer(prefix, v_BGSD, dense_BHSD, gradient_BHSD, rows, self._backend)
 
     def _screened(self, layer: Layer) -> tuple[Numbers, dict[int, Patterns]]:
         """[slot, H]: what is worth measuring on every prompt; and the patterns of the candidates that were compared."""

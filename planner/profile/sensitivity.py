@@ -45,7 +45,8 @@ class Sensitivity:
     """One layer over one prompt."""
 
     call: AttentionCall
-    gradient_BHSD: torch.Tensor  # of the answer's score function, by the attention output; float32
+    out_BHSD: torch.Tensor  # the attention output
+    gradient_BHSD: torch.Tensor  # of the answer's score function by that; float32
 
 
 OnForward = Callable[[AttentionCall, torch.Tensor], None]
@@ -129,7 +130,7 @@ class _Walk:
             self._down = None
             into_BSE, own_BHSD = torch.autograd.grad(out_BSE, (hidden_BSE, attended_BHSD), gradient_BSE)
         seen = replace(call, q_BHSD=call.q_BHSD.detach(), k_BGKD=call.k_BGKD.detach(), v_BGKD=call.v_BGKD.detach())
-        return into_BSE, Sensitivity(seen, own_BHSD)
+        return into_BSE, Sensitivity(seen, attended_BHSD.detach(), own_BHSD)
 
 
 def _attention(call: AttentionCall) -> torch.Tensor:

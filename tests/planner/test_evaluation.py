@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner import evaluation
 from sparsekv.planner.compare import (
-    MOST_TEXT,
     Batch,
     answered,
     batches,
@@ -28,6 +27,7 @@ from sparsekv.planner.compare import (
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate
 from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.prompts_at_once import MOST_TEXT
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import BackendError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekv.planner.compare import bytes_per_token, prompts_at_once
+from sparsekv.planner.prompts_at_once import bytes_per_token, prompts_at_once
 
 GIB = 1 << 30
 

@@ -1,8 +1,10 @@
 """The phases of one plan from shared prefills: the very numbers of each phase by itself, from fewer passes."""
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +112,20 @@ def test_a_prompt_is_prefilled_once_dense_and_once_sparse(loaded, phases, prefil
     with passes(loaded) as seen:
         together(loaded, modes_of(sparse(loaded, decode_plan(CHOICE)), phases))
     assert seen[PROMPT] == 2 * prefills
+
+
+@pytest.mark.parametrize("case", ["on the device", "offloaded"])
+def test_at_most_two_caches_of_a_batch_are_there_at_once(loaded: LoadedModel, case: str) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        alive.update(out.past_key_values.layers)
+        counts.append(sum(layer.get_seq_length() > 0 for layer in alive))
+
+    with loaded.model.register_forward_hook(note):
+        together(loaded, modes_of(sparse(loaded, CASES[case][0])))
+    assert max(counts) == 2 * loaded.info.layers
 
 
 def test_decode_prefills_where_its_selector_looks_at_older_queries(loaded: LoadedModel) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.search_space import Prefix
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -60,6 +62,12 @@ def made_up_cost(**changes: Any) -> DeviceCost:
         decode_choose=Line(prices=(0.0, 0.0001)),
     )
     return base.model_copy(update=changes)
+
+
+def dense_of(prefix: Prefix, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """[1, H, S, D]: what the heads of a layer put out without a pattern."""
+    out = dense_attention(prefix.q_BHSD, prefix.k_BGSD, v_BGSD, prefix.chunk, scale=prefix.scale, window=prefix.window)
+    return out.out_BHSD
 
 
 def unit_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE, made_up_cost, quick_options, uneven_head, unit_rows
+from planner_models import TILE, dense_of, made_up_cost, quick_options, uneven_head, unit_rows
 from torch_threads import torch_threads
 
 from sparsekv.kernels.tiles import Chunk
@@ -54,7 +54,7 @@ def scores_at(prefix: Prefix, target: float, stride: int) -> dict[str, Candidate
     rays = search_space(quick_options(families=("a_shape", "block_sparse", "adaptive")), LENGTH)
     fitted = [fit_all(prefix, ray, target * prefix.causal_tiles) for ray in rays]
     rows = Rows.of(LENGTH, LENGTH - 70, TILE, stride)
-    scores = score_candidates(Layer(prefix, v_BGSD, gradient_BHSD, rows, "cpu"), fitted)
+    scores = score_candidates(Layer(prefix, v_BGSD, dense_of(prefix, v_BGSD), gradient_BHSD, rows, "cpu"), fitted)
     return {ray.name: score for ray, score in zip(rays, scores, strict=True)}
 
 

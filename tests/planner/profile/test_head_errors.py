@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from masks import brute_computed_tiles, brute_heads, brute_mask
-from planner_models import TILE, loaded_tiny, made_up_cost, quick_options
+from planner_models import TILE, dense_of, loaded_tiny, made_up_cost, quick_options
 from poison import poisoned_memory
 from torch import nn
 
@@ -42,7 +42,8 @@ def layer_of(length: int, stride: int, tail_start: int | None = None) -> Layer:
     q, g = (torch.randn(1, HEADS, length, SIZE, generator=generator) for _ in range(2))
     k, v = (torch.randn(1, GROUPS, length, SIZE, generator=generator) for _ in range(2))
     rows = Rows.of(length, length - 20 if tail_start is None else tail_start, TILE, stride)
-    return Layer(Prefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE), v, g, rows, "cpu")
+    prefix = Prefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE)
+    return Layer(prefix, v, dense_of(prefix, v), g, rows, "cpu")
 
 
 def by_hand(layer: Layer) -> np.ndarray:
@@ -65,7 +66,7 @@ def test_damage_is_half_the_mean_of_the_known_and_of_any_direction(length: int) 
     (score,) = score_candidates(layer, [PATTERNS])
     np.testing.assert_allclose(score.damage_H, by_hand(layer).sum(1), rtol=1e-4, atol=1e-9)
     assert (score.damage_H[:3] > 0.01).all()
-    assert score.damage_H[3] == 0.0
+    assert score.damage_H[3] < 1e-9
     found = brute_heads(PATTERNS, layer.prefix.q_BHSD, layer.prefix.k_BGSD, layer.prefix.chunk, TILE, scale=SCALE)
     computed = np.array(brute_computed_tiles(found, TILE)[0])
     np.testing.assert_allclose((score.tiles_H + score.columns_H) * layer.prefix.causal_tiles, computed)
@@ -87,7 +88,7 @@ def test_a_sampled_row_counts_by_the_rows_that_it_stands_for_and_padding_not_at_
 @pytest.mark.parametrize("stride", [2, 3, 4])
 def test_a_sample_of_rows_tells_about_the_damage_of_all(stride: int) -> None:
     whole, sampled = (score_candidates(layer_of(1536, one), [PATTERNS])[0] for one in (1, stride))
-    np.testing.assert_allclose(sampled.damage_H, whole.damage_H, rtol=0.35)
+    np.testing.assert_allclose(sampled.damage_H, whole.damage_H, rtol=0.35, atol=1e-9)
     np.testing.assert_array_equal(sampled.tiles_H, whole.tiles_H)
 
 
@@ -117,9 +118,10 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
 
         def score(found: Sensitivity, end: int = prompt.answer_start, tail: int = prompt.tail_start) -> None:
             call = found.call
-            q, k, v, g = (one[:, :, :end] for one in (call.q_BHSD, call.k_BGKD, call.v_BGKD, found.gradient_BHSD))
+            q, k, v = (one[:, :, :end] for one in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
+            out, g = (one[:, :, :end] for one in (found.out_BHSD, found.gradient_BHSD))
             prefix = Prefix(q, k, Chunk.uniform(1, 0, end), TILE, call.scale)
-            layer = Layer(prefix, v, g, Rows.of(end, tail, TILE, options.row_stride), "cpu")
+            layer = Layer(prefix, v, out, g, Rows.of(end, tail, TILE, options.row_stride), "cpu")
             again[call.layer] += score_candidates(layer, [plan.prefill.bucket(LENGTH).patterns(call.layer, 4)])
 
         rows = prompt.answer_rows

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE, blocky_head, local_head, made_up_cost, quick_options, striped_head
+from planner_models import TILE, blocky_head, dense_of, local_head, made_up_cost, quick_options, striped_head
 from planner_profiles import made_up_model, made_up_profile
 
 from sparsekv.kernels.tiles import Chunk
@@ -48,7 +48,8 @@ def prefix() -> Prefix:
 def layer_of(prefix: Prefix, stride: int) -> Layer:
     generator = torch.Generator().manual_seed(4)
     v_BGSD, gradient_BHSD = (torch.randn(prefix.k_BGSD.shape, generator=generator) for _ in range(2))
-    return Layer(prefix, v_BGSD, gradient_BHSD, Rows.of(LENGTH, LENGTH - 70, TILE, stride), "cpu")
+    rows = Rows.of(LENGTH, LENGTH - 70, TILE, stride)
+    return Layer(prefix, v_BGSD, dense_of(prefix, v_BGSD), gradient_BHSD, rows, "cpu")
 
 
 def fit_all(prefix: Prefix, patterns: PatternRange, target: float) -> Patterns:
