@@ -204,16 +204,25 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 class Prompt:
     """The prompt of the `generate` call under way.
 
-    Where all of it but its last token is cached beforehand, that one is a decode step, as in any other forward pass. In
-    a prompt that runs in pieces, a last piece of one token is prefill: a cut changes nothing.
+    Where all of it but its last token is cached beforehand, that one is a decode step, as in any other forward pass. Of
+    any other prompt all pieces are prefill, those of one token too: how it is cut changes nothing. What runs once it has
+    ended is no piece of it, though it may have fewer tokens: guidance has a second cache.
     """
 
     tokens: int = 0  # that are cached once it has run; 0 outside `generate`
     begun: bool = False  # whether a piece of it has run
+    under_way: bool = False  # whether the next forward pass is a piece of it
 
     def begin(self, tokens: int) -> None:
         """A prompt that ends at so many cached tokens is about to run; 0 for none."""
-        self.tokens, self.begun = tokens, False
+        self.tokens, self.begun, self.under_way = tokens, False, tokens > 0
+
+    def run(self, past: int, new: int) -> bool:
+        """Counts a forward pass of `new` tokens behind `past` cached ones; whether it has to be prefill."""
+        last_alone = not self.begun and past == self.tokens - 1
+        prefill = self.under_way and not last_alone
+        self.begun, self.under_way = True, self.under_way and past + new < self.tokens
+        return prefill
 
 
 def guarded(model: PreTrainedModel, prompt: Prompt, turn: RLock) -> Callable[..., Any]:
@@ -379,8 +388,8 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 def _decoder_hook(
     engine: Engine, decoder: PreTrainedModel, attentions: Sequence[nn.Module], prompt: Prompt, turn: RLock
 ) -> Callable[..., Any]:
-    """Decides the phase of a forward pass: one token behind a past is a decode step, unless it ends a prompt of which
-    `generate` has run other pieces."""
+    """Decides the phase of a forward pass: one token behind a past is a decode step, unless it is a piece of a longer
+    prompt of `generate`."""
     names, mask = tuple(inspect.signature(decoder.forward).parameters), MaskCheck()
     change = ChangeCheck(decoder, attentions)
 
@@ -398,13 +407,11 @@ def _decoder_hook(
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, len(attentions))
             check_even(cache, config.num_hidden_layers)
         past = 0 if cache is None else cache.get_seq_length()
-        in_prompt = past < prompt.tokens
-        if in_prompt or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
-            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1 or in_prompt)
+        if past < prompt.tokens or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
+            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1 or prompt.under_way)
         check_positions(inputs.get("position_ids"), past)
-        ends_prompt, prompt.begun = in_prompt and prompt.begun, True
-        phase = Phase.PREFILL
-        if cache is not None and tokens is not None and new == 1 and past >= 1 and not ends_prompt:
+        in_prompt, phase = prompt.run(past, new), Phase.PREFILL
+        if cache is not None and tokens is not None and new == 1 and past >= 1 and not in_prompt:
             phase = Phase.DECODE
             engine.begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
         inputs[CONTEXT] = Context(engine, cache, phase)
