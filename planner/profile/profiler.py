@@ -43,8 +43,10 @@ Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
 # Of a candidate's target density: the allocation goes by what was measured, and each step of the search costs an index.
 _SLACK = 0.05
-# Rows of candidates that are brought to their targets together. Each holds the queries of a layer once more.
+# Rows of candidates that are brought to their targets together. Each holds the queries of a layer once more, and the
+# more there is to a row, the less is gained by another one in the same launches.
 _FITTED_AT_ONCE = 4
+_FITTED_BYTES = 2 << 30  # of queries
 
 
 def profile(
@@ -244,8 +246,9 @@ class Pass:
             if all(number in known for number in row)
         }
         missing = [position for position in range(len(rows)) if position not in found]
-        for first in range(0, len(missing), _FITTED_AT_ONCE):
-            some = missing[first : first + _FITTED_AT_ONCE]
+        at_once = fitted_at_once(prefix.q_BHSD)
+        for first in range(0, len(missing), at_once):
+            some = missing[first : first + at_once]
             found |= zip(some, self._fitted(numbers_RH[some], prefix), strict=True)
         return [found[position] for position in range(len(rows))]
 
@@ -256,6 +259,12 @@ class Pass:
         slack = _SLACK if self._options.preset is None else 0.0
         fitted = fit_to_target(prefix.repeated(len(numbers_RH)), [aim.patterns for aim in aims], targets, slack)
         return (fitted[row :: len(numbers_RH)] for row in range(len(numbers_RH)))
+
+
+def fitted_at_once(q_BHSD: torch.Tensor) -> int:
+    """Rows of candidates that are brought to their targets together: as many as repeat the queries within 2 GiB, 1 to
+    4."""
+    return max(1, min(_FITTED_AT_ONCE, _FITTED_BYTES // q_BHSD.nbytes))
 
 
 def _weight_of(projection: nn.Module, q_BHSD: torch.Tensor) -> torch.Tensor:

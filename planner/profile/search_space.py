@@ -271,7 +271,9 @@ class Prefix:
         return replace(self, lines=lines)
 
     def repeated(self, times: int) -> Prefix:
-        """Each head so many times, side by side, as if the layer had that many more."""
+        """Each head so many times, side by side, as if the layer had that many more; once is this very prefix."""
+        if times == 1:
+            return self
         lines = {
             last_q: LineScores(one.vertical_BhS.repeat_interleave(times, 1), one.slash_BhS.repeat_interleave(times, 1))
             for last_q, one in self.lines.items()

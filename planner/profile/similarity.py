@@ -72,7 +72,7 @@ class ReuseScores:
 
     rows: tuple[int, ...]
     choice: TokenChoice
-    _chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, [C, R, K], best first
+    _chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, int32 [C, R, K], best first
     _tables: dict[torch.device, _Tables] = field(default_factory=dict)  # layers may be spread over devices
 
     def attended(self, layer: DecodeLayer) -> LayerRows:
@@ -106,7 +106,7 @@ class ReuseScores:
         lists = []
         for at_RW, weight_RW in tables.windows:
             scores_RS = (layer.best_US[at_RW] * weight_RW[..., None]).sum(1)
-            lists.append(scores_RS.masked_fill_(~tables.among_RS, -1.0).topk(tables.most).indices)
+            lists.append(scores_RS.masked_fill_(~tables.among_RS, -1.0).topk(tables.most).indices.int())
         self._chosen[index] = torch.stack(lists)
 
     def kept(self, layer: LayerRows, filters: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -115,14 +115,16 @@ class ReuseScores:
         A filter of the layer's own (after `choose`) gives the mass of its own best tokens. Waits for the device.
         """
         mass_RS, tables = layer.mass_RS, self._on(layer.mass_RS.device)
-        tokens_CIRK = torch.stack([self._chosen[i].to(mass_RS.device) for i in filters], 1)
-        several = (*tokens_CIRK.shape[:2], -1, -1)
-        mass_CIRK = mass_RS.expand(several).gather(-1, tokens_CIRK)
-        running_CIRK = torch.nn.functional.pad(mass_CIRK.double().cumsum_(-1), (1, 0))
-        held_CIRB = running_CIRK.gather(-1, tables.counts_RB.expand(several))
         always_R1 = mass_RS.masked_fill(tables.among_RS, 0.0).sum(-1, keepdim=True)
-        worst_CIB = (held_CIRB + always_R1).clamp_(0.0, 1.0).amin(2)
-        return np.asarray(worst_CIB.transpose(1, 2).cpu().numpy())
+        several = (len(self.choice.selectors), -1, -1)
+        mass_CRS, counts_CRB = mass_RS.expand(several), tables.counts_RB.expand(several)
+        worst = []
+        for filter_layer in filters:  # one at a time: of a long prompt the lists of all would be many times the masses
+            tokens_CRK = self._chosen[filter_layer].to(mass_RS.device).long()
+            running_CRK = mass_CRS.gather(-1, tokens_CRK).double().cumsum_(-1)
+            held_CRB = running_CRK.gather(-1, (counts_CRB - 1).clamp(min=0)).where(counts_CRB > 0, 0.0)
+            worst.append((held_CRB + always_R1).clamp_(0.0, 1.0).amin(1))
+        return np.asarray(torch.stack(worst, -1).cpu().numpy())
 
     def _on(self, device: torch.device) -> _Tables:
         if device not in self._tables:

@@ -99,6 +99,21 @@ def test_a_gradient_that_is_twice_as_large_makes_four_times_the_damage_of_its_he
     np.testing.assert_allclose(after.damage_H, before.damage_H * (1.0, 4.0, 1.0, 1.0), rtol=1e-5)
 
 
+def test_heads_that_do_not_fit_a_block_together_have_the_damage_of_heads_that_do() -> None:
+    draws, heads = torch.Generator().manual_seed(0), 288  # a block holds 256 of this size
+    q, dense, g = (torch.randn(1, heads, 64, 1024, generator=draws) for _ in range(3))
+    k, v = (torch.randn(1, 2, 64, 1024, generator=draws) for _ in range(2))
+    patterns = (AShape(sink=tokens(64), window=tokens(64)),) * heads
+
+    def damage(part: slice, groups: slice) -> np.ndarray:
+        prefix = Prefix(q[:, part], k[:, groups], Chunk.uniform(1, 0, 64), TILE, 1 / 32)
+        layer = Layer(prefix, v[:, groups], dense[:, part], g[:, part], Rows.of(64, 64, TILE, 1), "cpu")
+        return score_candidates(layer, [patterns[part]])[0].damage_H
+
+    halves = damage(slice(0, 144), slice(0, 1)), damage(slice(144, heads), slice(1, 2))
+    np.testing.assert_allclose(damage(slice(0, heads), slice(0, 2)), np.concatenate(halves), rtol=1e-5)
+
+
 def test_an_overflow_is_an_error_that_names_the_head() -> None:
     layer = layer_of(320, 1)
     gradient = layer.gradient_BHSD.clone()

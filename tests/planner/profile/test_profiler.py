@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from planner_models import loaded_tiny, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
@@ -15,7 +16,7 @@ from sparsekv.planner.cost.predict import ScoreTables
 from sparsekv.planner.data_files import write_measured
 from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
 from sparsekv.planner.profile.profile_data import Profile
-from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.profile.profiler import fitted_at_once, profile
 from sparsekv.plans.errors import PlanWarning, PromptError, UsageError
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -91,6 +92,11 @@ def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whol
     for name, found in (("a", whole), ("b", profile(loaded, OPTIONS))):
         write_measured(found, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1 << 15, 4), (1 << 17, 2), (1 << 18, 1), (1 << 20, 1)])
+def test_long_prompts_have_fewer_candidates_fitted_at_once(length: int, rows: int) -> None:
+    assert fitted_at_once(torch.empty(1, 32, length, 128, dtype=torch.bfloat16, device="meta")) == rows
 
 
 def test_another_seed_draws_other_prompts(loaded: LoadedModel, finished: Finished) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
@@ -95,6 +96,28 @@ def test_what_covers_the_context_keeps_everything(sink: int, recent: int, budget
     np.testing.assert_allclose(reuse.kept(reuse.attended(random_layer(1)), range(2)), 1.0, atol=1e-5)
 
 
+class Largest(TorchDispatchMode):
+    """The largest tensor that any call makes, in bytes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.bytes = max(self.bytes, found.untyped_storage().nbytes())
+        return found
+
+
+def test_scoring_many_filter_layers_takes_no_more_memory_than_scoring_one(scores) -> None:
+    reuse, layers = scores
+    layer, sizes = reuse.attended(layers[2]), []
+    for filters in (range(1), range(3)):
+        with Largest() as largest:
+            reuse.kept(layer, filters)
+        sizes.append(largest.bytes)
+    assert sizes[0] == sizes[1] > 0
+
+
 def test_a_larger_budget_keeps_no_less(scores) -> None:
     reuse, layers = scores
     kept = reuse.kept(reuse.attended(layers[1]), range(2))
@@ -108,3 +131,18 @@ def test_the_movement_of_the_residual_is_that_of_the_projected_output(scores) ->
     out_SZ = (attention(layer) @ v_HSD).transpose(0, 1).flatten(1)
     moved = (out_SZ[list(ROWS)] @ layer.projection_WZ.T).norm()
     assert float(reuse.attended(layer).moved) == pytest.approx(float(moved), rel=1e-5)
+
+
+def test_kv_heads_that_do_not_fit_a_block_together_give_what_they_give_in_one() -> None:
+    draws, length, heads = torch.Generator().manual_seed(0), 512, 2 * 33  # a KV head has 33 * 512 * 512 weights
+    q, k, v = (torch.randn(1, count, length, 4, generator=draws) for count in (heads, 2, 2))
+    call = AttentionCall(0, q, k, v, Chunk.uniform(1, 0, length), scale=0.6, window=None)
+    layer = DecodeLayer(call, torch.randn(8, heads * 4, generator=draws))
+    choice = TokenChoice(sink=2, recent=5, budgets=BUDGETS, selectors=SELECTORS[:1])
+    rows = tuple(range(length))
+    whole, *halves = (ReuseScores(some, choice).attended(layer) for some in (rows, rows[::2], rows[1::2]))
+    for first, half in enumerate(halves):
+        keys = half.best_US.shape[1]
+        torch.testing.assert_close(whole.best_US[first::2, :keys], half.best_US)
+        torch.testing.assert_close(whole.mass_RS[first::2, :keys], half.mass_RS)
+    assert float(whole.moved) ** 2 == pytest.approx(sum(float(half.moved) ** 2 for half in halves), rel=1e-5)
