@@ -415,9 +415,7 @@ def apply(
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(
-        Program.of(*phases, info, step=plan.chunk), model, choice.name, sizes.permitted, chunking, memory
-    )
+    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
     return Handle(model, engine, choice, sizes)
 
 
