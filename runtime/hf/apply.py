@@ -11,7 +11,6 @@ from types import TracebackType, UnionType
 from typing import get_args
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
@@ -89,12 +88,12 @@ class PlanEngine:
         """What the layers of one cache share."""
         return DecodeState(self._program)
 
-    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+    def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(decoder, self._model_type, self, self._program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self, self._program, self.host_reads)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:

@@ -329,7 +329,7 @@ def attach(
         undo.callback(shadows.remove, decoder)
         if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
             long = LongInputs(engine, chunking or Chunking(), model.config.model_type)
-            shadows.put(decoder, "forward", _forward(decoder, (long, *engine.executors(decoder)), turn))
+            shadows.put(decoder, "forward", _forward(decoder, (long, *engine.executors()), turn))
         if model.can_generate():
             shadows.put(model, "generate", guarded(model, prompt, turn))
         for module in {id(module): module for module in (model, decoder)}.values():
