@@ -64,11 +64,6 @@ class Chunk:
         """Query rows of each batch row that are not padding."""
         return tuple(n - p for p, n in zip(self.past, self.lengths, strict=True))
 
-    @property
-    def most_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, in the batch row that has most of them."""
-        return max((n - p) * p + (n - p) * (n - p + 1) // 2 for p, n in zip(self.past, self.lengths, strict=True))
-
     def query_tiles(self, tile: TileShape, queries: int) -> int:
         """T: query tiles that cover `queries` rows."""
         return -(-queries // tile.query)

@@ -216,11 +216,6 @@ class Plan(Part):
         prefill, decode = self.prefill, self.decode
         return (*(prefill.lengths if prefill else ()), *(decode.lengths if decode else ()))
 
-    @property
-    def chunk(self) -> int | None:
-        """The most tokens at once that crossover was measured with; None for whole prompts."""
-        return max((target.chunk for target in self.targets if target.chunk), default=None)
-
 
 def to_data(part: BaseModel) -> dict[str, Any]:
     """`part` as plain JSON data in field order: what the writer writes and integrity is computed over."""

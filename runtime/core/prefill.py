@@ -32,7 +32,7 @@ def prefill(
     overwrite_above: int | None = None,
 ) -> torch.Tensor:
     """Attention of a chunk's rows to everything before them, as the bucket of the longest row says; dense where the
-    chunk is too small to gain.
+    chunk has too few rows to gain.
 
     Args:
         layer: what the layer computes.

@@ -92,7 +92,7 @@ class LayerProgram:
     tile: TileShape = DEFAULT_TILE
     bounds: tuple[int, ...] = ()  # the longest context of every prefill bucket but the last
     patterns: tuple[tuple[Pattern, ...], ...] = ((),)  # by prefill bucket, one a query head; () is dense
-    dense_pairs: int = 0  # a chunk with no more pairs of a query and a key that it sees is not worth an index
+    dense_rows: int = 0  # a chunk with fewer rows than this, behind a past, is not worth an index
     filters: SegmentProgram | None = None  # the segment that this layer chooses for
     follows: SegmentProgram | None = None  # the segment that this layer belongs to
     kv_map: tuple[int, ...] | None = None  # for each KV head, the filter layer's KV head whose choice it takes
@@ -107,9 +107,10 @@ class LayerProgram:
         return self.patterns[bisect_left(self.bounds, length)]
 
     def patterns_for(self, chunk: Chunk) -> tuple[Pattern, ...]:
-        """One pattern a query head; none if all are dense: at the chunk's context, or because the chunk has no more to
-        compute than the largest one that the plan leaves dense (a few rows behind a long past)."""
-        return () if chunk.most_pairs <= self.dense_pairs else self.patterns_at(chunk.longest)
+        """One pattern a query head; none if all are dense: at the chunk's context, or because the chunk has too few
+        rows."""
+        few = any(chunk.past) and max(chunk.rows) < self.dense_rows
+        return () if few else self.patterns_at(chunk.longest)
 
     def for_heads(self, queries: slice, kv: slice) -> LayerProgram:
         """The prefill of neighbouring heads alone."""
@@ -126,13 +127,7 @@ class Program:
 
     @classmethod
     def of(
-        cls,
-        prefill: PrefillPlan | None,
-        decode: DecodePlan | None,
-        model: ModelInfo,
-        rank: Rank | None = None,
-        *,
-        step: int | None = None,
+        cls, prefill: PrefillPlan | None, decode: DecodePlan | None, model: ModelInfo, rank: Rank | None = None
     ) -> Program:
         """Lowers the phases of a plan. A phase that is None runs dense.
 
@@ -141,7 +136,6 @@ class Program:
             decode: segments by length.
             model: what the layers are; the phases fit it.
             rank: whose heads; all of them when None.
-            step: tokens of the chunks from which the plan's dense lengths were found; None for whole prompts.
 
         Raises:
             UnsupportedError: heads do not divide over the ranks, a choice of single KV heads crosses ranks, or a filter
@@ -149,7 +143,7 @@ class Program:
         """
         rank = rank or Rank()
         segments = _segments(decode, model, rank)
-        return cls(rank, tuple(_layer(layer, prefill, segments, model, rank, step) for layer in range(model.layers)))
+        return cls(rank, tuple(_layer(layer, prefill, segments, model, rank) for layer in range(model.layers)))
 
     @cached_property
     def alike_in_decode(self) -> tuple[tuple[LayerProgram, int], ...]:
@@ -173,7 +167,7 @@ class Program:
 
 def _layer(
     layer: int, prefill: PrefillPlan | None, segments: dict[int, tuple[Segment, SegmentProgram]], model: ModelInfo,
-    rank: Rank, step: int | None,
+    rank: Rank,
 ) -> LayerProgram:  # fmt: skip
     group = model.group_of(layer)
     queries, kv = rank.heads(group)
@@ -192,17 +186,11 @@ def _layer(
         bounds = tuple(bucket.up_to for bucket in prefill.lengths if bucket.up_to is not None)
         rows = [prefill.bucket(bound) for bound in (*bounds, (bounds[-1] if bounds else 0) + 1)]
         patterns = tuple(_dense_as_none(row.patterns(layer, group.heads)) for row in rows)
-        pairs = _dense_pairs(bounds, patterns, step)
-        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns, dense_pairs=pairs)
+        # Where sparse attention of a short prompt does not pay, an index over a long past for a part of a row tile does
+        # not either.
+        few = prefill.tile.query if prefill.lengths[0].dense else 0
+        whole = replace(whole, tile=prefill.tile, bounds=bounds, patterns=patterns, dense_rows=few)
     return whole.for_heads(queries, kv)
-
-
-def _dense_pairs(bounds: tuple[int, ...], patterns: tuple[tuple[Pattern, ...], ...], step: int | None) -> int:
-    """Pairs of a query and a key that it sees in the last chunk of the longest prompt that is dense as all shorter ones
-    are."""
-    sparse = next((at for at, row in enumerate(patterns) if row), None)
-    length = bounds[sparse - 1] if sparse else 0
-    return Chunk.uniform(1, max(0, length - (step or length)), length).most_pairs
 
 
 def _dense_as_none(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:

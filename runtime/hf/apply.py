@@ -11,7 +11,6 @@ from types import TracebackType, UnionType
 from typing import get_args
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
@@ -24,7 +23,7 @@ from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.attach import attach, check_attachable
+from sparsekv.runtime.hf.attach import ChangeCheck, attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
@@ -89,12 +88,12 @@ class PlanEngine:
         """What the layers of one cache share."""
         return DecodeState(self._program)
 
-    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+    def executors(self) -> Sequence[Executor]:
         """Captured decode steps, where the device has them."""
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(decoder, self._model_type, self, self._program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self, self._program, self.host_reads)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -150,7 +149,9 @@ class Handle:
         self._engine = engine
         self._layouts = layouts_of(model)
         self._memory = memory
-        self._attach: Callable[[], Callable[[], None]] | None = partial(attach, model, engine, memory.chunking)
+        self._attach: Callable[[], Callable[[], None]] | None = partial(
+            attach, model, engine, memory.chunking, ChangeCheck(model)
+        )
         self._undo = self._attach()
 
     @property
@@ -180,8 +181,8 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """Whether the model is back as it was."""
-        return not self._engine.open
+        """Whether `close()` was called; False of a suspended handle, which `resume()` puts to work again."""
+        return self._attach is None
 
     def close(self) -> None:
         """Restores the model. Caches made under this handle cannot be used any more. Again is fine."""
@@ -198,7 +199,8 @@ class Handle:
         """Puts a suspended plan to work again.
 
         Raises:
-            UsageError: the handle was closed, or a plan is at work, this one or another.
+            UsageError: the handle was closed, a plan is at work, this one or another, or the model is no longer as it
+                was when this one was applied.
         """
         if self._attach is None:
             raise UsageError("expected a suspended handle, found one that was closed; call apply again")
@@ -237,7 +239,8 @@ class Handle:
 
         Raises:
             UsageError: the memory of the device or the host does not suffice (the message says for which prompt it
-                would), or the handle is closed, or that is no size. Whatever is raised, the memory is free again.
+                would), or the handle is closed or suspended, or that is no size. Whatever is raised, the memory is
+                free again.
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
@@ -334,10 +337,12 @@ class Handle:
         """This handle.
 
         Raises:
-            UsageError: it was closed: the model would run dense.
+            UsageError: it was closed or is suspended: the model would run dense.
         """
         if self.closed:
             raise UsageError("expected an open handle, found one that was closed; call apply again")
+        if not self._engine.open:
+            raise UsageError("expected a handle at work, found a suspended one; call resume() first")
         return self
 
     def __exit__(
@@ -410,9 +415,7 @@ def apply(
     loaded = replace(ModelSize.of(model, info), weights=0)  # they are there already
     on_cpu, mode, chunking = model.device.type == "cpu", offload or "always", chunking or Chunking()
     sizes = MemoryModel(loaded, *phases, on_cpu, mode, kv_host_layers, chunking)
-    engine = PlanEngine(
-        Program.of(*phases, info, step=plan.chunk), model, choice.name, sizes.permitted, chunking, memory
-    )
+    engine = PlanEngine(Program.of(*phases, info), model, choice.name, sizes.permitted, chunking, memory)
     return Handle(model, engine, choice, sizes)
 
 

@@ -59,10 +59,10 @@ class ChangeCheck:
     """Refuses a model that is no longer as it was when the engine was attached. Compares objects and names alone, as it
     runs before every decode step."""
 
-    def __init__(self, decoder: PreTrainedModel, attentions: Sequence[nn.Module]) -> None:
-        self._attentions = attentions
-        self._configs = list({id(config): config for config in (module.config for module in attentions)}.values())
-        self._placed = _placed(decoder)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.attentions: Sequence[nn.Module] = attention_modules(model)
+        self._configs = list({id(config): config for config in (module.config for module in self.attentions)}.values())
+        self._placed = _placed(decoder_of(model))
 
     def check(self, decoder: Any) -> None:
         """Checks that the layers are the same ones, call our attention, and lie where they did.
@@ -78,11 +78,11 @@ class ChangeCheck:
                     f"expected the attention implementation {NAME!r} while a plan is applied, found "
                     f"{config._attn_implementation!r:.40}; close the handle before setting another one"
                 )
-        if len(decoder.layers) != len(self._attentions):
+        if len(decoder.layers) != len(self.attentions):
             raise UsageError(
-                f"{_LAYERS}, found {len(decoder.layers)} layers in place of {len(self._attentions)}{_CLOSE}"
+                f"{_LAYERS}, found {len(decoder.layers)} layers in place of {len(self.attentions)}{_CLOSE}"
             )
-        for number, (layer, attention) in enumerate(zip(decoder.layers, self._attentions, strict=True)):
+        for number, (layer, attention) in enumerate(zip(decoder.layers, self.attentions, strict=True)):
             if layer._modules.get("self_attn") is not attention and all(
                 part is not attention for part in layer.modules()
             ):
@@ -204,16 +204,25 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 class Prompt:
     """The prompt of the `generate` call under way.
 
-    Where all of it but its last token is cached beforehand, that one is a decode step, as in any other forward pass. In
-    a prompt that runs in pieces, a last piece of one token is prefill: a cut changes nothing.
+    Where all of it but its last token is cached beforehand, that one is a decode step, as in any other forward pass. Of
+    any other prompt all pieces are prefill, those of one token too: how it is cut changes nothing. What runs once the
+    prompt has ended is no piece of it, though it may have fewer tokens: guidance has a second cache.
     """
 
     tokens: int = 0  # that are cached once it has run; 0 outside `generate`
     begun: bool = False  # whether a piece of it has run
+    under_way: bool = False  # whether the next forward pass is a piece of it
 
     def begin(self, tokens: int) -> None:
         """A prompt that ends at so many cached tokens is about to run; 0 for none."""
-        self.tokens, self.begun = tokens, False
+        self.tokens, self.begun, self.under_way = tokens, False, tokens > 0
+
+    def run(self, past: int, new: int) -> bool:
+        """Counts a forward pass of `new` tokens behind `past` cached ones; whether it has to be prefill."""
+        last_alone = not self.begun and past == self.tokens - 1
+        prefill = self.under_way and not last_alone
+        self.begun, self.under_way = True, self.under_way and past + new < self.tokens
+        return prefill
 
 
 def guarded(model: PreTrainedModel, prompt: Prompt, turn: RLock) -> Callable[..., Any]:
@@ -291,33 +300,36 @@ def check_attachable(model: PreTrainedModel) -> None:
     attention_modules(model)
 
 
-def attach(model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None) -> Callable[[], None]:
+def attach(
+    model: PreTrainedModel, engine: Engine, chunking: Chunking | None = None, change: ChangeCheck | None = None
+) -> Callable[[], None]:
     """Attaches `engine` and returns what undoes it, any number of times, exceptions or not.
 
     Args:
         chunking: how long inputs are cut, where not as usual.
+        change: knows the model as it has to be; as it is now when None.
 
     Raises:
-        UsageError, UnsupportedError: see `check_attachable`.
+        UsageError, UnsupportedError: see `check_attachable` and `ChangeCheck.check`.
     """
     check_attachable(model)
+    change = change or ChangeCheck(model)
     register()
     with ExitStack() as undo:
         implementations = _implementations(model)
         undo.callback(_restore_implementations, implementations)
         model.set_attn_implementation(NAME)
         decoder = decoder_of(model)
+        change.check(decoder)
         prompt, turn = Prompt(), RLock()
-        hook = decoder.register_forward_pre_hook(
-            _decoder_hook(engine, decoder, attention_modules(model), prompt, turn), with_kwargs=True
-        )
+        hook = decoder.register_forward_pre_hook(_decoder_hook(engine, decoder, change, prompt, turn), with_kwargs=True)
         undo.callback(hook.remove)
         shadows = _Shadows()
         undo.callback(shadows.remove, model)
         undo.callback(shadows.remove, decoder)
         if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
             long = LongInputs(engine, chunking or Chunking(), model.config.model_type)
-            shadows.put(decoder, "forward", _forward(decoder, (long, *engine.executors(decoder)), turn))
+            shadows.put(decoder, "forward", _forward(decoder, (long, *engine.executors()), turn))
         if model.can_generate():
             shadows.put(model, "generate", guarded(model, prompt, turn))
         for module in {id(module): module for module in (model, decoder)}.values():
@@ -377,12 +389,11 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 
 
 def _decoder_hook(
-    engine: Engine, decoder: PreTrainedModel, attentions: Sequence[nn.Module], prompt: Prompt, turn: RLock
+    engine: Engine, decoder: PreTrainedModel, change: ChangeCheck, prompt: Prompt, turn: RLock
 ) -> Callable[..., Any]:
-    """Decides the phase of a forward pass: one token behind a past is a decode step, unless it ends a prompt of which
-    `generate` has run other pieces."""
+    """Decides the phase of a forward pass: one token behind a past is a decode step, unless it is a piece of a longer
+    prompt of `generate`."""
     names, mask = tuple(inspect.signature(decoder.forward).parameters), MaskCheck()
-    change = ChangeCheck(decoder, attentions)
 
     def prepare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         with _own_turn(turn):  # another thread is refused before it changes anything
@@ -395,16 +406,14 @@ def _decoder_hook(
         new = 0 if tokens is None else tokens.shape[1]
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
-            cache = inputs["past_key_values"] = sparse_cache(cache, engine, len(attentions))
+            cache = inputs["past_key_values"] = sparse_cache(cache, engine, len(change.attentions))
             check_even(cache, config.num_hidden_layers)
         past = 0 if cache is None else cache.get_seq_length()
-        in_prompt = past < prompt.tokens
-        if in_prompt or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
-            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1 or in_prompt)
+        if past < prompt.tokens or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
+            mask.check(inputs.get("attention_mask"), past + new, waits=new != 1 or prompt.under_way)
         check_positions(inputs.get("position_ids"), past)
-        ends_prompt, prompt.begun = in_prompt and prompt.begun, True
-        phase = Phase.PREFILL
-        if cache is not None and tokens is not None and new == 1 and past >= 1 and not ends_prompt:
+        in_prompt, phase = prompt.run(past, new), Phase.PREFILL
+        if cache is not None and tokens is not None and new == 1 and past >= 1 and not in_prompt:
             phase = Phase.DECODE
             engine.begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
         inputs[CONTEXT] = Context(engine, cache, phase)

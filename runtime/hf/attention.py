@@ -97,7 +97,7 @@ class Engine(CacheOwner, Protocol):
 
     differentiable: bool
 
-    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+    def executors(self) -> Sequence[Executor]:
         """What runs its forward passes, besides that of long inputs."""
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -124,7 +124,7 @@ class DenseEngine:
         """Decode steps share nothing."""
         return DecodeState(Program(Rank(), ()))
 
-    def executors(self, decoder: nn.Module) -> Sequence[Executor]:
+    def executors(self) -> Sequence[Executor]:
         """None."""
         return ()
 

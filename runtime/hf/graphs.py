@@ -85,16 +85,17 @@ class StepGraph:
 
     def _chosen(self, segment: SegmentProgram, selection: Selection) -> Selection:
         """Raises FetchError: else attention would be blamed, and begin the layer again over a half-placed choice."""
+        expected = "replaced by the `revise` of the steps"
         try:
             if self._revise is not None:
                 selection = self._revise(segment, selection)
+            expected = "fetched from host memory by a kernel"
             self.stores.fetch(segment, selection)
         except (torch.OutOfMemoryError, SparseKVError):
             raise
         except Exception as error:
             raise FetchError(
-                f"expected the choice of filter layer {segment.filter} to be fetched from host memory by a kernel, "
-                f"found {_summary(error)}"
+                f"expected the choice of filter layer {segment.filter} to be {expected}, found {_summary(error)}"
             ) from error
         return selection
 
@@ -175,18 +176,16 @@ def _refusing_waits() -> Iterator[None]:
 
 
 class StepGraphs:
-    """The decode steps of one attached decoder.
+    """The decode steps of one attached decoder, which only captured steps keep alive: `release` lets go of it.
 
     Args:
-        decoder: the module with the decoder layers.
         model_type: the model's.
         engine: attends.
         program: what the layers compute.
         reads: where to count what layers in host memory read.
     """
 
-    def __init__(self, decoder: nn.Module, model_type: str, engine: Engine, program: Program, reads: HostReads) -> None:
-        self._decoder = decoder
+    def __init__(self, model_type: str, engine: Engine, program: Program, reads: HostReads) -> None:
         self._model_type = model_type
         self._engine = engine
         self._program = program
@@ -287,39 +286,31 @@ class StepGraphs:
                 if (key.rows, key.kinds) == (rows, kinds) and needed <= key.capacity <= 4 * least
             ]
             key = _Key(rows, min(fitting, default=least), kinds)
-            graph = self._graphs.pop(key, None)
-            if graph is not None:
+            known = self._graphs.pop(key, None)
+            if known is None and (found := self._refused.get(key) or self._parts_captured(decoder)):
+                return found
+            try:
+                graph = known or StepGraph(stores, key.capacity, self._program, self._reads, self.revise)
                 graph.stores.bind(stores)
                 graph.load(ids_B1, positions, past)
-            else:
-                found = self._refused.get(key) or self._parts_captured()
-                if found:
-                    return found
-                try:
-                    graph = self._captured(decoder, stores, key.capacity, ids_B1, positions, past)
-                except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
-                    self._abandon(ids_B1.device)
-                    return self._not_captured(key, error)
-                except BaseException:
-                    self._abandon(ids_B1.device)
-                    raise
+                if known is None:
+                    self._capture(graph, decoder)
+            except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
+                self._abandon(ids_B1.device)
+                return self._not_captured(key, error)
+            except BaseException:
+                self._abandon(ids_B1.device)
+                raise
             self._graphs[key] = self._next = graph
             if len(self._graphs) > _MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
         return ""
 
-    def _captured(
-        self, decoder: Any, stores: Sequence[Any], capacity: int, ids_B1: torch.Tensor,
-        positions: torch.Tensor | None, past: int,
-    ) -> StepGraph:  # fmt: skip
-        graph = StepGraph(stores, capacity, self._program, self._reads, self.revise)
-        graph.stores.bind(stores)
-        graph.load(ids_B1, positions, past)
+    def _capture(self, graph: StepGraph, decoder: Any) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._capturing = self._capturing or torch.cuda.Stream(ids_B1.device)  # cuBLAS keeps memory for each stream
+        self._capturing = self._capturing or torch.cuda.Stream(graph.ids_B1.device)  # cuBLAS keeps memory for each one
         with self._reads.uncounted(), WAITS.put_off():
             graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
-        return graph
 
     def _abandon(self, device: torch.device) -> None:
         """Frees everything, once the kernels are done that a failed capture has queued on its streams: they read and
@@ -337,11 +328,11 @@ class StepGraphs:
             self._never = found
         return found
 
-    def _parts_captured(self) -> str:
+    def _parts_captured(self, decoder: nn.Module) -> str:
         """Notes what is about to be captured, once for all graphs; why it cannot be."""
         if self._parts is not None:
             return ""
-        parts = _Parts(self._decoder, self._model_type)
+        parts = _Parts(decoder, self._model_type)
         found = parts.obstacle()
         self._parts = None if found else parts
         return found
@@ -373,7 +364,6 @@ class _Parts:
     """
 
     def __init__(self, decoder: Any, model_type: str) -> None:
-        self._decoder = decoder
         self._modules = list(decoder.modules())
         self._inner = self._modules[1:]
         self._homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")

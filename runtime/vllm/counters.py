@@ -42,7 +42,7 @@ class ServingStats:
         failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
         return (
             f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
-            f"{self.dense_tokens:,} where it is dense{failed}"
+            f"{self.dense_tokens:,} dense{failed}"
         )
 
 

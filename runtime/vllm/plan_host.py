@@ -172,14 +172,15 @@ class PlanHost:
             q_THD: as many queries as a step can have.
         """
         for length in sorted({min(bound, self._longest) for bound in (*layer.bounds, self._longest)}, reverse=True):
-            patterns = layer.patterns_at(length)
+            rows = min(len(q_THD), length)
+            chunk = Chunk.uniform(1, length - rows, length)
+            patterns = layer.patterns_for(chunk)
             families = frozenset(pattern.pattern for pattern in patterns)
             if not patterns or families in self._warm:
                 continue
             self._warm.add(families)
-            rows = min(len(q_THD), length)
             keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length)
-            chunk, q_BHTD = Chunk.uniform(1, length - rows, length), q_THD[:rows].transpose(0, 1)[None]
+            q_BHTD = q_THD[:rows].transpose(0, 1)[None]
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
 
     def count_dense(self, layers: Sequence[LayerProgram], chunk: Chunk) -> None:
@@ -209,7 +210,7 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
     _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
-    return PlanHost(Program.of(plan.prefill, None, found, step=plan.chunk), choice.name, scratch, model.longest)
+    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch, model.longest)
 
 
 def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:

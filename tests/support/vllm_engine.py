@@ -18,6 +18,7 @@ LONGEST = 3072
 PAGES = 64  # of 128 tokens
 NEW = 8  # tokens of an answer
 CROSSOVER = 384
+TILE = 64  # rows and keys of a tile
 
 
 def make_engine(model: str, **settings: Any) -> Any:

@@ -15,7 +15,7 @@ if find_spec("vllm"):  # before anything imports it; elsewhere these would only 
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a line that counts log-probabilities: a minute
 
-from vllm_engine import CROSSOVER, Oracle, make_engine
+from vllm_engine import CROSSOVER, TILE, Oracle, make_engine
 
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.files import write_plan
@@ -45,7 +45,7 @@ def plan(reference: LoadedModel) -> Plan:
 
     everywhere = range(reference.info.layers)
     prefill = PrefillPlan(
-        tile=TileShape(query=64, key=64),
+        tile=TileShape(query=TILE, key=TILE),
         lengths=(
             PrefillBucket(up_to=CROSSOVER, dense=True),
             PrefillBucket(up_to=1536, heads=heads([layer for layer in everywhere if layer != 3])),

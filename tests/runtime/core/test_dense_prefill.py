@@ -16,28 +16,35 @@ from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 
 SPARSE = AShape(sink=tokens(64), window=tokens(64))
+OPEN_END = PrefillBucket(
+    up_to=None, heads=tuple(HeadGroup(layer=layer, heads=(0, 1, 2, 3), pattern=SPARSE) for layer in (0, 1))
+)
 LAYER = Program.of(None, None, model_info(1, 4, 2)).layers[0]
 CHUNK = Chunk((0,), (100,))
 
 
 @pytest.mark.parametrize(
-    ("past", "length", "step", "sparse"),
+    ("crossover", "past", "length", "sparse"),
     [
-        (0, 512, None, False),  # the bucket is dense
-        (0, 513, None, True),
-        (2000, 2064, None, False),  # 64 rows see 130,080 keys, all rows of 512 tokens 131,328
-        (2000, 2065, None, True),
-        (512, 2048, 128, True),
-        (1000, 1055, 128, False),  # 55 rows see 56,540 keys, the last 128 rows of 512 tokens 57,408
-        (1000, 1056, 128, True),
+        (512, 0, 512, False),
+        (512, 0, 513, True),
+        (512, 2000, 2063, False),  # 63 rows
+        (512, 2000, 2064, True),
+        (0, 2000, 2001, True),  # the plan is sparse at every length
+        (0, 0, 40, True),
     ],
 )
-def test_a_chunk_with_less_to_compute_than_the_longest_dense_one_is_dense(past, length, step, sparse) -> None:
-    layers = [HeadGroup(layer=0, heads=(0, 1, 2, 3), pattern=SPARSE)]
-    buckets = (PrefillBucket(up_to=512, dense=True), PrefillBucket(up_to=None, heads=tuple(layers)))
-    plan = PrefillPlan(tile=TileShape(query=64, key=64), lengths=buckets)
-    layer = Program.of(plan, None, model_info(1, 4, 2), step=step).layers[0]
+def test_chunks_of_less_than_a_row_tile_are_dense_where_short_prompts_are(crossover, past, length, sparse) -> None:
+    heads = (HeadGroup(layer=0, heads=(0, 1, 2, 3), pattern=SPARSE),)
+    dense = (PrefillBucket(up_to=crossover, dense=True),) if crossover else ()
+    plan = PrefillPlan(
+        tile=TileShape(query=64, key=64), lengths=(*dense, PrefillBucket(up_to=8192, heads=heads), OPEN_END)
+    )
+    dense_layer, layer = reversed(Program.of(plan, None, model_info(2, 4, 2)).layers)
     assert bool(layer.patterns_for(Chunk((0, past), (1, length)))) is sparse
+    assert not dense_layer.patterns_for(Chunk((0, past), (1, length)))
+    chunk = Chunk((past,), (9000,))  # a layer that is dense in one bucket is sparse in another all the same
+    assert dense_layer.patterns_for(chunk) == layer.patterns_for(chunk) != ()
 
 
 def attend(fallback: Fallback) -> torch.Tensor:

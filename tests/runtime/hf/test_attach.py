@@ -75,6 +75,38 @@ def test_a_suspended_plan_leaves_the_model_and_goes_on_with_its_caches():
         handle.resume()
 
 
+def of_two_layers(model):
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(torch.nn.Module.double, "found it float64 on cpu"), (of_two_layers, "found 2 layers in place of 3")],
+)
+def test_a_model_that_changed_while_the_plan_was_suspended_is_refused(change, found):
+    model = tiny_model()
+    with apply(model, some_plan(model)) as handle:
+        handle.suspend()
+        change(model)
+        before = traces(model)
+        with pytest.raises(UsageError, match=found):
+            handle.resume()
+        assert traces(model) == before
+
+
+def test_a_suspended_handle_is_not_closed_and_begins_no_block():
+    model = tiny_model()
+    handle = apply(model, some_plan(model))
+    handle.suspend()
+    assert not handle.closed
+    with pytest.raises(UsageError, match=r"found a suspended one; call resume\(\) first"), handle:
+        pass
+    handle.resume()
+    with handle:
+        pass
+    assert handle.closed
+
+
 def test_a_cache_that_is_handed_over_lets_go_of_each_layer_as_it_is_taken():
     model = tiny_model()
     with apply(model, some_plan(model)), torch.no_grad():

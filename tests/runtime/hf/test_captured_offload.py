@@ -13,6 +13,7 @@ from tiny_models import random_tokens, steps, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.kernels.backends import BackendWarning
+from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.phases import DecodeBucket
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
@@ -195,6 +196,38 @@ def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_lau
         assert "of this test" in handle.steps.why_not
     assert waited
     assert torch.equal(found, expected)
+
+
+def test_memory_that_runs_out_as_caches_take_turns_leaves_single_launches(model, captured, monkeypatch):
+    def fail(table, contents):
+        table.clear()  # half way
+        raise torch.OutOfMemoryError("of this test")
+
+    token, found = ids(1, 1, 2), []
+    for way in ((), (1, 2)):
+        with applied(model, way) as handle, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            _, cache = steps(model, ids(1, LONG), token)
+            if way:
+                steps(model, ids(1, LONG, 1), token)
+                monkeypatch.setattr(SlotTable, "load", fail)
+            found.append(steps(model, token, token[:, :0], cache)[0])
+    assert [one.category for one in told] == [GraphWarning]
+    assert "OutOfMemoryError: of this test" in handle.steps.why_not
+    assert handle.steps.replayed == 2
+    assert torch.equal(*found)
+
+
+def test_an_error_of_what_revises_choices_is_told_as_its_own(model, captured):
+    def fail(segment, selection):
+        raise ValueError("of this test")
+
+    with applied(model, (1, 2)) as handle, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle.steps.revise = fail
+        steps(model, ids(1, LONG), ids(1, 1, 1))
+    assert "filter layer 0 to be replaced by the `revise` of the steps, found ValueError: of" in handle.steps.why_not
+    assert [one.category for one in told] == [GraphWarning]  # attention did not fail
 
 
 @pytest.mark.parametrize("kernel", ["gather.gather_missed", *(["place.place_step"] if CUDA else [])])

@@ -13,6 +13,7 @@ from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.attach import MaskCheck
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 NEW = 7
@@ -275,6 +276,30 @@ def test_a_last_piece_of_one_token_of_a_chunked_prompt_is_prefill(model, chunk: 
         whole = model.generate(prompt, max_new_tokens=1, do_sample=False)
         assert torch.equal(model.generate(prompt, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk), whole)
         assert handle.stats().decode_share is None
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2, 3])
+def test_no_piece_of_a_turn_of_several_tokens_is_a_decode_step_however_it_is_cut(model, chunk: int | None):
+    plan, ids = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4))), random_tokens(1, 80)
+    with torch.no_grad(), apply(model, plan) as handle:
+        cache = model(ids[:, :-3]).past_key_values
+        model.generate(ids, **behind(cache, ids, max_new_tokens=1, prefill_chunk_size=chunk))
+        assert handle.stats().decode_share is None
+
+
+def test_the_second_cache_of_guidance_decodes_and_its_mask_is_not_waited_for(model, monkeypatch):
+    plan, ids, seen = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4))), random_tokens(1, 80), []
+    real = MaskCheck.check
+
+    def check(self, mask, length, *, waits):
+        seen.append((length, waits))
+        real(self, mask, length, waits=waits)
+
+    monkeypatch.setattr(MaskCheck, "check", check)
+    with torch.no_grad(), apply(model, plan) as handle:
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, guidance_scale=1.5)
+        assert handle.stats().decode_tokens_cached == 6 * (sum(range(81, 84)) + sum(range(2, 5)))
+    assert seen == [(80, True), *((length, False) for length in range(1, 5))]
 
 
 def behind(cache, ids, **options):

@@ -1,7 +1,9 @@
 """Captured decode steps without a GPU: the same inputs, addresses and bookkeeping, replayed by running them again."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -83,6 +85,17 @@ def test_captured_steps_outlast_a_suspension(model, captured):
         assert handle.steps.replayed == 4
     found = torch.cat((first, rest), 1)
     torch.testing.assert_close(found, expected(model, plan, prompt, new), rtol=1e-3, atol=1e-4)
+
+
+def test_a_closed_handle_does_not_keep_the_model_alive(captured):
+    model, token = tiny_model(layers=1, head_dim=16, heads=2, kv_heads=1), random_tokens(1, 1)
+    with apply(model, plan_for(model), backend="triton") as handle:
+        _, cache = steps(model, random_tokens(1, 30), token)
+    decoder = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert decoder() is None
+    assert (handle.steps.replayed, cache.get_seq_length()) == (1, 31)
 
 
 def test_a_cache_of_other_rows_is_refused_as_without_graphs(model, captured):

@@ -16,7 +16,7 @@ def test_a_report_comes_when_prompts_end_and_tells_what_came_since_the_last() ->
     counted(counters, 700)
     assert counters.report(1001.0, prefilling=True) is None
     assert str(counters.report(1002.0, prefilling=False)) == (
-        "prefill density 0.250, 700 prompt tokens sparse, 0 where it is dense"
+        "prefill density 0.250, 700 prompt tokens sparse, 0 dense"
     )
     assert counters.report(1002.0 + 2 * REPORT_SECONDS, prefilling=False) is None
     counted(counters, 1200)
