@@ -129,10 +129,8 @@ def _least_density(entry: LengthProfile, families: Collection[Family]) -> float:
     """The mean over all heads of the sparsest candidate of each, rounded up; 0 where a head has none of them."""
     tables = ScoreTables.of(entry)
     own_LCH = tables.of_families(families)
-    least_LH = np.minimum(np.where(own_LCH, tables.density_LCH, np.inf).min(1), 1.0)
-    if not own_LCH.any(1)[tables.present_LH].all():
-        return 0.0
-    return math.ceil(float(least_LH[tables.present_LH].mean()) * 1e4 - 1e-6) / 1e4
+    least_H = np.where(own_LCH, tables.density_LCH, np.inf).min(1)[tables.present_LH]
+    return math.ceil(float(np.minimum(least_H, 1.0).mean()) * 1e4 - 1e-6) / 1e4 if np.isfinite(least_H).all() else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
