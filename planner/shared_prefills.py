@@ -100,10 +100,7 @@ class _Phase:
 
     def goes_on_from(self, dense: Prefilled) -> bool:
         """Whether it can decode what dense prefilled."""
-        plan = self.mode.plan
-        buckets = plan.decode.lengths if plan.decode else ()
-        newest_only = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
-        return newest_only and holds_all(dense.cache)
+        return self.handle.takes_over and holds_all(dense.cache)
 
 
 @contextmanager

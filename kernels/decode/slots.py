@@ -78,7 +78,8 @@ class SlotTable:
         return SlotContents(self.token_BgH.clone(), self.worth_BgH.clone())
 
     def load(self, contents: SlotContents) -> None:
-        """From here on the slots are as they were in this table, or in one of as many slots and no larger capacity."""
+        """From here on the slots are as they were in this table, or in another one of as many slots. Every token in
+        them is below the capacity of this table."""
         self.slot_of_BgC.fill_(NO_SLOT)
         self.token_BgH.copy_(contents.token_BgH)
         self.worth_BgH.copy_(contents.worth_BgH)

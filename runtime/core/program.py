@@ -160,6 +160,11 @@ class Program:
         return tuple(layer for layer in self.layers if layer.filters is not None)
 
     @property
+    def remembers(self) -> tuple[int, ...]:
+        """The filter layers whose selector looks at older queries than the newest, which a prompt leaves behind."""
+        return tuple(layer.layer for layer in self.filters if layer.filters and layer.filters.queries > 1)
+
+    @property
     def reduces(self) -> bool:
         """Whether a decode step needs the maxima of all ranks' scores."""
         return any(layer.filters.across_ranks for layer in self.filters if layer.filters)

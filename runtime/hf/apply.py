@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType, UnionType
 from typing import get_args
 
@@ -14,7 +15,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
@@ -83,6 +84,11 @@ class PlanEngine:
         if layer not in self.placement.layers:
             return DeviceStore()
         return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
+
+    @property
+    def remembers(self) -> tuple[int, ...]:
+        """The filter layers whose selector looks at older queries, which a cache from elsewhere lacks."""
+        return self._program.remembers
 
     def new_state(self) -> DecodeState:
         """What the layers of one cache share."""
@@ -270,22 +276,37 @@ class Handle:
             raise
         return cache
 
+    @property
+    def takes_over(self) -> bool:
+        """Whether `cache_of` serves: no selector of the plan looks at older queries than the newest."""
+        return not self._engine.remembers
+
     def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
         """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
 
-        Decode goes on from it as from a prompt of this handle, unless a selector of the plan looks at older queries.
+        Decode goes on from it as from a prompt of this handle.
 
         Args:
             layers: keys and values of every layer, [B, G, S, D] each.
 
         Raises:
-            UsageError: the handle is closed.
+            UnsupportedError: not `takes_over`.
+            UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
         """
         check_owner_open(self._engine)
+        if not self.takes_over:
+            raise UnsupportedError(
+                f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
+                f"{self._engine.remembers[0]}; prefill the prompt under this handle"
+            )
         cache = sparse_cache(None, self._engine, len(self._layouts))
-        for layer, (k_BGSD, v_BGSD) in zip(cache.layers, layers, strict=True):
-            assert isinstance(layer, SparseLayer)
-            layer.update(k_BGSD, v_BGSD)
+        for number, (layer, found) in enumerate(zip_longest(cache.layers, layers)):
+            if not isinstance(layer, SparseLayer) or found is None:
+                raise UsageError(
+                    f"expected keys and values of {len(self._layouts)} layers, found "
+                    f"{'more' if layer is None else number}; pass those of every layer of this model"
+                )
+            layer.update(*found)
         return cache
 
     def check_growth(

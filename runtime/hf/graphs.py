@@ -249,9 +249,8 @@ class StepGraphs:
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
             return "more is asked of the model than the next token of token ids"
-        windows = [layer.layer for layer in self._program.filters if layer.filters and layer.filters.queries > 1]
-        if windows:
-            return f"the selector of filter layer {windows[0]} looks at older queries"
+        if self._program.remembers:
+            return f"the selector of filter layer {self._program.remembers[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
         if cast(Any, decoder).config.num_hidden_layers != len(inputs[CONTEXT].cache.layers):

@@ -233,9 +233,8 @@ def _pinned(nbytes: int, device: torch.device, on_bytes: OnBytes) -> Block:
     check_room(nbytes, available_bytes())
     data = _pages(nbytes, on_bytes)
     block = Block(data, registered=True)
-    unpin = weakref.finalize(
-        block, WAITS.run, partial(_unpin, data, device)
-    )  # before it is pinned: Ctrl-C may come right after
+    # before it is pinned: Ctrl-C may come right after
+    unpin = weakref.finalize(block, WAITS.run, partial(_unpin, data, device))
     unpin.atexit = False  # the end of the process unpins everything
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
@@ -257,7 +256,7 @@ def _pinned_by_torch(nbytes: int, device: torch.device) -> Block:
 
 
 def _settle(data: torch.Tensor, device: torch.device) -> None:
-    """Waits for the device; `data` is not given back before."""
+    """Waits for the device. `data` is an argument so that whoever calls this later keeps it alive until then."""
     with suppress(RuntimeError):  # a device that an error has made unusable runs no kernels
         torch.cuda.synchronize(device)
 

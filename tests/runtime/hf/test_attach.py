@@ -120,6 +120,25 @@ def test_a_cache_that_is_handed_over_lets_go_of_each_layer_as_it_is_taken():
     assert kept == [[False, True, True], [False, False, True], [False, False, False]]
 
 
+def test_a_cache_from_elsewhere_is_refused_where_a_selector_looks_at_older_queries():
+    model = tiny_model()
+    part = segment(0, (1, 2), 4, selector="uniform", window=4)
+    with apply(model, plan_for(model, None, decode_plan(part))) as handle, torch.no_grad():
+        layers = handed_over(model(random_tokens(1, 50)).past_key_values, 50)
+        with pytest.raises(UnsupportedError, match="newest query alone, found older ones in filter layer 0; prefill"):
+            handle.cache_of(layers)
+    with apply(model, plan_for(model, None, decode_plan(part)), decode=False) as handle:
+        assert handle.takes_over
+
+
+@pytest.mark.parametrize(("count", "found"), [(0, "0"), (2, "2"), (4, "more")])
+def test_a_cache_from_elsewhere_has_every_layer_of_the_model(count: int, found: str):
+    model, kv = tiny_model(), torch.zeros(1, 2, 5, 16)
+    expected = pytest.raises(UsageError, match=f"keys and values of 3 layers, found {found};")
+    with apply(model, some_plan(model)) as handle, expected:
+        handle.cache_of([(kv, kv)] * count)
+
+
 def test_an_exception_inside_the_block_restores_the_model():
     model = tiny_model()
     before = traces(model)
