@@ -335,9 +335,9 @@ def _not_captured(segments: Sequence[Segment], offload: Offload, length: int) ->
                 f"{slots} slots a layer for chosen rows, of {MOST_SLOTS} that these may have; lower --decode-budget"
             )
         elif segment.recent < 2:
-            reason = "1 recent token, of 2 that these need; raise --decode-recent"
+            reason = "1 recent token, of 2 that these need; raise decode_recent"
         elif segment.window > 1:
-            reason = f"a selector that looks at older queries ({segment.selector}); leave --decode-selectors out"
+            reason = f"a selector that looks at older queries ({segment.selector}); leave decode_selectors out"
         else:
             continue
         yield (
