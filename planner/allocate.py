@@ -17,8 +17,9 @@ neighbours would lose accuracy and win nothing that was asked for. The plan is t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -104,6 +105,32 @@ def check_profiled(profile: Profile, options: PlanOptions) -> None:
                 f"expected a target density of at least {entry.densities[0]:g} at {entry.length} tokens, "
                 f"the least that was profiled, found {target:g}; raise it, or profile again with it"
             )
+
+
+def with_reached_densities(options: PlanOptions, profile: Profile) -> PlanOptions:
+    """The options with default target densities no lower than what the prompts of the profile come down to.
+
+    A default is made for prompts of the whole length. Theirs are some tokens shorter, and patterns that were fitted on
+    one of them cost a little more on others: at a few hundred tokens, where the tiles that every pattern computes are
+    nearly all, that is more than the default.
+
+    Args:
+        options: settled for the profile. Densities that were asked for stay as they are.
+    """
+    entries = [entry for entry in profile.lengths if entry.layers]
+    if not (options.density_is_default and entries):
+        return options
+    targets = zip(entries, options.target_density, strict=True)
+    reached = tuple(max(target, _least_density(entry, options.families)) for entry, target in targets)
+    return replace(options, target_density=reached)
+
+
+def _least_density(entry: LengthProfile, families: Collection[Family]) -> float:
+    """The mean over all heads of the sparsest candidate of each, rounded up; 0 where a head has none of them."""
+    tables = ScoreTables.of(entry)
+    own_LCH = tables.of_families(families)
+    least_H = np.where(own_LCH, tables.density_LCH, np.inf).min(1)[tables.present_LH]
+    return math.ceil(float(np.minimum(least_H, 1.0).mean()) * 1e4 - 1e-6) / 1e4 if np.isfinite(least_H).all() else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -157,6 +157,8 @@ class PlanOptions:
         device, dtype: where and in what precision a model that is named, not given, is loaded; "auto" decides.
         device_map: how such a model is spread over the devices of this machine, instead of `device`: "auto",
             "balanced", "balanced_low_0" or "sequential", as transformers names them.
+        density_is_default: set by `settled`: nobody asked for `target_density`, which gives way to what the tiles that
+            every pattern computes take of the prompts at hand.
         is_settled: set by `settled`: defaults are filled in, and a field no longer tells what was asked for.
     """
 
@@ -194,6 +196,7 @@ class PlanOptions:
     device: str = "auto"
     dtype: str = "auto"
     device_map: DeviceMap | None = None
+    density_is_default: bool = False
     is_settled: bool = False
 
     def __post_init__(self) -> None:
@@ -253,6 +256,7 @@ class PlanOptions:
             samples=self.samples or len(self.prompts) or samples,
             verify_samples=self.held_out(tasks, device_type),
             verify_lengths=self.verify_lengths or lengths,
+            density_is_default=self.density_is_default or not (self.target_density or preset),
             is_settled=True,
         )
 

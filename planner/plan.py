@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.planner.allocate import allocate, check_profiled
+from sparsekv.planner.allocate import allocate, check_profiled, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import PrefillHost, measure_cost
 from sparsekv.planner.cost.predict import predict
@@ -125,6 +125,7 @@ def compile_plan(
         kit = prepare(loaded.tokenizer, Split.EVALUATION)
         held_out_samples(asked).check_fit(kit)
     measured = own or _profiled(loaded, asked, stages, resume)
+    asked = with_reached_densities(asked, measured)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
         if resume is not None:
@@ -239,6 +240,7 @@ def compile_files(
     asked, own = for_profile(for_host(options, cost), measured)
     settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
     _check(measured.model, settled, own, cost)
+    settled = with_reached_densities(settled, own)
     plan = compile_once(measured.model, settled, own, cost)
     if profile_out is not None:
         write_measured(measured, profile_out)

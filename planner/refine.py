@@ -85,14 +85,16 @@ def _refined(
         if choice is None:
             return entry  # too little for mandatory tiles: the allocation says so
         patterns = _patterns_of(now, tables, choice)
-        # With groups it takes many passes, for another round alone.
+        # Groups take many passes, for another round alone: after a first one, only once it is known to be better.
         parts = [{entry.layers[row].layer for row in rows} for rows in groups] if number < rounds else []
-        found = [run.divergences(patterns, parts) for run in runs]
+        found = [run.divergences(patterns, () if number else parts) for run in runs]
         whole = float(np.mean(weight_P * [one for one, _ in found]))
         if not whole < least:
             break
         best, least = now, whole
         if parts:
+            if number:
+                found = [run.divergences(patterns, parts) for run in runs]
             without_PN = np.array([without_N for _, without_N in found])
             measured_N = np.maximum(whole - np.mean(weight_P[:, None] * without_PN, 0), 0.0)
             predicted_L = tables.take(tables.damage_LCH, choice, 0.0).sum(1)

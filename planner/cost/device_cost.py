@@ -113,7 +113,8 @@ class DeviceCost(Part):
         decode_choose_alone: of (1, tokens scored): the same in a filter layer that attends to its own choice, where no
             attention comes before it; None where it was not measured.
         decode_host: of (1, tokens attended, tokens of these read from host memory): a step of an offloaded layer
-            over chosen tokens, as planner/cost/measure.py times it. None where it was not asked for.
+            over chosen tokens, on a GPU a captured one, as planner/cost/measure.py times it. None where it was not
+            asked for.
     """
 
     kind: Literal["sparsekv.cost"] = "sparsekv.cost"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparsekv.kernels.decode.slots import MOST_SLOTS
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.crossover import first_paying, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
@@ -29,6 +30,7 @@ from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import DecodeBudget, DecodePlan, Offload, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
+from sparsekv.runtime.stores.bank import Reads, allocated_slots
 
 _HOURS_ON_A_CPU = 32768
 
@@ -314,7 +316,32 @@ def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: 
         elif step > dense_us:
             yield (
                 f"decode at {at} is predicted to take {step / max(dense_us, 1e-9):.2f} times as long as dense with all "
-                "rows on the device: chosen rows come from host memory; leave --offload out where they fit (at most: "
-                "captured steps on a GPU fetch rows while the rest of the layers computes as well; `bench decode "
-                "--offload` times whole tokens)"
+                "rows on the device: chosen rows come from host memory; leave --offload out where they fit (attention "
+                "alone: captured steps on a GPU fetch rows while the rest of the layers computes as well; `bench "
+                "decode --offload` times whole tokens)"
             )
+        if step is not None and cost.backend in ("flash", "triton"):  # on a GPU, where captured steps were timed
+            yield from _not_captured(bucket.segments, offload, entry.length)
+
+
+def _not_captured(segments: Sequence[Segment], offload: Offload, length: int) -> Iterator[str]:
+    """Why steps at a length run as single launches (`obstacle` in runtime/hf/captured.py), where they do."""
+    for segment in segments:
+        if segment.chosen_tokens(length) is None or not set(offload.layers).intersection(segment.layers):
+            continue
+        slots = allocated_slots(offload.hot, Reads((segment.budget,), segment.sink, segment.recent), length)
+        if slots > MOST_SLOTS:
+            reason = (
+                f"{slots} slots a layer for chosen rows, of {MOST_SLOTS} that these may have; lower --decode-budget"
+            )
+        elif segment.recent < 2:
+            reason = "1 recent token, of 2 that these need; raise --decode-recent"
+        elif segment.window > 1:
+            reason = f"a selector that looks at older queries ({segment.selector}); leave --decode-selectors out"
+        else:
+            continue
+        yield (
+            f"decode at {format_length(length)} is predicted as captured steps, and runs as single launches, which "
+            f"take longer: {reason}"
+        )
+        return

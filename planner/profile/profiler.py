@@ -114,7 +114,7 @@ def profile(
 
 
 def _check_targets(prompts: Prompts, options: PlanOptions) -> None:
-    if "prefill" in options.phases and options.target_speedup is None:
+    if "prefill" in options.phases and options.target_speedup is None and not options.density_is_default:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
         check_targets(tokens, options.target_density, options.tile_shape, options.families)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, options_for, rows
 
-from sparsekv.planner.allocate import Allocation, allocate, check_profiled, solve
+from sparsekv.planner.allocate import Allocation, allocate, check_profiled, solve, with_reached_densities
 from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.options import ROUNDING, PlanOptions
@@ -364,6 +364,22 @@ def test_candidates_that_cost_more_on_other_prompts_than_fitted_are_told_from_to
     with pytest.raises(UsageError, match=r"density of 0\.3 over all calibration prompts at 8192 tokens, found 0\.30"):
         allocate(drifted, made_up_cost(), ALWAYS)
     assert density_of(drifted, options_for(target_density=(0.31,), crossover=False)) <= 0.31
+
+
+def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_for_does_not() -> None:
+    entry = made_up_length(512, np.random.default_rng(0), levels=(0.9,))
+    tables = {"tiles": ((0.90021,) * 4,) * 4, "columns": ((0.0,) * 4,) * 4}
+    profile = made_up_profile(
+        entry.model_copy(update={"layers": tuple(scores.model_copy(update=tables) for scores in entry.layers)})
+    )
+    default = options_for(lengths=(512,), crossover=False).settled(4096, "cpu")
+    reached = with_reached_densities(default, profile)
+    assert (default.target_density, reached.target_density) == ((0.9,), (0.9003,))
+    assert not allocate(profile, made_up_cost(), reached).bucket(512).dense
+    given = options_for(lengths=(512,), crossover=False, target_density=(0.9,)).settled(4096, "cpu")
+    assert with_reached_densities(given, profile) == given
+    sparser = made_up_profile(made_up_length(512, np.random.default_rng(0), levels=(0.2,)))
+    assert with_reached_densities(default, sparser) == default
 
 
 def test_the_proven_gap_of_every_length_is_said() -> None:

@@ -97,6 +97,12 @@ def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
     assert result.plan.decode.bucket(1024).segments
 
 
+def test_the_default_density_is_planned_where_prompts_have_fewer_tiles_than_their_length(loaded, measured) -> None:
+    shorter = quick_options(lengths=(258,), target_density=(), phases=("prefill",), verify_samples=0)
+    result = compile_plan(loaded, replace(shorter, tasks=("perplexity",)), cost_in=measured[1])
+    assert result.prefill_density == pytest.approx(0.9, abs=0.01)  # of 10 tiles, where the whole length has 15
+
+
 def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
     progress = Counting()

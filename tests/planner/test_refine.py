@@ -58,6 +58,18 @@ def test_refining_is_deterministic(loaded: LoadedModel, misjudged: Profile, refi
     assert refine(loaded, misjudged, OPTIONS) == refined
 
 
+def test_layers_are_taken_apart_only_where_a_round_improved(loaded: LoadedModel, refined: Profile) -> None:
+    passes = []
+    hook = loaded.model.model.layers[-1].register_forward_hook(lambda *_: passes.append(1))
+    try:
+        again = refine(loaded, refined, OPTIONS)
+    finally:
+        hook.remove()
+    assert again == refined  # the next round is the one that ended the first run
+    prompts, dense, first, second = 2, 1, 1 + len(FACTORS), 1
+    assert len(passes) == prompts * (dense + first + second)
+
+
 def test_the_model_is_as_it_was(loaded: LoadedModel, misjudged: Profile) -> None:
     refine(loaded, misjudged, OPTIONS)
     assert loaded.model.config._attn_implementation == "sdpa"

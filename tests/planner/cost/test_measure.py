@@ -11,7 +11,15 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.keys import full_view
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
-from sparsekv.planner.cost.measure import OffloadedSteps, copies_to_read_cold, fit_line, measure_cost, timed_lengths
+from sparsekv.planner.cost.measure import (
+    Bench,
+    OffloadedSteps,
+    TransformersHost,
+    copies_to_read_cold,
+    fit_line,
+    measure_cost,
+    timed_lengths,
+)
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES
 from sparsekv.plans.patterns import AShape, tokens
@@ -118,14 +126,13 @@ def test_what_is_timed_of_captured_steps_from_host_memory_is_attention_over_the_
 
 @pytest.mark.gpu
 def test_on_a_gpu_rows_in_host_memory_are_timed_as_captured_steps_fetch_them() -> None:
-    shape, lengths = HeadShape(heads=4, kv_heads=2, head_dim=64), (1 << 18,)
-    found = measure_cost(shape, lengths, device=DEVICE, dtype=DTYPE, tile=TILE, offload=True)
-    timed = [timing for timing in found.timings if timing.what == "host decode"]
-    longest = [timing.features for timing in timed if timing.length == lengths[0]]
-    assert [attended for _, attended, _ in longest] == [16386, 16386, 32768, 32768]  # as many as there may be slots
-    assert [fetched / attended for _, attended, fetched in longest] == pytest.approx([1, 0.125] * 2, abs=0.001)
+    shape, length = HeadShape(heads=4, kv_heads=2, head_dim=64), 1 << 18
+    bench = Bench(shape, DEVICE, DTYPE, TILE, (), "triton", True, TransformersHost())  # without indices
+    timed = [timing for timing in bench.run(length) if timing.what == "host decode"]
+    works = [timing.features for timing in timed]
+    assert [attended for _, attended, _ in works] == [16386, 16386, 32768, 32768]  # as many as there may be slots
+    assert [fetched / attended for _, attended, fetched in works] == pytest.approx([1, 0.125] * 2, abs=0.001)
     assert all(timing.us > 0 for timing in timed)
-    assert len(found.decode_host.prices) == 3
 
 
 @pytest.mark.parametrize(

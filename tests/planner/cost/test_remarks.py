@@ -23,8 +23,8 @@ from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.verify import tightened_remarks
-from sparsekv.plans.patterns import tokens
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Segment
+from sparsekv.plans.patterns import fraction, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment
 
 TARGET = options_for(target_density=(0.3,))
 WHERE = "on made up (cpu, float32)"
@@ -169,6 +169,33 @@ def test_rows_in_host_memory_cost_what_reading_them_takes() -> None:
     )
     cheap = made_up_cost(decode_host=Line(prices=(1.0, 0.001, 0.001)))
     assert offload_remarks(profile, cheap, plan, OFFLOAD) == ()
+
+
+@pytest.mark.parametrize(
+    ("length", "own", "backend", "told"),
+    [
+        (160_000, {}, "triton", ""),
+        (170_000, {}, "triton", "33808 slots a layer for chosen rows, of 32768 that these may have"),
+        (170_000, {}, "cpu", ""),
+        (8192, {"recent": 1}, "flash", "1 recent token, of 2 that these need"),
+        (8192, {"window": 16, "selector": "uniform"}, "flash", "a selector that looks at older queries (uniform)"),
+        (100, {"recent": 1, "budget": DecodeBudget(tokens=200)}, "flash", ""),  # reads everything back instead
+    ],
+)
+def test_offloaded_steps_that_are_not_captured_are_told_with_the_reason(
+    length: int, own: dict, backend: str, told: str
+) -> None:
+    entry = LengthProfile(length=length, prompt_tokens=(length,), reuse=made_up_reuse(np.ones((3, 3))))
+    profile = made_up_profile(entry, model=made_up_model(layers=3, context=1 << 18))
+    cost = made_up_cost(decode_host=Line(prices=(0.0, 1e-9, 1e-9)), backend=backend)
+    part = Segment(
+        **{"filter": 0, "layers": (1, 2), "budget": DecodeBudget(fraction=0.1, at_most=17_000), "recent": 128} | own
+    )
+    offload = Offload(layers=(1, 2), hot=fraction(0.2))
+    plan = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(part,)),), offload=offload)
+    found = [line for line in offload_remarks(profile, cost, plan, OFFLOAD) if "single launches" in line]
+    assert len(found) == bool(told)
+    assert told in "".join(found)
 
 
 def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicted() -> None:
