@@ -39,7 +39,7 @@ from sparsekv.planner.cost.predict import (
 from sparsekv.planner.options import ROUNDING, Family, PlanOptions, mandatory_density, too_low
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import GateError, UsageError
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import Pattern, TileShape, of_context
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
@@ -81,8 +81,8 @@ def allocate(
         above = buckets[-1].up_to if buckets else None
         buckets += length.buckets(choice, above or 0)
     last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
-    if not (buckets[-1].dense or work[-1].pays_up_to(profile.model.context_length, choices[-1])):
-        last = PrefillBucket(up_to=None, dense=True)
+    if not buckets[-1].dense:
+        last = work[-1].beyond(choices[-1], profile.model.context_length)
     # A dense bucket that a longer dense one follows is part of it.
     lengths = [bucket for bucket, after in pairwise([*buckets, last]) if not (bucket.dense and after.dense)]
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
@@ -285,18 +285,34 @@ class _Length:
     def buckets(self, choice: Choice, above: int) -> list[PrefillBucket]:
         """The choice as a bucket, behind a dense one for the lengths from `above` on at which it would not pay."""
         length = self._entry.length
-        groups = tuple(
-            HeadGroup(layer=scores.layer, heads=(head,), pattern=self._tables.pattern(choice, row, head))
-            for row, scores in enumerate(self._entry.layers)
-            for head in np.flatnonzero(choice[row] >= 0).tolist()
-        )
+        groups = self._groups(choice, as_shares=self._cost.cuts_prompts)
         if not groups:
             return [PrefillBucket(up_to=length, dense=True)]
         below = None if self._savings is None else longest_losing(lambda n: self._pays_at(choice, n), length, above)
         dense = [PrefillBucket(up_to=below, dense=True)] if below else []
         return [*dense, PrefillBucket(up_to=length, heads=groups)]
 
-    def pays_up_to(self, longest: int, choice: Choice) -> bool:
+    def beyond(self, choice: Choice, longest: int) -> PrefillBucket:
+        """The choice at lengths up to `longest` that nothing was profiled at: the same tokens however long, so that
+        density falls; dense where that would not pay all the way."""
+        if not self._pays_up_to(longest, choice):
+            return PrefillBucket(up_to=None, dense=True)
+        if self._cost.cuts_prompts:
+            return PrefillBucket(up_to=None, extrapolated=True, heads=self._groups(choice, as_shares=False))
+        return PrefillBucket(up_to=None, extrapolated=True, same_as=self._entry.length)
+
+    def _groups(self, choice: Choice, as_shares: bool) -> tuple[HeadGroup, ...]:
+        def pattern(row: int, head: int) -> Pattern:
+            chosen = self._tables.pattern(choice, row, head)
+            return of_context(chosen, self._entry.length) if as_shares else chosen
+
+        return tuple(
+            HeadGroup(layer=scores.layer, heads=(head,), pattern=pattern(row, head))
+            for row, scores in enumerate(self._entry.layers)
+            for head in np.flatnonzero(choice[row] >= 0).tolist()
+        )
+
+    def _pays_up_to(self, longest: int, choice: Choice) -> bool:
         """Whether the choice pays at longer lengths too, or is to hold whether it pays or not."""
         length = self._entry.length
         if self._savings is None or longest <= length:

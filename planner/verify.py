@@ -285,9 +285,9 @@ def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
         found = [(part.bucket(length), length) for length in lengths] if part else []
         run = [bucket for bucket, length in found if _is_sparse_at(bucket, length)]
         for bucket in part.lengths if part else ():
-            alias = isinstance(bucket, PrefillBucket) and bucket.same_as is not None
+            beyond = isinstance(bucket, PrefillBucket) and bucket.extrapolated  # as the last one that was run
             longest = plan.model.context_length if bucket.up_to is None else bucket.up_to
-            if _is_sparse_at(bucket, longest) and not (alias or bucket in run):
+            if _is_sparse_at(bucket, longest) and not (beyond or bucket in run):
                 up_to = "any length" if bucket.up_to is None else format_length(bucket.up_to)
                 remarks.append(_UNTOUCHED.format(phase=phase, up_to=up_to))
     return tuple(remarks)

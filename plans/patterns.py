@@ -129,3 +129,31 @@ Pattern = Annotated[
     Dense | AShape | VerticalSlash | BlockSparse | Adaptive,
     Field(discriminator="pattern"),
 ]
+
+
+def of_context(pattern: Pattern, length: int) -> Pattern:
+    """A pattern of columns and diagonals with budgets as shares of the context, the same tokens at `length` of them.
+
+    Where a host cuts prompts, a chunk chooses among the lines of its own context. The number that is right at the end
+    of a prompt would be a larger share of an early chunk: by shares, the chunks of a prompt have about the density of
+    the whole. Other patterns are kept: sinks and windows do not grow with the context.
+    """
+    if not isinstance(pattern, VerticalSlash):
+        return pattern
+    counts = {name: getattr(pattern, name).tokens or 0 for name in _BUDGETS}
+    # Budgets round up: half a token less gives the number itself, also once a file has rounded the share.
+    shares = {name: fraction((count - 0.5) / length) for name, count in counts.items() if 0 < count <= length}
+    return pattern.model_copy(update=shares)
+
+
+def in_tokens(pattern: Pattern, length: int) -> Pattern:
+    """What `of_context` was given: the same pattern with its shares as tokens of a context of `length`."""
+    if not isinstance(pattern, VerticalSlash):
+        return pattern
+    budgets: dict[str, Budget] = {name: getattr(pattern, name) for name in _BUDGETS}
+    return pattern.model_copy(
+        update={name: tokens(one.resolve(length)) for name, one in budgets.items() if one.fraction is not None}
+    )
+
+
+_BUDGETS = ("vertical", "slash", "max_tiles")  # of columns and diagonals

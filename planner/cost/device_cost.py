@@ -138,6 +138,11 @@ class DeviceCost(Part):
     decode_host: Line | None = None
     timings: tuple[Timing, ...] = ()
 
+    @property
+    def cuts_prompts(self) -> bool:
+        """Whether the host prefills long prompts in chunks."""
+        return self.chunk is not None
+
     @model_validator(mode="after")
     def _priced(self) -> DeviceCost:
         for name, count in _PRICES.items():

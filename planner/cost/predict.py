@@ -17,7 +17,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.options import Family, density_for, mandatory_a_row
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.patterns import Dense, Pattern, TileShape
+from sparsekv.plans.patterns import Dense, Pattern, TileShape, in_tokens
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, Prediction
 
@@ -126,7 +126,8 @@ def layer_times(
     """The profiled layers over a prompt of `length` tokens (the profiled length by default) by these choices."""
     tokens = length or tables.entry.length
     causal = causal_tiles(tokens, tile)
-    tiles_LH, columns_LH = (share_LH * causal for share_LH in shares_at(tables, choice, tile, tokens))
+    shares = shares_at(tables, choice, tile, tokens, of_context=cost.cuts_prompts)
+    tiles_LH, columns_LH = (share_LH * causal for share_LH in shares)
     heads_L = (choice != ABSENT).sum(1)
     dense_L = np.array([cost.prefill_dense_us(float(heads) * causal, tokens) for heads in heads_L])
     sparse_L = dense_L.copy()
@@ -158,17 +159,23 @@ def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTi
     return HeadTimes(causal * tile_us, np.asarray(tiles_LCH + index_C[tables.candidate_LCH]))
 
 
-def shares_at(tables: ScoreTables, choice: Choice, tile: TileShape, length: int) -> tuple[Floats, Floats]:
+def shares_at(
+    tables: ScoreTables, choice: Choice, tile: TileShape, length: int, of_context: bool = False
+) -> tuple[Floats, Floats]:
     """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
 
     Budgets are in tokens: a row computes as many tiles at every length, as far as it has them. A head that computes r
     tiles in every row of n computes 1 - (1 - r / n)^2 of the triangle.
+
+    Args:
+        of_context: up to the profiled length budgets are shares of the context instead, as `allocate` writes them for a
+            host that cuts prompts.
     """
     tiles_LH = tables.take(tables.tiles_LCH, choice, 1.0)
     columns_LH = tables.take(tables.columns_LCH, choice, 0.0)
     if length == tables.entry.length:
         return tiles_LH, columns_LH
-    stretch = tables.entry.length / length
+    stretch = 1.0 if of_context and length < tables.entry.length else tables.entry.length / length
     least = min(1.0, mandatory_a_row(tile) * tile.key / length)
 
     def at_length(share_LH: Floats) -> Floats:
@@ -235,9 +242,10 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
             if isinstance(pattern, Dense):
                 continue
             measured = [tables.entry.patterns[positions[head]] for positions in scores.patterns]
-            if pattern not in measured:
+            candidate = in_tokens(pattern, tables.entry.length)
+            if candidate not in measured:
                 return None
-            choice[row, head] = measured.index(pattern)
+            choice[row, head] = measured.index(candidate)
     return choice
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from sparsekv.plans.model import AttentionGroup
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, VerticalSlash
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, VerticalSlash, in_tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan, Quality, to_data
 from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
@@ -109,7 +109,7 @@ class _Scores:
 
     def __init__(self, entry: LengthProfile | None, length: int) -> None:
         self._length = length
-        self._measured = entry is not None
+        self._measured = entry.length if entry else None  # the length, if any
         self._number = {pattern: number for number, pattern in enumerate(entry.patterns)} if entry else {}
         self._layers = {scores.layer: scores for scores in entry.layers} if entry else {}
 
@@ -119,9 +119,9 @@ class _Scores:
         """Density and damage; None where they are not known. A head without a pattern takes another layer's tiles."""
         if pattern is None:
             return None, None
-        if isinstance(pattern, Dense) or not self._measured:
-            return _density(pattern, shape, self._length), 0.0 if self._measured else None
-        scores, number = self._layers.get(layer), self._number.get(pattern)
+        if isinstance(pattern, Dense) or self._measured is None:
+            return _density(pattern, shape, self._length), None if self._measured is None else 0.0
+        scores, number = self._layers.get(layer), self._number.get(in_tokens(pattern, self._measured))
         if scores is None or number is None:
             return None, None
         rows = (row for row, patterns in enumerate(scores.patterns) if patterns[head] == number)

@@ -1,14 +1,19 @@
 """Prices of a host that cuts prompts, and plans for it."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse, options_for
 
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import Chunks, DeviceCost, Line
 from sparsekv.planner.cost.predict import causal_tiles, predict
@@ -16,6 +21,7 @@ from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import check_plannable, compile_once, for_host
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, in_tokens, of_context, tokens
 from sparsekv.plans.schema import Target
 
 NO_DECODE = {"decode_dense": None, "decode_sparse": None, "decode_choose": None}
@@ -78,6 +84,53 @@ def test_a_plan_for_vllm_names_it_and_its_chunks_and_has_no_decode_phase() -> No
     assert plan.decode is None
     assert plan.cost == predict(profile, cost, plan.prefill, None)
     assert any("steps of 2048 tokens" in remark for remark in plan_remarks(plan, options, profile, cost))
+
+
+@given(length=st.integers(1, 1 << 20), counts=st.tuples(*[st.integers(0, 1 << 20)] * 3))
+def test_shares_of_the_context_are_the_same_tokens_at_the_planned_length(length: int, counts: tuple[int, ...]) -> None:
+    vertical, slash, most = (tokens(min(count, length)) for count in counts)
+    pattern = VerticalSlash(vertical=vertical, slash=slash, max_tiles=most)
+    shares = of_context(pattern, length)
+    assert in_tokens(shares, length) == pattern
+    for name in ("vertical", "slash", "max_tiles"):
+        assert getattr(shares, name).resolve(length) == getattr(pattern, name).resolve(length)
+        assert getattr(shares, name).resolve(length // 2) <= getattr(pattern, name).resolve(length) // 2 + 1
+    window = AShape(sink=tokens(64), window=tokens(256))
+    assert of_context(window, length) is window
+
+
+def test_a_plan_for_vllm_has_shares_up_to_the_longest_planned_length_and_tokens_beyond() -> None:
+    lengths = [made_up_length(length, np.random.default_rng(0), levels=(0.3,)) for length in (1024, 2048)]
+    profile, options = made_up_profile(*lengths), options_for(target_density=(0.3, 0.3), crossover=False)
+    whole, cut = allocate(profile, made_up_cost(), options), allocate(profile, engine_cost(512), options)
+    assert [bucket.up_to for bucket in cut.lengths] == [1024, 2048, None]
+    assert (cut.lengths[-1].extrapolated, cut.bucket(3000).heads) == (True, whole.bucket(3000).heads)
+    for length in (1024, 2048):
+        for layer in range(3):
+            chosen = whole.bucket(length).patterns(layer, 4)
+            assert cut.bucket(length).patterns(layer, 4) == tuple(of_context(one, length) for one in chosen)
+
+
+def test_chunks_of_a_prompt_have_the_density_of_the_whole_by_shares_where_diagonals_scatter() -> None:
+    length, lines = 4096, VerticalSlash(vertical=tokens(96), slash=tokens(600), max_tiles=tokens(1024))
+    shares = of_context(lines, length)
+    whole, cut = density(lines, [0, length]), range(0, length + 1, 1024)
+    assert density(shares, [0, length]) == whole
+    assert density(lines, cut) > 1.3 * whole
+    assert whole < density(shares, cut) < 1.15 * whole
+
+
+def density(pattern: Pattern, ends: Sequence[int]) -> float:
+    """Computed tiles over causal tiles of a prompt that is cut at these tokens."""
+    generator, tile = torch.Generator().manual_seed(0), TileShape(query=64, key=64)
+    q_BHSD, k_BHSD = torch.randn(2, 1, 1, ends[-1], 32, generator=generator)
+    computed = causal = 0.0
+    for first, end in pairwise(ends):
+        chunk, q_BHTD = Chunk.uniform(1, first, end), q_BHSD[:, :, first:end]
+        index = build_index((pattern,), q_BHTD, k_BHSD[:, :, :end], chunk, tile, scale=1.0, window=None)
+        computed += computed_tiles(index).sum().item()
+        causal += chunk.causal_tiles(tile)
+    return computed / causal
 
 
 def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
