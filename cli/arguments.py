@@ -98,14 +98,23 @@ MinExact = Annotated[
     float | None,
     typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Least share of dense's greedy texts kept; 0.6 by default."),
 ]
+
+
+def _chunk(text: str) -> int:
+    """Tokens such as 8192 or 8k."""
+    (tokens,) = lengths_from(text, "--prefill-chunk") if "," not in text else (0,)
+    if not LEAST_CHUNK <= tokens <= MAX_LENGTH:
+        raise UsageError(f"--prefill-chunk: expected one number from {LEAST_CHUNK} tokens on, found {text!r:.40}")
+    return tokens
+
+
 Chunk = Annotated[
     int | None,
     typer.Option(
         "--prefill-chunk",
-        min=LEAST_CHUNK,
-        max=MAX_LENGTH,
-        metavar="N",
-        help="Prefill in pieces of N tokens: bounds memory, or cuts prompts as a server does.",
+        parser=_chunk,
+        metavar="TOKENS",
+        help="Prefill in pieces of so many tokens: bounds memory, or cuts prompts as a server does.",
     ),
 ]
 

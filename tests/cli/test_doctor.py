@@ -80,6 +80,7 @@ def test_more_rows_longer_answers_and_whole_prompts_take_more(sparsekv, folder):
     plain = longest()
     assert longest("--batch", 4) < plain / 3
     assert longest("--max-new-tokens", 100_000) < plain < longest("--prefill-chunk", 4096)
+    assert longest("--prefill-chunk", "4k") == longest("--prefill-chunk", 4096)
 
 
 def test_a_cpu_has_one_memory(sparsekv, folder):
