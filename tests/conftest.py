@@ -1,6 +1,7 @@
 """What every test relies on: helpers on the path, no network, and as many threads as the caller allows."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before anything imports torch: parallel workers share the cores, they do not multiply them.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background jobs ignore interrupts, and so do their children: tests that interrupt would fail there alone.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
