@@ -143,7 +143,7 @@ def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
 def _text(result: EvalResult, samples: int, phase: PhaseName, measured: Measurement | None) -> str:
     rows = [score_row(name, task.score, measured is not None) for name, task in result.tasks.items()]
     parts = [columns([SCORE_HEADER, *rows], right=(1, 2))]
-    facts = f"{samples} samples a task at {result.lengths[0]:,} tokens"
+    facts = f"{samples} {'sample' if samples == 1 else 'samples'} a task at {result.lengths[0]:,} tokens"
     if measured is not None:
         parts.append(agreement_table(Quality(**{phase: measured})))
         facts += f"; prefill computed {result.prefill_density:.3f} of the tiles"

@@ -197,7 +197,7 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
     }
     rows = [(name, show(dense), show(sparse)) for name, show in facts.items()]
     index, count = _first_difference(dense, sparse), dense.generation.new_tokens
-    same = f"all {count} new tokens are the same"
+    same = "the new token is the same" if count == 1 else f"all {count} new tokens are the same"
     return "\n".join(
         [
             f"dense:  {dense.generation.text.strip()}",

@@ -289,7 +289,9 @@ def check_attachable(model: PreTrainedModel) -> None:
         )
     check_supported(model.config.model_type)
     if model.config._attn_implementation == NAME:
-        raise UsageError("a plan is applied to this model already; close that handle before applying another")
+        raise UsageError(
+            "a plan is applied to this model already; close or suspend that handle before applying another"
+        )
     if model.training:
         raise UsageError("expected a model in evaluation mode, found training mode; call model.eval()")
     if (model.tp_size or 1) > 1:
