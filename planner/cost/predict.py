@@ -126,7 +126,7 @@ def layer_times(
     """The profiled layers over a prompt of `length` tokens (the profiled length by default) by these choices."""
     tokens = length or tables.entry.length
     causal = causal_tiles(tokens, tile)
-    shares = shares_at(tables, choice, tile, tokens, of_context=cost.cuts_prompts)
+    shares = shares_at(tables, choice, tile, tokens, as_shares=cost.cuts_prompts)
     tiles_LH, columns_LH = (share_LH * causal for share_LH in shares)
     heads_L = (choice != ABSENT).sum(1)
     dense_L = np.array([cost.prefill_dense_us(float(heads) * causal, tokens) for heads in heads_L])
@@ -160,7 +160,7 @@ def head_times(cost: DeviceCost, tables: ScoreTables, tile: TileShape) -> HeadTi
 
 
 def shares_at(
-    tables: ScoreTables, choice: Choice, tile: TileShape, length: int, of_context: bool = False
+    tables: ScoreTables, choice: Choice, tile: TileShape, length: int, as_shares: bool = False
 ) -> tuple[Floats, Floats]:
     """[L, H] each: whole tiles and single columns of a head as shares of its causal tiles, at another length.
 
@@ -168,14 +168,14 @@ def shares_at(
     tiles in every row of n computes 1 - (1 - r / n)^2 of the triangle.
 
     Args:
-        of_context: up to the profiled length budgets are shares of the context instead, as `allocate` writes them for a
+        as_shares: up to the profiled length budgets are shares of the context instead, as `allocate` writes them for a
             host that cuts prompts.
     """
     tiles_LH = tables.take(tables.tiles_LCH, choice, 1.0)
     columns_LH = tables.take(tables.columns_LCH, choice, 0.0)
     if length == tables.entry.length:
         return tiles_LH, columns_LH
-    stretch = 1.0 if of_context and length < tables.entry.length else tables.entry.length / length
+    stretch = 1.0 if as_shares and length < tables.entry.length else tables.entry.length / length
     least = min(1.0, mandatory_a_row(tile) * tile.key / length)
 
     def at_length(share_LH: Floats) -> Floats:
