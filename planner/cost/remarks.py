@@ -120,7 +120,7 @@ def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float, device: s
 
 def _counted(layers: int, heads: int, of: int) -> str:
     parts = [f"{layers} of {of} layers"] if layers else []
-    parts += [f"{heads} {'other ' if layers else ''}heads"] if heads else []
+    parts += [f"{heads} {'other ' if layers else ''}{'head' if heads == 1 else 'heads'}"] if heads else []
     return " and ".join(parts)
 
 
