@@ -304,6 +304,7 @@ _KERNEL_COLUMNS: dict[str, Callable[[KernelRow], str]] = {
     "pattern": lambda row: row.name,
     "length": lambda row: _tokens(row.length),
     "backend": lambda row: row.backend,
+    "asked": lambda row: _number(row.target_density, ".3g"),
     "density": lambda row: _number(row.density, ".3f"),
     "dense ms": lambda row: _number(row.dense_ms, ".3f"),
     "index": lambda row: _number(row.index_ms, ".3f"),
