@@ -165,7 +165,7 @@ class _Search:
     ) -> None:
         self._model, self._gate, self._step = model, options.decode_bound, step
         self._space = CandidateSpace(loaded.info, entry, options)
-        self._prefixes = _prefixes(loaded, model, entry.length, options, effort)
+        self._prefixes = _prefixes(loaded, model, entry.length, options, effort, step)
         self._hardness = [0.0] * len(self._prefixes)
         self._guesses: dict[Segments, Guess] = {}
         self._bound_over_mean = _BOUND_OVER_MEAN
@@ -295,7 +295,7 @@ class _Search:
 
 
 def _prefixes(
-    loaded: LoadedModel, model: DecodeTrials, length: int, options: PlanOptions, effort: Effort
+    loaded: LoadedModel, model: DecodeTrials, length: int, options: PlanOptions, effort: Effort, step: Step
 ) -> list[Prefix]:
     """Of as many calibration prompts as there is room for."""
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
@@ -303,4 +303,8 @@ def _prefixes(
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
     alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count)
     prompts = calibration_prompts(loaded.tokenizer, alone)[length]
-    return [model.prefilled(prompt, effort.steps, options) for prompt in prompts]
+    found = []
+    for number, prompt in enumerate(prompts, start=1):
+        found.append(model.prefilled(prompt, effort.steps, options))
+        step.advance(0, f"{length} tokens, prompt {number} of {len(prompts)} prefilled")
+    return found

@@ -117,7 +117,7 @@ def compile_plan(
     asked = options.settled(loaded.info.context_length, loaded.model.device.type)
     _check(loaded.info, asked, own, cost_in)
     if asked.verify_samples or not (own or asked.prompts):
-        asked = with_tasks(loaded, asked, own.tasks if own else ())
+        asked = with_tasks(loaded, asked, own.tasks if own else (), progress)
         asked = replace(asked, verify_samples=options.held_out(asked.tasks, loaded.model.device.type))
     kit = None
     if asked.verify_samples:

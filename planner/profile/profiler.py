@@ -70,7 +70,7 @@ def profile(
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
     backend = cast(BackendName, chosen.name)
     if not options.prompts:
-        options = with_tasks(loaded, options)
+        options = with_tasks(loaded, options, progress=progress)
     prompts = calibration_prompts(loaded.tokenizer, options)
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
