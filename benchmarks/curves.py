@@ -2,18 +2,22 @@
 
     sparsekv eval MODEL --curve a.json --profile profile.json --length 16k,32k --samples 20
     python benchmarks/curves.py a.json b.json --density 0.1,0.2,0.3 --kl 0.001,0.005
+    python benchmarks/curves.py a.json b.json --beside A,B --kl ""
 
 For each file, phase and length: the divergence of every method at these densities, and the least density at which it
-stays within these divergences. Between two points of a curve, both are read off a straight line in logarithms; a method
-that does not reach a density or a divergence has no number there. Curves that are not monotonic are read by their best:
-a point that another one beats in both density and divergence does not count.
+stays within these divergences. With --beside, which names the files, they share a table for each phase and length.
+Between two points of a curve, both are read off a straight line in logarithms; a method that starts above a density or
+does not reach a divergence has no number there. In brackets is what a curve has at its end: where it ends below a
+density, the divergence of its last point (and nothing at higher densities); where its first point already stays within
+a divergence, the density of that one. Curves that are not monotonic are read by their best: a point that another one
+beats in both density and divergence does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,39 +30,100 @@ _LEAST = 1e-9  # nats: what is less is rounding
 def main() -> None:
     """Prints the tables."""
     args = _arguments()
-    for path in args.files:
-        for line in tables(read_curve(path), args.density, args.kl):
-            print(line)
+    curves = [read_curve(path) for path in args.files]
+    if args.beside:
+        lines = tables_beside(dict(zip(args.beside, curves, strict=True)), args.density, args.kl)
+    else:
+        lines = (line for curve in curves for line in tables(curve, args.density, args.kl))
+    for line in lines:
+        print(line)
 
 
 def _arguments() -> argparse.Namespace:
     def numbers(text: str) -> tuple[float, ...]:
-        return tuple(map(float, text.split(",")))
+        return tuple(map(float, filter(None, text.split(","))))
+
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(text.split(","))
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--density", type=numbers, default=(0.1, 0.2, 0.3, 0.5))
     parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005))
-    return parser.parse_args()
+    parser.add_argument("--beside", type=names, default=(), metavar="NAMES", help="one for each file")
+    args = parser.parse_args()
+    if args.beside and len(set(args.beside)) != len(args.files):
+        parser.error(f"expected {len(args.files)} different names for --beside, one for each file, found {args.beside}")
+    return args
 
 
 def tables(points: Sequence[CurvePoint], densities: Sequence[float], kls: Sequence[float]) -> Iterator[str]:
     """Lines of Markdown: a table for each phase and length."""
-    for phase, length in dict.fromkeys((point.phase, point.length) for point in points):
-        own = [point for point in points if (point.phase, point.length) == (phase, length)]
-        yield f"{phase.capitalize()} at {format_length(length)}:\n"
-        heads = [*(f"nats at {density:g}" for density in densities), *(f"density for {kl:g} nats" for kl in kls)]
-        yield f"| method | {' | '.join(heads)} |"
-        yield "|---" * (len(heads) + 1) + "|"
-        for method in dict.fromkeys(point.method for point in own):
-            line = frontier([(p.density, max(p.kl, _LEAST)) for p in own if p.method == method and p.kl is not None])
-            cells = [_cell(value_at(line, density)) for density in densities]
-            cells += [_cell(density_within(line, kl)) for kl in kls]
-            yield f"| {method} | {' | '.join(cells)} |"
-        yield ""
+    heads = [*(f"nats at {density:g}" for density in densities), *(f"density for {kl:g} nats" for kl in kls)]
+    for phase, length in _kinds(points):
+        own = _of_kind(points, phase, length)
+        rows = {method: _divergences(line, densities) + _densities(line, kls) for method, line in own.items()}
+        yield from _table(phase, length, heads, rows)
+
+
+def tables_beside(
+    curves: Mapping[str, Sequence[CurvePoint]], densities: Sequence[float], kls: Sequence[float]
+) -> Iterator[str]:
+    """Lines of Markdown: a table for each phase and length, all curves in it, with the numbers of a curve in one cell
+    for all densities and one for all divergences."""
+    for phase, length in _kinds([point for points in curves.values() for point in points]):
+        lines = {name: _of_kind(points, phase, length) for name, points in curves.items()}
+        methods = dict.fromkeys(method for own in lines.values() for method in own)
+        rows: dict[str, list[str]] = {method: [] for method in methods}
+        heads = []
+        for what, asked, read in (("nats at", densities, _divergences), ("density for nats", kls, _densities)):
+            for name, own in lines.items() if asked else ():
+                heads.append(f"{name}: {what} {' / '.join(f'{value:g}' for value in asked)}")
+                for method in methods:
+                    cells = read(own.get(method, ()), asked)
+                    rows[method].append(" / ".join(cell or "-" for cell in cells) if any(cells) else "-")
+        yield from _table(phase, length, heads, rows)
+
+
+def _table(phase: str, length: int, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    yield f"{phase.capitalize()} at {format_length(length)}:\n"
+    yield f"| method | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    for method, cells in rows.items():
+        yield f"| {method} | {' | '.join(cells)} |"
+    yield ""
 
 
 Line = Sequence[tuple[float, float]]
+
+
+def _kinds(points: Sequence[CurvePoint]) -> Sequence[tuple[str, int]]:
+    return list(dict.fromkeys((point.phase, point.length) for point in points))
+
+
+def _of_kind(points: Sequence[CurvePoint], phase: str, length: int) -> Mapping[str, Line]:
+    """(density, divergence) of every point of each method."""
+    own = [point for point in points if (point.phase, point.length) == (phase, length)]
+    return {
+        method: [(p.density, max(p.kl, _LEAST)) for p in own if p.method == method and p.kl is not None]
+        for method in dict.fromkeys(point.method for point in own)
+    }
+
+
+def _divergences(points: Line, densities: Sequence[float]) -> list[str]:
+    last = max((density for density, _ in points), default=0.0)
+    beyond = [density for density in densities if density > last]
+    cells = []
+    for density in densities:
+        cell = _cell(value_at(frontier(points), density))
+        cells.append(cell if density not in beyond else f"({cell})" if cell and density == min(beyond) else "")
+    return cells
+
+
+def _densities(points: Line, kls: Sequence[float]) -> list[str]:
+    line = frontier(points)
+    cells = [_cell(density_within(line, kl)) for kl in kls]
+    return [f"({cell})" if line and line[0][1] <= kl else cell for kl, cell in zip(kls, cells, strict=True)]
 
 
 def frontier(points: Line) -> Line:

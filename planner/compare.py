@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from sparsekv.planner.eval_results import Outcome, Spent
@@ -50,6 +51,10 @@ from sparsekv.runtime.stores.pinned import HostMemory
 PhaseName = Literal["prefill", "decode", "both"]
 DENSE = "dense"  # beside the names of modes
 MOST_GREEDY = 16  # tokens of dense's own continuation
+
+# For a few rows behind a past. cuDNN, which torch prefers on Hopper, makes a plan for every number of keys that it has
+# not met: a tenth of a second for each step of an answer.
+_FEW_ROWS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Mode(Protocol):
@@ -291,11 +296,12 @@ class DenseBatch:
         greedy_BG = counted_BG = None
         with torch.no_grad():
             last_B1V, cache = prefill(model, batch.prompt_BS, chunk)
-            if greedy:
-                tokens = min(batch.answer_BA.shape[1], MOST_GREEDY)
-                greedy_BG = _continued(model, last_B1V, deepcopy(cache) if tokens > 1 else None, tokens)
-                counted_BG = _until_end(model, greedy_BG).cpu()
-            rest_BAV = model(input_ids=batch.answer_BA, past_key_values=cache, use_cache=True).logits
+            with sdpa_kernel(_FEW_ROWS):
+                if greedy:
+                    tokens = min(batch.answer_BA.shape[1], MOST_GREEDY)
+                    greedy_BG = _continued(model, last_B1V, deepcopy(cache) if tokens > 1 else None, tokens)
+                    counted_BG = _until_end(model, greedy_BG).cpu()
+                rest_BAV = model(input_ids=batch.answer_BA, past_key_values=cache, use_cache=True).logits
             logits_BAV = torch.cat([last_B1V, rest_BAV], 1)
         check_numbers(model, "logits", logits_BAV)
         rows = zip(answered(loaded, batch, logits_BAV), log_likelihood(batch, logits_BAV.float()), strict=True)

@@ -60,6 +60,7 @@ _ROUNDS = {"cuda": 1}  # of refinement
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
 # Calibration samples a length where the tasks are found out.
 _SAMPLES = {"cpu": 3, "cuda": 8}
+_SCORED_ROWS = 32768  # of longer prompts a sample of about so many
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
 _DECODE_LOSS = 0.02
@@ -127,8 +128,9 @@ class PlanOptions:
             several targets and a plan that misses its gate can be tightened; empty by device.
         refine_rounds: how often the weights of layers are corrected by the divergence of whole plans (refine.py); None:
             once on CUDA, never on the CPU, where the passes of one round take longer than profiling.
-        row_stride: candidates are scored on every that many-th query tile, and on those of the question and answer;
-            None: every tile on CUDA, every fourth on the CPU.
+        row_stride: candidates are scored on every that many-th query tile (on CUDA, of runs of neighbouring ones), and
+            on those of the question; None: on CUDA all, of prompts longer than 32K tokens a sample of so many rows; on
+            the CPU every fourth.
         prompts: the caller's own calibration texts, instead of task samples.
         tasks: tasks for calibration and verification; empty: quotations, the retrieval tasks that the model is found
             to solve, and plain text (`with_tasks`).
@@ -224,6 +226,10 @@ class PlanOptions:
         """Whether the decode budget was left open, so that trials may choose it."""
         return self.decode_budget == DECODE_BUDGET
 
+    def row_stride_at(self, length: int) -> int:
+        """`row_stride`, or its default on CUDA at a length."""
+        return self.row_stride or max(1, round(length / _SCORED_ROWS))
+
     def settled(self, context_length: int, device_type: str) -> PlanOptions:
         """These options with every default filled in.
 
@@ -250,7 +256,7 @@ class PlanOptions:
             target_density=() if preset else self._densities(lengths),
             tile=self.tile_shape,
             levels=(1.0,) if preset else self.levels or _LEVELS["cuda" if on_gpu else "cpu"],
-            row_stride=self.row_stride or (1 if on_gpu else 4),
+            row_stride=self.row_stride or (4 if not on_gpu else 1 if preset else None),
             refine_rounds=_ROUNDS.get(device_type, 0) if self.refine_rounds is None else self.refine_rounds,
             tasks=tasks,
             samples=self.samples or len(self.prompts) or samples,

@@ -13,6 +13,8 @@ from sparsekv.runtime.model_config import attention_groups
 MOST_TEXT = 128
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64
+# Of all prompts together, however much there is: an 8B model with one of 32K tokens stays within 40 GB.
+_MOST_BYTES = 16 << 30
 # Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
 _SHARE = 0.4
 _SCORED = MOST_TEXT + 1  # rows that are scored, and the one after
@@ -27,7 +29,7 @@ def prompts_at_once(model: PreTrainedModel, length: int) -> int:
     total: int = torch.cuda.get_device_properties(model.device).total_memory
     here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
     left = total - sum(weight.numel() * weight.element_size() for weight in here)
-    fitting = int(_SHARE * left) // (length * bytes_per_token(model) + bytes_to_score(model))
+    fitting = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + bytes_to_score(model))
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
 

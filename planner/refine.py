@@ -43,7 +43,8 @@ _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would chang
 _LEAST_SHARE = 1e-3
 # At 32 layers and 32K tokens of an 8B model that is about forty passes of a second a round.
 _MOST_GROUPS = 16
-_PROMPTS = 4  # the first ones, which are of different tasks
+# The first ones, which are of different tasks: fewer where they are long.
+_PROMPTS, _LEAST_PROMPTS, _TOKENS = 4, 2, 1 << 18
 
 Floats = npt.NDArray[np.float64]
 LayerPatterns = Mapping[int, tuple[Pattern, ...]]
@@ -66,7 +67,7 @@ def refine(loaded: LoadedModel, profile: Profile, options: PlanOptions, progress
     found = {}
     with (progress or Progress()).stage("refine", total=len(entries)) as step, torch.no_grad():
         for entry in entries:
-            some = prompts[entry.length][:_PROMPTS]
+            some = prompts[entry.length][: max(_LEAST_PROMPTS, min(_PROMPTS, _TOKENS // entry.length))]
             runs = [_Run(loaded, prompt, profile.tile, profile.backend) for prompt in some]
             found[entry.length] = _refined(entry, targets[entry.length], options, runs, most)
             step.advance()

@@ -8,11 +8,12 @@ the change of its attention output in a row, g the gradient there (sensitivity.p
 The first term is the estimate from one gradient, the second what it would be on average over directions: gradients of
 a few prompts say little about the direction of every head and row, so that one is shrunk towards the other.
 
-Rows are all rows of the prompt, or an even sample of query tiles, whose rows then stand for those left out, and the
-question. In a sample, each query tile is a batch row: its queries, all keys, and its part of the index. All rows
-together are left as one batch row, since a thousand of them would be as many launches of some backends.
+Rows are all rows of the prompt, or an even sample of runs of query tiles, whose rows then stand for those left out, and
+the question. In a sample, each run is a batch row: its queries, all keys, and its part of the index. All rows together
+are left as one batch row, since a thousand of them would be as many launches of some backends.
 
-Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, D head size.
+Shapes: X batch rows of M rows each, T query tiles, N runs, H query heads, G KV heads, S rows of the prompt, D head
+size.
 """
 
 from __future__ import annotations
@@ -38,42 +39,44 @@ class Rows:
 
     Attributes:
         tail_start: the first row of the question.
-        numbers: the query tiles: first an even spread, then what the tail has besides; None: all rows, uncut.
+        run: neighbouring query tiles that are one batch row.
+        numbers: the runs: first an even spread, then what the tail has besides; None: all rows, uncut.
         spread: how many of them belong to the even spread.
     """
 
     length: int
     tail_start: int
     tile: TileShape
+    run: int = 1
     numbers: tuple[int, ...] | None = None
     spread: int = 1
 
     @classmethod
-    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int) -> Rows:
-        """Every `stride`-th query tile, and those from `tail_start` on; with a stride of 1, all rows."""
+    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int, run: int = 1) -> Rows:
+        """Every `stride`-th run of query tiles, and those from `tail_start` on; with a stride of 1, all rows."""
         if stride == 1:
             return cls(length, tail_start, tile)
-        count = -(-length // tile.query)
+        count = -(-length // (run * tile.query))
         spread = tuple(range(min(stride, count) - 1, count, stride))
-        tail = tuple(number for number in range(tail_start // tile.query, count) if number not in spread)
-        return cls(length, tail_start, tile, spread + tail, len(spread))
+        tail = tuple(number for number in range(tail_start // (run * tile.query), count) if number not in spread)
+        return cls(length, tail_start, tile, run, spread + tail, len(spread))
 
     @property
     def chunk(self) -> Chunk:
         """Where they lie."""
         if self.numbers is None:
             return Chunk.uniform(1, 0, self.length)
-        firsts = [number * self.tile.query for number in self.numbers]
-        return Chunk(tuple(firsts), tuple(min(first + self.tile.query, self.length) for first in firsts))
+        firsts = [number * self._run_rows for number in self.numbers]
+        return Chunk(tuple(firsts), tuple(min(first + self._run_rows, self.length) for first in firsts))
 
     def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
         """Their queries, of a batch of one: [X, H, M, D], zeros beyond the prompt."""
         if self.numbers is None:
             return q_BHSD
-        padding = -self.length % self.tile.query
+        padding = -self.length % self._run_rows
         padded_HSD = torch.nn.functional.pad(q_BHSD[0], (0, 0, 0, padding)) if padding else q_BHSD[0]
-        tiled_HTMD = padded_HSD.reshape(padded_HSD.shape[0], -1, self.tile.query, padded_HSD.shape[2])
-        return tiled_HTMD[:, list(self.numbers)].transpose(0, 1).contiguous()
+        cut_HNMD = padded_HSD.reshape(padded_HSD.shape[0], -1, self._run_rows, padded_HSD.shape[2])
+        return cut_HNMD[:, list(self.numbers)].transpose(0, 1).contiguous()
 
     def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
         """All keys (or values) for each batch row, without copying them: [X, G, S, D]."""
@@ -83,30 +86,40 @@ class Rows:
         """The part of an index that belongs to them."""
         if self.numbers is None:
             return index
-        numbers = list(self.numbers)
         return TileIndex(
             tile=index.tile,
-            tiles_BHTW=index.tiles_BHTW[0, :, numbers].transpose(0, 1)[:, :, None].contiguous(),
-            counts_BHT=index.counts_BHT[0, :, numbers].T[:, :, None].contiguous(),
-            columns_BHC=index.columns_BHC.expand(len(numbers), -1, -1).contiguous(),
-            live_BHTN=index.live_BHTN[0, :, numbers].transpose(0, 1)[:, :, None].contiguous(),
+            tiles_BHTW=self._runs(index.tiles_BHTW),
+            counts_BHT=self._runs(index.counts_BHT),
+            columns_BHC=index.columns_BHC.expand(len(self.numbers), -1, -1).contiguous(),
+            live_BHTN=self._runs(index.live_BHTN),
             dense_H=index.dense_H,
         )
+
+    def _runs(self, of_tiles_BHT: torch.Tensor) -> torch.Tensor:
+        """What an index holds for every query tile, [1, H, T, ...], for the tiles of each run: [X, H, run, ...]. Tiles
+        beyond the prompt, which nothing reads, are those of the last one."""
+        first_X1 = torch.tensor(self.numbers, device=of_tiles_BHT.device)[:, None] * self.run
+        tile_XT = first_X1 + torch.arange(self.run, device=of_tiles_BHT.device)
+        return of_tiles_BHT[0][:, tile_XT.clamp(max=of_tiles_BHT.shape[2] - 1)].transpose(0, 1).contiguous()
 
     def weights(self, device: torch.device) -> torch.Tensor:
         """[X, M]: how many rows of the prompt each row stands for: itself in the tail, else its stride; 0 for none."""
         if self.numbers is None:
             return torch.ones(1, self.length, device=device)
-        first_X = torch.tensor(self.numbers, device=device) * self.tile.query
-        position_XM = first_X[:, None] + torch.arange(self.tile.query, device=device)
+        first_X = torch.tensor(self.numbers, device=device) * self._run_rows
+        position_XM = first_X[:, None] + torch.arange(self._run_rows, device=device)
         in_spread_X1 = torch.arange(len(position_XM), device=device)[:, None] < self.spread
         in_tail_XM, in_prompt_XM = position_XM >= self.tail_start, position_XM < self.length
         stands_for_XM = in_tail_XM.float() + self._stride * (in_spread_X1 & ~in_tail_XM)
         return stands_for_XM * in_prompt_XM
 
     @property
+    def _run_rows(self) -> int:
+        return self.run * self.tile.query
+
+    @property
     def _stride(self) -> float:
-        return -(-self.length // self.tile.query) / self.spread
+        return -(-self.length // self._run_rows) / self.spread
 
 
 Values = npt.NDArray[np.float64]

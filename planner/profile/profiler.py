@@ -47,6 +47,8 @@ _SLACK = 0.05
 # more there is to a row, the less is gained by another one in the same launches.
 _FITTED_AT_ONCE = 4
 _FITTED_BYTES = 2 << 30  # of queries
+# Neighbouring query tiles of a sample that stay together: on a GPU the columns of a head are gathered for each run.
+_RUN = {"cuda": 32}
 
 
 def profile(
@@ -134,7 +136,7 @@ def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backe
         "phases": list(options.phases),
         "tile": options.tile_shape.model_dump(),
         "aims": {str(length): [aim.candidate.model_dump() for aim in aims(options, length)] for length in prompts},
-        "row_stride": options.row_stride,
+        "row_strides": {str(length): options.row_stride_at(length) for length in prompts},
         "choice": token_choice(options).model_dump(mode="json"),
         "prompts": digest_of(prompts),
         "seed": options.seed,  # of the tokens that gradients are taken at
@@ -225,7 +227,8 @@ class Pass:
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
         prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
-        rows = Rows.of(end, self._prompt.tail_start, tile, self._options.row_stride or 1)
+        stride, run = self._options.row_stride_at(self._length), _RUN.get(q_BHSD.device.type, 1)
+        rows = Rows.of(end, self._prompt.tail_start, tile, stride, run)
         dense_BHSD, gradient_BHSD = (x[:, :, :end] for x in (found.out_BHSD, found.gradient_BHSD))
         return Layer(prefix, v_BGSD, dense_BHSD, gradient_BHSD, rows, self._backend)
 

@@ -47,4 +47,29 @@ def test_tables_have_a_row_a_method_of_each_phase_and_length(curves: ModuleType)
     points = [CurvePoint(method=name, density=0.5, kl=kl, **common) for name, kl in (("a", 0.0), ("b", 0.5))]
     lines = list(curves.tables(points, (0.5,), (0.1,)))
     assert lines[0] == "Decode at 4k:\n"
-    assert lines[3:] == ["| a | 1e-09 | 0.5 |", "| b | 0.5 |  |", ""]
+    assert lines[3:] == ["| a | 1e-09 | (0.5) |", "| b | 0.5 |  |", ""]
+
+
+def test_curves_beside_each_other_share_the_table_of_a_phase_and_length(curves: ModuleType) -> None:
+    def point(method: str, density: float, kl: float, phase: str = "prefill") -> CurvePoint:
+        return CurvePoint.model_validate(
+            {"method": method, "density": density, "kl": kl, "phase": phase, "length": 4096}
+        )
+
+    found = {
+        "one": [point("a", 0.1, 0.01), point("a", 0.4, 0.0001), point("b", 0.4, 0.5, "decode")],
+        "two": [point("a", 0.1, 0.04), point("c", 0.5, 0.001)],
+    }
+    lines = list(curves.tables_beside(found, (0.2, 0.5, 0.6), (0.001, 0.00001)))
+    head = "one: nats at 0.2 / 0.5 / 0.6 | two: nats at 0.2 / 0.5 / 0.6"
+    within = "one: density for nats 0.001 / 1e-05 | two: density for nats 0.001 / 1e-05"
+    assert lines[:5] == [
+        "Prefill at 4k:\n",
+        f"| method | {head} | {within} |",
+        "|---|---|---|---|---|",
+        "| a | 0.001 / (0.0001) / - | (0.04) / - / - | 0.2 / - | - |",
+        "| c | - | - / 0.001 / (0.001) | - | (0.5) / - |",
+    ]
+    assert lines[5:7] == ["", "Decode at 4k:\n"]
+    assert lines[9:] == ["| b | - / (0.5) / - | - | - | - |", ""]
+    assert "density for" not in " ".join(curves.tables_beside(found, (0.2,), ()))

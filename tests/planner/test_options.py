@@ -1,5 +1,7 @@
 """What may be asked of `plan`, and the defaults that depend on model and device."""
 
+from dataclasses import replace
+
 import pytest
 
 from sparsekv.planner.options import TASKS, Gate, PlanOptions, check_targets, density_for, lengths_up_to
@@ -125,6 +127,17 @@ def test_the_published_preset_takes_one_key_value_sample_and_64_tiles() -> None:
 def test_where_tasks_are_found_out_a_gpu_has_time_for_more_samples_than_a_cpu() -> None:
     assert [PlanOptions().settled(4096, device).samples for device in ("cpu", "cuda")] == [3, 8]
     assert PlanOptions().settled(4096, "cpu").tasks == ()
+
+
+def test_long_prompts_are_scored_on_as_many_rows_as_shorter_ones_have() -> None:
+    asked = PlanOptions(lengths=(4096, 32768, 131072))
+    strides = {
+        device: [asked.settled(131072, device).row_stride_at(length) for length in asked.lengths]
+        for device in ("cuda", "cpu")
+    }
+    assert strides == {"cuda": [1, 1, 4], "cpu": [4, 4, 4]}
+    assert replace(asked, row_stride=2).settled(131072, "cuda").row_stride_at(131072) == 2
+    assert PlanOptions(preset="minference", lengths=(131072,)).settled(131072, "cuda").row_stride_at(131072) == 1
 
 
 def test_given_tasks_are_all_seen_on_a_gpu() -> None:

@@ -69,3 +69,10 @@ def test_weights_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prompts_at_once(model, 65536) < before
     heavy.device = torch.device("cuda", 1)
     assert prompts_at_once(model, 65536) == before
+
+
+def test_prompts_take_no_more_than_they_need_of_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with much memory runs other things, and a plan that was made there should be made on a smaller one."""
+    counts = [prompts_at_once(_on_gpu(monkeypatch, total * GIB), 1 << 20) for total in (16, 80, 640)]
+    assert counts[0] < counts[1] == counts[2]
+    assert counts[2] * (1 << 20) * bytes_per_token(_llama(torch.bfloat16)) <= 16 * GIB

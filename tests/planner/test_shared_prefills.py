@@ -103,6 +103,19 @@ def test_each_phase_measures_on_a_gpu_what_it_does_by_itself(case: str) -> None:
         assert sum(one.spent.attended for one in found[phase]) == alone[phase].spent.attended
 
 
+@pytest.mark.gpu
+def test_dense_steps_need_no_plan_for_every_number_of_keys() -> None:
+    """Which cuDNN makes for each step it has not met: a tenth of a second."""
+    loaded = loaded_tiny(head_dim=64, dtype=torch.bfloat16)
+    loaded.model.cuda()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        dense_reference(loaded, drawn(answer=8), batch=2)
+    calls = {event.key: event.count for event in trace.key_averages() if "scaled_dot_product" in event.key}
+    layers, batches_of_two = len(loaded.model.model.layers), 2
+    assert calls["aten::scaled_dot_product_attention"] == layers * batches_of_two * (1 + 7 + 1)
+    assert calls.get("aten::_scaled_dot_product_cudnn_attention", 0) <= layers * batches_of_two  # whole prompts
+
+
 @pytest.mark.parametrize(
     ("phases", "prefills"),
     [(PHASES, 2), (("prefill",), 2), (("decode",), 1), (("decode", "both"), 2)],

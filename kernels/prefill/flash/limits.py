@@ -30,7 +30,8 @@ INSTALL = "pip install 'sparsekv[flash]'"
 # What the block lists mean is not part of flash-attn-4's public interface: another release could read them otherwise,
 # and give wrong numbers without an error. A release goes in here once tests/kernels/prefill/test_flash_gpu.py passed.
 TESTED = ("4.0.0b36",)
-# The same for the copy that releases of vLLM bring along. It is used in vLLM's processes alone.
+# The same for the copy that releases of vLLM bring along. It is used in vLLM's processes alone. That of 0.26.0 takes
+# lists of exactly its kernel's key tile: it passes with key tiles of 128, and raises ValueError for those of 64.
 TESTED_IN_VLLM: tuple[str, ...] = ()
 _OWN, _VLLMS = "flash_attn.cute", "vllm.vllm_flash_attn.cute"
 
