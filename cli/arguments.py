@@ -365,7 +365,9 @@ class Subject:
         if name is not None:
             return cls(name, found, own, no_plan=reason or without_plan(name, f"no {PLAN_NAME} beside {name}"))
         if found is None:
-            raise UsageError(f"expected a model folder that holds {PLAN_NAME}, or --plan FILE; found neither")
+            raise UsageError(
+                "expected a MODEL (a folder, hub id or alias), or --plan FILE, which names its own; found neither"
+            )
         return cls(found.model.id, found, own, from_plan=True)
 
     def need_plan(self) -> Plan:

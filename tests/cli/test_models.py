@@ -50,6 +50,13 @@ def test_a_folder_that_is_not_there_is_named(call, tmp_path):
     assert "none" in call(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("command", ["run", "eval", "verify"])
+def test_without_a_model_or_a_plan_both_are_asked_for(sparsekv, command):
+    done = sparsekv(command)
+    assert (done.code, done.out) == (2, "")
+    assert "expected a MODEL (a folder, hub id or alias), or --plan FILE" in done.err
+
+
 def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     done = sparsekv("run", tmp_path, "--prompt", "a")
