@@ -35,8 +35,9 @@ Value = TypeVar("Value")
 
 MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
 
-# Flags are named after their parameters.
+# Flags are named after their parameters. A second name is what other commands call the same thing.
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+HELD_OUT = "Held-out samples a task and length; by default 1 on a CPU, as many as prove a plan on a GPU."
 PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 PlanPlace = Annotated[Path, typer.Argument(metavar="PLAN", help=PLACE, show_default=False)]
@@ -61,12 +62,16 @@ Backend = Annotated[
 AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Go on although the plan was made for another architecture.")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, help="Seed of samples and of sampling.")]
-Lengths = Annotated[str | None, typer.Option(metavar="LIST", help="Context lengths, such as 4k,16k,32k.")]
-Tasks = Annotated[str | None, typer.Option(metavar="NAMES", help="Tasks, separated by commas; all of them by default.")]
+Seed = Annotated[int, typer.Option(min=0, max=(1 << 32) - 1, metavar="N", help="Seed of samples and of sampling.")]
+# Written down here, since the tasks themselves bring numpy.
+TASKS = "quote_text, quote_code, niah_single, niah_multikey, kv_retrieval, two_stage, variable_tracking, perplexity"
+Tasks = Annotated[
+    str | None, typer.Option(metavar="NAMES", help=f"Tasks, separated by commas; by default all of {TASKS}.")
+]
 Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and columns of a tile.")]
-Batch = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once.")]
-HeldOut = Annotated[int | None, typer.Option(min=1, max=MOST, metavar="N", help="Held-out samples a task and length.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once; as fits by default.")
+]
 MaxAccuracyDrop = Annotated[
     float | None,
     typer.Option(

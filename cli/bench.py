@@ -28,22 +28,30 @@ _PREFILL_LENGTHS = {"cuda": "8k,32k", "cpu": "4k"}
 _DECODE_LENGTHS = {"cuda": "8k,32k,128k,512k", "cpu": "8k"}
 
 Lengths = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Tokens, such as 8k,32k; by default as fits the device.")
+    str | None,
+    typer.Option(
+        "--lengths", "--length", metavar="LIST", help="Tokens, such as 8k,32k; by default as fits the device."
+    ),
 ]
-Repeats = Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples; medians are shown.")]
+Repeats = Annotated[
+    int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="How often each is timed; medians are shown.")
+]
 
 
-@app.command("kernels")
+@app.command("kernels", short_help="Index building and attention of one layer, without a model.")
 def kernels(
     lengths: Lengths = None,
     density: Annotated[
-        str, typer.Option(metavar="LIST", help="Densities to plant structure at, such as 5% or 0.05,0.2.")
+        str,
+        typer.Option(
+            "--density", "--densities", metavar="LIST", help="Densities to plant structure at, such as 5% or 0.05,0.2."
+        ),
     ] = "0.05",
     patterns: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="vertical_slash, a_shape, block_sparse, adaptive, several joined by +; mixed is the first three.",
+            help="vertical_slash, a_shape, block_sparse, adaptive, or several joined by +; mixed is the first three.",
         ),
     ] = "mixed,vertical_slash",
     backend: Annotated[
@@ -94,7 +102,7 @@ def kernels(
     _print(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", _KERNEL_COLUMNS, 3, as_json)
 
 
-@app.command("prefill")
+@app.command("prefill", short_help="A model's prefill, by its plan and dense.")
 def prefill(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.")],
     plan: arguments.PlanFile = None,
@@ -103,7 +111,13 @@ def prefill(
     ] = False,
     lengths: Lengths = None,
     density: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Without a plan, of one made by hand: one, or one a length.")
+        str | None,
+        typer.Option(
+            "--density",
+            "--densities",
+            metavar="LIST",
+            help="Without a plan, of one made by hand: one, or one a length.",
+        ),
     ] = None,
     patterns: Annotated[
         str | None, typer.Option(metavar="LIST", help="Of a plan made by hand, dealt out to the heads.")
@@ -170,7 +184,7 @@ def prefill(
     _print(rows, title, _PREFILL_COLUMNS, 2, as_json)
 
 
-@app.command("decode")
+@app.command("decode", short_help="A model's decode steps, by a plan and dense.")
 def decode(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.")],
     plan: arguments.PlanFile = None,
@@ -179,14 +193,31 @@ def decode(
     ] = False,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Cached tokens a row, such as 8k,512k; by default as fits model and device."),
+        typer.Option(
+            "--lengths",
+            "--length",
+            metavar="LIST",
+            help="Cached tokens a row, such as 8k,512k; by default as fits model and device.",
+        ),
     ] = None,
     batch: Annotated[str, typer.Option(metavar="LIST", help="Rows decoded at once, such as 1,4.")] = "1",
     budget: Annotated[
-        str | None, typer.Option(metavar="N", help="Without a plan: tokens that a filter layer chooses; 2k by default.")
+        str | None,
+        typer.Option(
+            "--budget",
+            "--decode-budget",
+            metavar="N",
+            help="Without a plan: tokens that a filter layer chooses; 2k by default.",
+        ),
     ] = None,
     filters: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="Without a plan: filter layers; three by depth by default.")
+        str | None,
+        typer.Option(
+            "--filters",
+            "--filter-layers",
+            metavar="LAYERS",
+            help="Without a plan: filter layers; three by depth by default.",
+        ),
     ] = None,
     selector: Annotated[
         str | None, typer.Option(metavar="LIST", help="Without a plan: last, uniform, exponential; last by default.")
@@ -304,6 +335,7 @@ _KERNEL_COLUMNS: dict[str, Callable[[KernelRow], str]] = {
     "pattern": lambda row: row.name,
     "length": lambda row: _tokens(row.length),
     "backend": lambda row: row.backend,
+    "asked": lambda row: _number(row.target_density, ".3g"),
     "density": lambda row: _number(row.density, ".3f"),
     "dense ms": lambda row: _number(row.dense_ms, ".3f"),
     "index": lambda row: _number(row.index_ms, ".3f"),

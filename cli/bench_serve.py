@@ -26,7 +26,12 @@ def serve(
     ] = False,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Tokens of a prompt, such as 4k,32k; by default as fits the device."),
+        typer.Option(
+            "--lengths",
+            "--length",
+            metavar="LIST",
+            help="Tokens of a prompt, such as 4k,32k; by default as fits the device.",
+        ),
     ] = None,
     answer: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Tokens of an answer.")] = 64,
     at_once: Annotated[
@@ -39,14 +44,20 @@ def serve(
         str, typer.Option(metavar="N", help="Of a step at most: vLLM's max_num_batched_tokens.")
     ] = "8k",
     density: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Without a plan, of one made by hand: one, or one a length.")
+        str | None,
+        typer.Option(
+            "--density",
+            "--densities",
+            metavar="LIST",
+            help="Without a plan, of one made by hand: one, or one a length.",
+        ),
     ] = None,
     crossover: Annotated[
         str | None, typer.Option(metavar="N", help="Without a plan: lengths up to N are dense; 8k by default.")
     ] = None,
     tile: arguments.Tile = None,
     repeats: Annotated[
-        int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples; medians are shown.")
+        int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="How often each is timed; medians are shown.")
     ] = 3,
     seed: arguments.Seed = 0,
     dtype: arguments.Dtype = None,

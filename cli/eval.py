@@ -27,7 +27,13 @@ def evaluate(
     model: arguments.Model = None,
     tasks: arguments.Tasks = None,
     length: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Most tokens of a prompt and its answer; several for --curve.")
+        str,
+        typer.Option(
+            "--length",
+            "--lengths",
+            metavar="TOKENS",
+            help="Most tokens of a prompt and its answer; several for --curve.",
+        ),
     ] = "4k",
     samples: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples a task.")] = 20,
     phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
@@ -44,7 +50,10 @@ def evaluate(
     ] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="For --curve, to compile from; one of --preset minference may come beside."),
+        typer.Option(
+            metavar="FILE",
+            help="For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
+        ),
     ] = None,
     phases: Annotated[str | None, typer.Option(metavar="NAMES", help="For --curve: prefill,decode.")] = None,
     methods: Annotated[
@@ -52,10 +61,16 @@ def evaluate(
         typer.Option(metavar="NAMES", help="For --curve, such as sparsekv,streamingllm,quest; all by default."),
     ] = None,
     densities: Annotated[
-        str | None, typer.Option(metavar="SHARES", help="For --curve: of the prefill methods that take one.")
+        str | None,
+        typer.Option(
+            "--densities", "--density", metavar="SHARES", help="For --curve: of the prefill methods that take one."
+        ),
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(metavar="SHARES", help="For --curve: of the context, of the decode methods.")
+        str | None,
+        typer.Option(
+            "--budgets", "--budget", metavar="SHARES", help="For --curve: of the context, of the decode methods."
+        ),
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:

@@ -118,18 +118,22 @@ def _options(
     """Compile a long-context language model into a sparsity plan, and run it."""
 
 
-app.command("plan")(plan.plan)
-app.command("run")(run.run)
-app.command("show")(show.show)
-app.command("diff")(diff.diff)
-app.command("validate")(validate.validate)
-app.command("verify")(verify.verify)
-app.command("seal")(seal.seal)
-app.command("eval")(eval.evaluate)
-app.command("schema")(schema.schema)
-app.command("doctor")(doctor.doctor)
-bench.app.command("serve")(bench_serve.serve)
-app.add_typer(bench.app, name="bench")
+# What the list of commands says of each: as much as fits a line.
+for name, command, summary in (
+    ("plan", plan.plan, "Profile a model and write its sparsity plan."),
+    ("run", run.run, "Answer a prompt by a model and its plan."),
+    ("show", show.show, "Print a plan as tables, or as a page with charts."),
+    ("diff", diff.diff, "Say what changed between two plans."),
+    ("validate", validate.validate, "Check plan files: schema, consistency, integrity."),
+    ("verify", verify.verify, "Compare a plan with dense on held-out prompts, by its gate."),
+    ("seal", seal.seal, "Sign an edited plan again."),
+    ("eval", eval.evaluate, "Measure a model on the tasks, dense and by its plan."),
+    ("schema", schema.schema, "Print the JSON Schema of the plan file."),
+    ("doctor", doctor.doctor, "Print what is installed and can run, or what a run takes."),
+):
+    app.command(name, short_help=summary)(command)
+bench.app.command("serve", short_help="Requests through vLLM, by a plan and dense.")(bench_serve.serve)
+app.add_typer(bench.app, name="bench", short_help="Time kernels, a model, or vLLM's requests against dense.")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

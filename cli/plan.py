@@ -30,12 +30,21 @@ def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
-    lengths: arguments.Lengths = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            "--length",
+            metavar="LIST",
+            help="Context lengths, such as 4k,16k,32k; by default 4k,8k on a CPU, and up to 128k on a GPU.",
+        ),
+    ] = None,
     target_density: Annotated[
         str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
     ] = None,
     target_speedup: Annotated[
-        float | None, typer.Option(max=1e4, metavar="X", help="How much faster prefill attention must become, instead.")
+        float | None,
+        typer.Option(max=1e4, metavar="X", help="Instead of a density: how much faster prefill attention must become."),
     ] = None,
     host: Annotated[
         Literal["transformers", "vllm"],
@@ -45,16 +54,24 @@ def plan(
     no_crossover: Annotated[
         bool, typer.Option("--no-crossover", help="Sparse at every length, also where dense is faster.")
     ] = False,
-    preset: Annotated[Literal["minference"] | None, typer.Option(help="A published search as it was.")] = None,
+    preset: Annotated[
+        Literal["minference"] | None, typer.Option(help="The search of that publication, as published.")
+    ] = None,
     families: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Patterns: a_shape,vertical_slash,vertical_slash_means,block_sparse,adaptive."
+            metavar="NAMES",
+            help="Patterns to search, separated by commas: a_shape, vertical_slash (the default), "
+            "vertical_slash_means, block_sparse, adaptive.",
         ),
     ] = None,
     tile: arguments.Tile = None,
     filter_rule: Annotated[
-        Literal["dp", "omnikv", "fixed"] | None, typer.Option(help="How filter layers are chosen.")
+        Literal["dp", "omnikv", "fixed"] | None,
+        typer.Option(
+            help="How filter layers are chosen: at the least cost (dp, the default), by OmniKV's rule, or as named by "
+            "--filter-layers."
+        ),
     ] = None,
     filter_layers: Annotated[
         str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
@@ -75,18 +92,30 @@ def plan(
     offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
     prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Calibration samples a length.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=arguments.MOST,
+            metavar="N",
+            help="Calibration samples a length; by default 3 on a CPU, 8 on a GPU.",
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Tasks, separated by commas; by default those that the model can answer."),
+        typer.Option(
+            metavar="NAMES",
+            help=f"Tasks, separated by commas; by default those that the model can answer, of {arguments.TASKS}.",
+        ),
     ] = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
     max_decode_kl: arguments.MaxDecodeKl = None,
     min_agreement: arguments.MinAgreement = None,
     min_exact: arguments.MinExact = None,
-    verify_samples: arguments.HeldOut = None,
+    verify_samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=arguments.MOST, metavar="N", help=arguments.HELD_OUT),
+    ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
     profile_out: Annotated[
         _File,

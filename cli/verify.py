@@ -23,10 +23,14 @@ def verify(
     plan: arguments.PlanFile = None,
     model: arguments.Model = None,
     lengths: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Such as 4k,16k; the plan's own by default.")
+        str | None,
+        typer.Option("--lengths", "--length", metavar="LIST", help="Such as 4k,16k; the plan's own by default."),
     ] = None,
     tasks: arguments.Tasks = None,
-    samples: arguments.HeldOut = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", "--verify-samples", min=1, max=arguments.MOST, metavar="N", help=arguments.HELD_OUT),
+    ] = None,
     max_accuracy_drop: arguments.MaxAccuracyDrop = None,
     max_kl: arguments.MaxKl = None,
     max_decode_kl: arguments.MaxDecodeKl = None,

@@ -32,6 +32,7 @@ from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, Step
+from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.load import LoadedModel
 
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
@@ -114,25 +115,31 @@ def measure_decode(
         UsageError, PromptError: there are no calibration prompts of a length.
     """
     effort = effort or Effort.on(loaded.model.device, options.samples or 1)
-    by_trials = options.filter_rule == "dp" and options.decode_loss is None
-    wanted = "decode" in options.phases and by_trials and len(loaded.info.full_layers) > 1
-    if not wanted or any(entry.trials or not entry.reuse for entry in profile.lengths):
+    if not tries_decode(loaded.info, options) or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
     options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
-    total = effort.trials * effort.prompts * len(profile.lengths)
-    with (progress or Progress()).stage("decode trials", total=total) as step, decode_trials(loaded) as model:
-        for entry in reversed(profile.lengths):
-            search = _Search(loaded, model, entry, options, effort, step)
+    # Nearly all is done at the longest length, which comes first.
+    shares = [effort.trials] + [_MOST_SHORTER] * (len(profile.lengths) - 1)
+    stage = (progress or Progress()).stage("decode trials", total=sum(shares))
+    with stage as step, decode_trials(loaded) as model:
+        for entry, share in zip(reversed(profile.lengths), shares, strict=True):
+            search = _Search(loaded, model, entry, options, effort, step, share)
             if passed:
                 search.repeat(passed)
             else:
                 search.run()
                 passed = search.passed_of_both_kinds[:_MOST_SHORTER]
             entries.append(entry.model_copy(update={"trials": tuple(search.trials)}))
-            step.advance(search.runs)
+            search.end()
     return profile.model_copy(update={"lengths": tuple(reversed(entries))})
+
+
+def tries_decode(model: ModelInfo, options: PlanOptions) -> bool:
+    """Whether there is anything to search, of options that are settled."""
+    by_trials = options.filter_rule == "dp" and options.decode_loss is None
+    return "decode" in options.phases and by_trials and len(model.full_layers) > 1
 
 
 def upper_bound(values: Sequence[float]) -> float:
@@ -144,7 +151,7 @@ def upper_bound(values: Sequence[float]) -> float:
 
 
 class _Search:
-    """The trials of one length."""
+    """The trials of one length, which are `share` units of the stage."""
 
     def __init__(
         self,
@@ -154,16 +161,18 @@ class _Search:
         options: PlanOptions,
         effort: Effort,
         step: Step,
+        share: float,
     ) -> None:
         self._model, self._gate, self._step = model, options.decode_bound, step
         self._space = CandidateSpace(loaded.info, entry, options)
-        self._prefixes = _prefixes(loaded, model, entry.length, options, effort)
+        self._prefixes = _prefixes(loaded, model, entry.length, options, effort, step)
         self._hardness = [0.0] * len(self._prefixes)
         self._guesses: dict[Segments, Guess] = {}
         self._bound_over_mean = _BOUND_OVER_MEAN
         self._tried: set[Segments] = set()
         self.trials: list[DecodeTrial] = []
         self.runs = effort.trials * len(self._prefixes)  # of a prompt, left
+        self._units_a_run = share / self.runs
         self._reserved = int(_RESERVED * effort.trials) * len(self._prefixes)  # of these, for layers that choose
         self._length = entry.length
 
@@ -254,6 +263,10 @@ class _Search:
             found[layer] = float(np.mean(self._run(self._space.probe(layer), few)))
         return self._space.weights(found)
 
+    def end(self) -> None:
+        """Counts what was left out as done."""
+        self._step.advance(self.runs * self._units_a_run)
+
     def _measure(self, segments: Segments) -> bool:
         """Whether they were measured now, and stayed inside the gate."""
         if segments in self._tried or not self._may_measure:
@@ -275,12 +288,14 @@ class _Search:
     def _run(self, segments: Segments, prefixes: Sequence[Prefix], most: float = float("inf")) -> list[float]:
         found = self._model.divergences(segments, prefixes, most)
         self.runs -= len(found)
-        self._step.advance(len(found), f"{self._length} tokens, {self._space.share(segments):.0%} of them read")
+        self._step.advance(
+            len(found) * self._units_a_run, f"{self._length} tokens, {self._space.share(segments):.0%} of them read"
+        )
         return found
 
 
 def _prefixes(
-    loaded: LoadedModel, model: DecodeTrials, length: int, options: PlanOptions, effort: Effort
+    loaded: LoadedModel, model: DecodeTrials, length: int, options: PlanOptions, effort: Effort, step: Step
 ) -> list[Prefix]:
     """Of as many calibration prompts as there is room for."""
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
@@ -288,4 +303,8 @@ def _prefixes(
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
     alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count)
     prompts = calibration_prompts(loaded.tokenizer, alone)[length]
-    return [model.prefilled(prompt, effort.steps, options) for prompt in prompts]
+    found = []
+    for number, prompt in enumerate(prompts, start=1):
+        found.append(model.prefilled(prompt, effort.steps, options))
+        step.advance(0, f"{length} tokens, prompt {number} of {len(prompts)} prefilled")
+    return found

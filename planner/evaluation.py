@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sparsekv.planner.compare import DENSE, DenseBatch, Mode, PhaseName, PlanMode, batches
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.prompts_at_once import prompts_at_once
 from sparsekv.planner.shared_prefills import Measured, measured_together, phases_of_one_plan
 from sparsekv.planner.tasks import TASKS, Kit, Sample, Split, prepare
@@ -103,7 +103,7 @@ def evaluate(
     found = {name: _Findings() for name in (DENSE, *modes)}
     source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
     asked.check_fit(source)
-    total = asked.samples * len(asked.tasks) * len(asked.lengths) * len(found)
+    total = asked.samples * len(asked.tasks) * len(found) * sum(map(prefill_work, asked.lengths))
     with (progress or Progress()).stage("evaluate", total=total) as step:
         batches, chunk, phases = asked.batches(source, loaded.model), asked.prefill_chunk, phases_of_one_plan(modes)
         measured = (
@@ -114,7 +114,8 @@ def evaluate(
         with closing(measured):  # which gives the model back
             for one in measured:
                 found[one.name].note(one)
-                step.advance(len(one.samples), f"{one.samples[0].length} tokens, {one.name}")
+                length = one.samples[0].length
+                step.advance(len(one.samples) * prefill_work(length), f"{length} tokens, {one.name}")
     return {
         name: tuple(own.result(found[DENSE], length, asked.tasks) for length in asked.lengths)
         for name, own in found.items()

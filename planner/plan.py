@@ -24,7 +24,7 @@ from sparsekv.planner.cost.measure import PrefillHost, measure_cost
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import check_model, digest_of, versions, write_measured
-from sparsekv.planner.decode_search import measure_decode
+from sparsekv.planner.decode_search import measure_decode, tries_decode
 from sparsekv.planner.filter_layers import (
     check_budget,
     check_filters,
@@ -38,7 +38,7 @@ from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
-from sparsekv.planner.refine import refine
+from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import (
     Verification,
@@ -58,7 +58,6 @@ from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.vllm.engine_facts import check_installed
 
 MOST_ATTEMPTS = 6
-STAGES = ("profile", "refine", "decode trials", "cost", "allocate", "filter layers", "evaluate")
 _NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
 _NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
 
@@ -100,14 +99,14 @@ def compile_plan(
         profile_out, cost_out: where to write the two.
         resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
             written.
-        progress: where to report; stages are numbered.
+        progress: where to report; the stages that will run are numbered.
 
     Raises:
         GateError: no plan met the gate.
         PlanMismatchError: the profile is of another model.
         UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
     """
-    started, stages = time.monotonic(), Stages(progress, STAGES)
+    started = time.monotonic()
     options, own, host = for_host(options, cost_in), profile_in, None
     if options.host == "vllm" and cost_in is None:
         host = _vllm_host(options, loaded.model.device)
@@ -118,12 +117,13 @@ def compile_plan(
     asked = options.settled(loaded.info.context_length, loaded.model.device.type)
     _check(loaded.info, asked, own, cost_in)
     if asked.verify_samples or not (own or asked.prompts):
-        asked = with_tasks(loaded, asked, own.tasks if own else ())
+        asked = with_tasks(loaded, asked, own.tasks if own else (), progress)
         asked = replace(asked, verify_samples=options.held_out(asked.tasks, loaded.model.device.type))
     kit = None
     if asked.verify_samples:
         kit = prepare(loaded.tokenizer, Split.EVALUATION)
         held_out_samples(asked).check_fit(kit)
+    stages = Stages(progress, _stages(loaded.info, asked, own, cost_in))
     measured = own or _profiled(loaded, asked, stages, resume)
     asked = with_reached_densities(asked, measured)
     if profile_out is not None:
@@ -153,6 +153,10 @@ def compile_plan(
             plan = verdict.recorded(plan)
             break
         used = _tightened(used, measured, verdict, attempts)
+        stages.say(
+            f"the plan missed its gate in {'; '.join(verdict.reasons)}; a stricter one is tried, "
+            f"{attempts + 1} of at most {MOST_ATTEMPTS}"
+        )
         plan = compile_once(loaded.info, used, measured, cost, stages)
     remarks = (
         *(verdict.reasons if verdict else ()),
@@ -160,6 +164,22 @@ def compile_plan(
         *plan_remarks(plan, used, measured, cost),
     )
     return PlanResult(plan, time.monotonic() - started, attempts, remarks)
+
+
+def _stages(
+    model: ModelInfo, options: PlanOptions, profile_in: Profile | None, cost_in: DeviceCost | None
+) -> tuple[str, ...]:
+    """Those that will run, in order, of options that are settled."""
+    runs = {
+        "profile": profile_in is None,
+        "refine": profile_in is None and refines(options),
+        "decode trials": profile_in is None and tries_decode(model, options),
+        "cost": cost_in is None,
+        "allocate": "prefill" in options.phases,
+        "filter layers": "decode" in options.phases,
+        "evaluate": bool(options.verify_samples),
+    }
+    return tuple(name for name, is_needed in runs.items() if is_needed)
 
 
 def for_host(options: PlanOptions, cost: DeviceCost | None) -> PlanOptions:
@@ -252,7 +272,8 @@ def compile_files(
 def compile_once(
     model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None = None
 ) -> Plan:
-    """One plan from what was measured, unverified: the third and fourth stage, and what it is predicted to cost.
+    """One plan from what was measured, unverified: what its heads and layers compute, and what that is predicted to
+    cost.
 
     Args:
         model: what the plan is for, as the profile has it.
@@ -262,12 +283,15 @@ def compile_once(
         UsageError, GateError: the profile does not reach the targets.
     """
     stages = progress or Progress()
-    with stages.stage("allocate", total=1) as step:
-        prefill = allocate(measured, cost, options, stages.say) if "prefill" in options.phases else None
-        step.advance()
-    with stages.stage("filter layers", total=1) as step:
-        decode = choose_filter_layers(measured, cost, options) if "decode" in options.phases else None
-        step.advance()
+    prefill = decode = None
+    if "prefill" in options.phases:
+        with stages.stage("allocate", total=1) as step:
+            prefill = allocate(measured, cost, options, stages.say)
+            step.advance()
+    if "decode" in options.phases:
+        with stages.stage("filter layers", total=1) as step:
+            decode = choose_filter_layers(measured, cost, options)
+            step.advance()
     return Plan(
         status="unverified",
         model=model,

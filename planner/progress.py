@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichBars
+from rich.table import Column
+
+
+def prefill_work(tokens: int) -> float:
+    """Units of a stage that a prompt is, in proportion to its time: attention takes the square of the tokens, the rest
+    of the model takes them once. The time left is told from units done, so that lengths must not count alike.
+    """
+    return tokens / 1024 * (1.0 + tokens / 8192)
 
 
 class Step:
@@ -56,25 +65,38 @@ class _Bar(Step):
         self._bars.update(self._task, advance=units, note=note)
 
 
-class _Lines(Step):
-    """For logs, where a bar only shows when it is full: a line now and then."""
+class _Lines(_Bar):
+    """For logs, where a bar only shows when it is full: a line now and then, of what the bar would show."""
 
-    def __init__(self, console: Console, name: str, total: float | None, seconds: float) -> None:
-        self._console, self._name, self._seconds = console, name, seconds
-        self._total, self._done, self._told = total, 0.0, time.monotonic()
+    def __init__(self, bars: RichBars, name: str, total: float | None, seconds: float) -> None:
+        super().__init__(bars, name, total)
+        self._seconds, self._told = seconds, bars.get_time()
 
     def advance(self, units: float = 1, note: str = "") -> None:
-        self._done += units
-        if time.monotonic() - self._told >= self._seconds:
-            self._told = time.monotonic()
-            share = f"{self._done:g}" if not self._total else f"{self._done / self._total:.0%}"
-            self._console.print(
-                ", ".join(filter(None, (f"{self._name}: {share}", note))), highlight=False, soft_wrap=True
-            )
+        super().advance(units, note)
+        now = self._bars.get_time()
+        if now - self._told >= self._seconds:
+            self._told = now
+            _print(self._bars.console, ", ".join(filter(None, (*self._figures(), note))))
+
+    def _figures(self) -> Iterator[str]:
+        (task,) = self._bars.tasks
+        share = f"{task.percentage:.0f}%" if task.total else f"{task.completed:g}"
+        yield f"{task.description}: {share} in {_clock(task.elapsed or 0.0)}"
+        if task.time_remaining is not None:
+            yield f"about {_clock(task.time_remaining)} left"
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class BarProgress(Progress):
-    """Bars with the time left on a console, standard error unless another one is given.
+    """Bars with the time taken and left on a console, standard error unless another one is given.
 
     Where the console is not a terminal, a line every so many seconds.
     """
@@ -86,17 +108,20 @@ class BarProgress(Progress):
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
         """See `Progress`."""
-        if not self._console.is_terminal:
-            started = time.monotonic()
-            self._console.print(f"{name} ...", highlight=False)
-            yield _Lines(self._console, name, total, self._seconds)
-            self._console.print(f"{name}: done in {time.monotonic() - started:.0f} s", highlight=False)
+        note = TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True))  # what room is left for
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (TextColumn("{task.description:<22}"), BarColumn(20), TaskProgressColumn(), *times, note)
+        # The mean pace of the whole stage: one step may take longer than the seconds that rich looks back by default.
+        bars = RichBars(*columns, console=self._console, speed_estimate_period=math.inf, expand=True)
+        if self._console.is_terminal:
+            with bars:
+                yield _Bar(bars, name, total)
             return
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-        columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), *times)
-        with RichBars(*columns, console=self._console, transient=False) as bars:
-            yield _Bar(bars, name, total)
+        started = bars.get_time()
+        _print(self._console, f"{name} ...")
+        yield _Lines(bars, name, total, self._seconds)
+        _print(self._console, f"{name}: done in {bars.get_time() - started:.0f} s")
 
     def say(self, line: str) -> None:
         """See `Progress`."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        _print(self._console, line)

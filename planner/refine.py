@@ -32,7 +32,7 @@ from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_
 from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
@@ -57,27 +57,30 @@ def refine(loaded: LoadedModel, profile: Profile, options: PlanOptions, progress
         loaded: the model that was profiled, with nothing applied to it.
         options: settled; `refine_rounds` is the most corrections.
     """
-    most = options.refine_rounds or 0
-    if "prefill" not in options.phases or not options.target_density or not most:
+    if not refines(options):
         return profile
     options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
     prompts = calibration_prompts(loaded.tokenizer, options)
     targets = dict(zip(options.lengths, options.target_density, strict=True))
     entries = [entry for entry in profile.lengths if entry.layers]
     found = {}
-    with (progress or Progress()).stage("refine", total=len(entries)) as step, torch.no_grad():
+    total = sum(prefill_work(entry.length) for entry in entries)
+    with (progress or Progress()).stage("refine", total=total) as step, torch.no_grad():
         for entry in entries:
             some = prompts[entry.length][: max(_LEAST_PROMPTS, min(_PROMPTS, _TOKENS // entry.length))]
             runs = [_Run(loaded, prompt, profile.tile, profile.backend) for prompt in some]
-            found[entry.length] = _refined(entry, targets[entry.length], options, runs, most)
-            step.advance()
+            found[entry.length] = _refined(entry, targets[entry.length], options, runs)
+            step.advance(prefill_work(entry.length), f"{entry.length} tokens")
     return profile.model_copy(update={"lengths": tuple(found.get(one.length, one) for one in profile.lengths)})
 
 
-def _refined(
-    entry: LengthProfile, target: float, options: PlanOptions, runs: Sequence[_Run], rounds: int
-) -> LengthProfile:
-    best, least = entry, np.inf
+def refines(options: PlanOptions) -> bool:
+    """Whether there is anything to refine, of options that are settled."""
+    return "prefill" in options.phases and bool(options.target_density and options.refine_rounds)
+
+
+def _refined(entry: LengthProfile, target: float, options: PlanOptions, runs: Sequence[_Run]) -> LengthProfile:
+    rounds, best, least = options.refine_rounds or 0, entry, np.inf
     now, groups = entry, np.array_split(np.arange(len(entry.layers)), min(_MOST_GROUPS, len(entry.layers)))
     weight_P = np.array(entry.prompt_weights[: len(runs)])
     for number in range(rounds + 1):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +38,8 @@ from sparsekv.planner.bench.timing import (
     measure,
     time_dense,
 )
-from sparsekv.planner.progress import Progress, Step
+from sparsekv.planner.options import Family, mandatory_density
+from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 from sparsekv.plans.types import format_length
@@ -50,6 +52,7 @@ PLANTED_NOTE = (
 )
 # Values are of size 1: rounding to bfloat16 moves an output by a hundredth or so. A wrong output has no speed.
 WRONG = 0.1
+_DENSER = 1.1  # times the density asked for: from there on a row says why it computes more
 _BACKENDS = tuple(name for name in BACKENDS if name != "reference")  # the oracle is not for work
 
 
@@ -181,7 +184,8 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
             yield replace(cases[0], backend=name, note=str(error).removesuffix(USE_AUTO))
     peers: DensePeers | None = None
     # Each case: dense, then every backend.
-    with (progress or Progress()).stage("kernels", total=len(cases) * (1 + len(backends)) if backends else 0) as step:
+    total = (1 + len(backends)) * sum(prefill_work(case.length) for case in cases) if backends else 0
+    with (progress or Progress()).stage("kernels", total=total) as step:
         for blank in cases if backends else ():
             for row in _case(bench, blank, backends, peers, step):
                 yield row
@@ -192,7 +196,7 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
 def _case(
     bench: KernelBench, blank: KernelRow, backends: Sequence[str], peers: DensePeers | None, step: Step
 ) -> Iterator[KernelRow]:
-    what = f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}"
+    what, work = f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}", prefill_work(blank.length)
     step.advance(0, note=f"{what}: dense")
     try:
         layer = _Layer.prepare(bench, blank, peers)
@@ -200,17 +204,17 @@ def _case(
     except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
         for name in backends:
             yield replace(blank, backend=name, note=in_short(error))
-        step.advance(1 + len(backends), note=what)
+        step.advance((1 + len(backends)) * work, note=what)
         return
     peers = layer.peers
     blank = replace(blank, dense_peers=peers, dense_ms=peers.timed_ms[peers.fastest] if peers.fastest else None)
     for name in backends:
-        step.advance(note=f"{what}: {name}")
+        step.advance(work, note=f"{what}: {name}")
         try:
             yield layer.timed(replace(blank, backend=name), index)
         except Exception as error:
             yield replace(blank, backend=name, note=in_short(error))
-    step.advance(note=what)
+    step.advance(work, note=what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +269,8 @@ class _Layer:
         }
         times = measure(calls, self.bench.device, self.bench.rounds)
         # Computed tiles count whole, single columns as their share of one.
+        computed = float(density(index, planted.chunk))
+        notes = ("" if self.dense else "no dense kernel ran", _why_denser(blank, computed, self.bench))
         flops = 4.0 * self.bench.head_dim * planted.tile.query * planted.tile.key * float(computed_tiles(index).sum())
         return replace(
             blank,
@@ -272,10 +278,23 @@ class _Layer:
             sparse_ms=times["whole"],
             index_ms=times["index"],
             attention_ms=times["attention"],
-            density=float(density(index, planted.chunk)),
+            density=computed,
             tflops=flops / times["attention"] / 1e9,
             recall=find_planted(planted, index),
             mass=checked.mass,
             error=checked.error,
-            note="" if self.dense else "no dense kernel ran",
+            note="; ".join(filter(None, notes)),
         )
+
+
+def _why_denser(asked: KernelRow, computed: float, bench: KernelBench) -> str:
+    """A note where much more is computed than was asked for; else empty."""
+    if computed <= _DENSER * asked.target_density:
+        return ""
+    families = (cast(Family, name) for name in families_of(asked.name, bench.heads))
+    least = fmean(mandatory_density(asked.length, bench.tile, family) for family in families)
+    return (
+        f"{format_length(asked.length)} at {asked.target_density:g}: more is computed than was asked for, since the "
+        f"tiles that every pattern computes (the first, the diagonal, the one before) are {least:.3f} of so short a "
+        "prompt, and what is planted comes on top; time longer prompts, or ask for more"
+    )

@@ -35,7 +35,7 @@ from sparsekv.planner.bench.timing import (
     try_each,
     wait_for,
 )
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
@@ -271,7 +271,10 @@ def bench_prefill(
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
     ways = runs(model, plan, bench)
-    with (progress or Progress()).stage("prefill", total=len(bench.lengths)) as step, warnings.catch_warnings():
+    with (
+        (progress or Progress()).stage("prefill", total=sum(map(prefill_work, bench.lengths))) as step,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # what the plan warns of was said above
         warnings.simplefilter("default", BackendWarning)
         for length in bench.lengths:
@@ -289,7 +292,7 @@ def bench_prefill(
             )
             yield _row(blank, ways)
             free_memory(model.device)
-            step.advance()
+            step.advance(prefill_work(length))
 
 
 def _row(blank: PrefillRow, runs: PrefillRuns) -> PrefillRow:

@@ -38,7 +38,7 @@ from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timin
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.profile.search_space import last_q_for
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName, HostName
@@ -142,10 +142,10 @@ def measure_cost(
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload, program)
     timed = timed_lengths(shape, lengths, device.type)
     timings: list[Timing] = []
-    with (progress or Progress()).stage("cost", total=len(timed)) as step:
+    with (progress or Progress()).stage("cost", total=sum(map(prefill_work, timed))) as step:
         for length in timed:
             timings.extend(bench.run(length))
-            step.advance(note=f"{length} tokens")
+            step.advance(prefill_work(length), f"{length} tokens")
     return DeviceCost(
         device=device_name(device),
         host=program.name,

@@ -8,6 +8,7 @@ from itertools import islice
 from sparsekv.planner.compare import Batch, answered, batches, forced_logits
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.progress import Progress
 from sparsekv.planner.prompts_at_once import prompts_at_once
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.errors import PromptError
@@ -22,7 +23,9 @@ _SAMPLES = {"cpu": 2, "cuda": 4}
 _MOST_RETRIEVAL = {"cpu": 2}
 
 
-def with_tasks(loaded: LoadedModel, options: PlanOptions, known: tuple[str, ...] = ()) -> PlanOptions:
+def with_tasks(
+    loaded: LoadedModel, options: PlanOptions, known: tuple[str, ...] = (), progress: Progress | None = None
+) -> PlanOptions:
     """The options with their tasks; where none were asked for, quotations, what the model solves, and plain text.
 
     Args:
@@ -32,6 +35,7 @@ def with_tasks(loaded: LoadedModel, options: PlanOptions, known: tuple[str, ...]
     if options.tasks or known:
         return replace(options, tasks=options.tasks or known)
     length, samples = min(_LENGTH, *options.lengths), _SAMPLES.get(loaded.model.device.type, _SAMPLES["cpu"])
+    (progress or Progress()).say("trying out which tasks the model can answer ...")
     kit = prepare(loaded.tokenizer, Split.CALIBRATION, characters=_CHARACTERS_PER_TOKEN * length)
     most = _MOST_RETRIEVAL.get(loaded.model.device.type, len(RETRIEVAL_TASKS))
     solved = solved_tasks(loaded, kit, RETRIEVAL_TASKS, length, samples, options.seed, most)

@@ -32,7 +32,7 @@ from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_t
 from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, screened, slots
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
-from sparsekv.planner.progress import Progress
+from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.describe import attention_modules
@@ -72,7 +72,7 @@ def profile(
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
     backend = cast(BackendName, chosen.name)
     if not options.prompts:
-        options = with_tasks(loaded, options)
+        options = with_tasks(loaded, options, progress=progress)
     prompts = calibration_prompts(loaded.tokenizer, options)
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
@@ -80,16 +80,17 @@ def profile(
     searched = candidates if "prefill" in options.phases else dict.fromkeys(prompts, ())
     shape = RunShape(info, {length: len(some) for length, some in prompts.items()}, searched, choice)
     records = Records(resume, _identity(loaded, options, prompts, backend), shape)
-    total = sum(_work(prompt) for some in prompts.values() for prompt in some) * info.layers
     keys = [(length, sample, layer) for length, n in shape.samples.items() for sample in range(n) for layer in layers]
-    if found := sum(key in records for key in keys):
+    missing = [key for key in keys if key not in records]
+    total = sum(prefill_work(len(prompts[length][sample].ids)) for length, sample, _ in missing)
+    if found := len(keys) - len(missing):
         samples = f"{found / info.layers:.3g} of {sum(shape.samples.values())} samples"
         progress.say(f"profile resumed: {samples} were measured by an interrupted run")
     with progress.stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):
                 one = Pass(loaded, options, backend, length, sample, prompt)
-                one.run(records, partial(step.advance, _work(prompt)))
+                one.run(records, partial(step.advance, prefill_work(len(prompt.ids))))
     return Profile(
         model=info,
         device=device_name(model.device),
@@ -119,11 +120,6 @@ def _check_targets(prompts: Prompts, options: PlanOptions) -> None:
     if "prefill" in options.phases and options.target_speedup is None and not options.density_is_default:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
         check_targets(tokens, options.target_density, options.tile_shape, options.families)
-
-
-def _work(prompt: CalibrationPrompt) -> float:
-    # Attention and candidates grow with the square of the length, the rest of the model with the length.
-    return len(prompt.ids) / 1024 * (1.0 + len(prompt.ids) / 8192)
 
 
 def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backend: BackendName) -> dict[str, Any]:
@@ -166,18 +162,13 @@ class Pass:
         """Measures every layer that has no record yet, and adds its record."""
         model, layers = self._loaded.model, range(self._loaded.info.layers)
 
-        def done(layer: int) -> None:
-            layer_done(f"{self._length} tokens, prompt {self._sample + 1}, layer {layer}")
-
         def add(layer: int, scores: Mapping[str, Any]) -> None:
             if (self._length, self._sample, layer) not in records:
                 found = {**scores, **decoded.pop(layer, {})}
                 records.add(LayerRecord(length=self._length, sample=self._sample, layer=layer, **found))
-            done(layer)
+                layer_done(f"{self._length} tokens, prompt {self._sample + 1}, layer {layer}")
 
         if all((self._length, self._sample, layer) in records for layer in layers):
-            for layer in layers:
-                done(layer)
             return
         decoded: dict[int, dict[str, Any]] = {}
         modules: Sequence[Any] = attention_modules(model)

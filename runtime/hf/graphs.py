@@ -11,6 +11,7 @@ Shapes: B batch, E hidden size.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -32,7 +33,7 @@ from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.captured import FetchError, HotRows, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
-from sparsekv.runtime.stores.pinned import WAITS
+from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
@@ -78,26 +79,12 @@ class StepGraph:
         self.positions_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.lengths_B = torch.ones(batch, dtype=torch.int32, device=device)
         self.stores = StepStores(stores, capacity, program, self.lengths_B, reads)
-        self._revise = revise
-        self._state = DecodeState(program, on_choice=self._chosen)
+        # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
+        self._state = DecodeState(program, on_choice=partial(_chosen, self.stores, revise))
         self._graph = torch.cuda.CUDAGraph()
+        # who lets go of the last reference may be in the midst of another capture, and torch would destroy it there
+        weakref.finalize(self, OUTSIDE_CAPTURES.run, self._graph.reset).atexit = False
         self._out_B1E: torch.Tensor | None = None
-
-    def _chosen(self, segment: SegmentProgram, selection: Selection) -> Selection:
-        """Raises FetchError: else attention would be blamed, and begin the layer again over a half-placed choice."""
-        expected = "replaced by the `revise` of the steps"
-        try:
-            if self._revise is not None:
-                selection = self._revise(segment, selection)
-            expected = "fetched from host memory by a kernel"
-            self.stores.fetch(segment, selection)
-        except (torch.OutOfMemoryError, SparseKVError):
-            raise
-        except Exception as error:
-            raise FetchError(
-                f"expected the choice of filter layer {segment.filter} to be {expected}, found {_summary(error)}"
-            ) from error
-        return selection
 
     def new_store(self, layer: int) -> KVStore:
         """Of the cache that the step is captured with."""
@@ -162,6 +149,23 @@ class StepGraph:
         assert self._out_B1E is not None, "capture comes first"
         self._graph.replay()
         return self._out_B1E.clone()
+
+
+def _chosen(stores: StepStores, revise: Revise | None, segment: SegmentProgram, selection: Selection) -> Selection:
+    """Raises FetchError: else attention would be blamed, and begin the layer again over a half-placed choice."""
+    expected = "replaced by the `revise` of the steps"
+    try:
+        if revise is not None:
+            selection = revise(segment, selection)
+        expected = "fetched from host memory by a kernel"
+        stores.fetch(segment, selection)
+    except (torch.OutOfMemoryError, SparseKVError):
+        raise
+    except Exception as error:
+        raise FetchError(
+            f"expected the choice of filter layer {segment.filter} to be {expected}, found {_summary(error)}"
+        ) from error
+    return selection
 
 
 @contextmanager
@@ -308,7 +312,7 @@ class StepGraphs:
     def _capture(self, graph: StepGraph, decoder: Any) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(graph.ids_B1.device)  # cuBLAS keeps memory for each one
-        with self._reads.uncounted(), WAITS.put_off():
+        with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off():
             graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
 
     def _abandon(self, device: torch.device) -> None:

@@ -10,6 +10,7 @@ keys and values leave the device. On a CPU they run at once.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import weakref
 from collections import deque
@@ -90,16 +91,17 @@ def stream_for(device: torch.device) -> CopyStream:
     return CudaStream(device) if device.type == "cuda" else CopyStream()
 
 
-class DeviceWaits:
-    """Work that waits for the device, and that may come at any time, as garbage collections do. While a CUDA graph is
-    captured it is put off: to wait for a device that captures is an error, and ends the capture."""
+class OutsideCaptures:
+    """Work that ends the capture of a CUDA graph, and that may come at any time, as garbage collections do: waiting for
+    the device, and destroying a graph. While a graph is captured it is put off."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # a collection may come to the thread that holds it
         self._captures = 0
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._collects = False  # whether Python collects garbage by itself outside captures
+        self._waiting: deque[Callable[[], object]] = deque()
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Runs it now, or once no capture is under way."""
         self._waiting.append(work)
         with self._lock:
@@ -107,14 +109,20 @@ class DeviceWaits:
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """Inside it, work of any thread is put off to its end."""
+        """Inside it, work of any thread is put off to its end, and Python collects no garbage by itself: there may be
+        graphs of others in it, and torch 2.11 fails a capture in whose thread it destroys one."""
         with self._lock:  # waits for work that has begun
+            if not self._captures:
+                self._collects = gc.isenabled()
+                gc.disable()
             self._captures += 1
         try:
             yield
         finally:
             with self._lock:
                 self._captures -= 1
+                if self._collects and not self._captures:
+                    gc.enable()
                 self._run_waiting()
 
     def _run_waiting(self) -> None:
@@ -127,7 +135,7 @@ def _captures_here() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-WAITS = DeviceWaits()  # one for all engines and threads: a device that captures must not be waited for by any of them
+OUTSIDE_CAPTURES = OutsideCaptures()  # one for all engines and threads: a capture is ended by the work of any of them
 
 
 _MAY_BE_LARGER = 1.25  # a free block serves for smaller ones down to this
@@ -234,7 +242,7 @@ def _pinned(nbytes: int, device: torch.device, on_bytes: OnBytes) -> Block:
     data = _pages(nbytes, on_bytes)
     block = Block(data, registered=True)
     # before it is pinned: Ctrl-C may come right after
-    unpin = weakref.finalize(block, WAITS.run, partial(_unpin, data, device))
+    unpin = weakref.finalize(block, OUTSIDE_CAPTURES.run, partial(_unpin, data, device))
     unpin.atexit = False  # the end of the process unpins everything
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
@@ -250,7 +258,7 @@ def _pinned_by_torch(nbytes: int, device: torch.device) -> Block:
     data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     block = Block(data)
     # torch does not see kernels that write by address, and would hand the memory out again while they do
-    settle = weakref.finalize(block, WAITS.run, partial(_settle, data, device))
+    settle = weakref.finalize(block, OUTSIDE_CAPTURES.run, partial(_settle, data, device))
     settle.atexit = False
     return block
 

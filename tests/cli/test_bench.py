@@ -41,6 +41,14 @@ def test_kernels_says_for_people_what_is_planted_what_was_found_and_who_cannot_r
         assert said in done.out
 
 
+def test_kernels_says_which_density_was_asked_for_and_why_more_is_computed(sparsekv):
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "cpu", "--density", "25%,75%")
+    assert done.code == 0, done.err
+    header, *rows = (line.split() for line in done.out.splitlines() if line.startswith(("pattern", "a_shape")))
+    assert [row[header.index("asked")] for row in rows] == ["0.25", "0.75"]
+    assert done.out.count("more is computed than was asked for") == 1
+
+
 def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv):
     done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "triton", "--json")
     assert done.code == 1

@@ -11,6 +11,7 @@ import torch
 from model_folders import save_model
 from planner_models import made_up_cost, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
+from progress import Counting
 from pydantic import ValidationError
 
 from sparsekv.planner.cost.device_cost import Line
@@ -281,7 +282,9 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 
 def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
     options = replace(QUICK, lengths=(512, 1024), target_density=()).settled(4096, "cpu")
-    short, long = measure_decode(loaded, profile(loaded, options), options, effort=EFFORT).lengths
+    progress = Counting()
+    short, long = measure_decode(loaded, profile(loaded, options), options, progress, EFFORT).lengths
+    assert progress.done == pytest.approx(progress.total)
     passed = {tuple((part.filter, part.layers) for part in one.segments) for one in long.trials}
     assert short.trials
     assert {tuple((part.filter, part.layers) for part in one.segments) for one in short.trials} <= passed

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from progress import Counting
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
@@ -91,7 +92,9 @@ def test_a_plan_is_applied_once_to_be_checked_and_once_for_all_batches_tasks_and
 ) -> None:
     plan = sparse_plan(loaded)
     modes = {phase: Counted(PlanMode(plan, phase)) for phase in ("prefill", "decode")}
-    found = evaluate(loaded, modes, TWICE, kit)
+    progress = Counting()
+    found = evaluate(loaded, modes, TWICE, kit, progress)
+    assert progress.done == pytest.approx(progress.total)
     assert [mode.times for mode in modes.values()] == [2, 2]
     for place, length in enumerate(TWICE.lengths):
         alone = evaluate(

@@ -27,6 +27,7 @@ LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0)
 OPTIONS = quick_options(gate=LOOSE, decode_kl=100.0)
 OPTIONS_REFINED = replace(OPTIONS, refine_rounds=1)
 MEASURING = ("profile", "refine", "decode trials")  # the model; what they find is in the profile
+STAGES = (*MEASURING, "cost", "allocate", "filter layers", "evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def planned(loaded: LoadedModel, folder: Path) -> planning.PlanResult:
-    return compile_plan(loaded, OPTIONS, profile_out=folder / "profile.json", cost_out=folder / "cost.json")
+def progress() -> Counting:
+    return Counting()
+
+
+@pytest.fixture(scope="module")
+def planned(loaded: LoadedModel, folder: Path, progress: Counting) -> planning.PlanResult:
+    files = {"profile_out": folder / "profile.json", "cost_out": folder / "cost.json"}
+    return compile_plan(loaded, OPTIONS, **files, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +121,31 @@ def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(loaded: Load
     assert progress.stages.count("allocate") == attempts
 
 
+@pytest.mark.parametrize(
+    ("changes", "known", "first", "count"),
+    [
+        ({"refine_rounds": 1}, (), "profile", 7),
+        ({"phases": ("prefill",)}, (), "profile", 4),
+        ({"phases": ("decode",), "verify_samples": 0}, (), "profile", 4),
+        ({"filter_rule": "omnikv", "decode_kl": None, "refine_rounds": 1}, ("cost",), "profile", 5),
+        ({"refine_rounds": 1}, ("profile",), "cost", 4),
+        ({"verify_samples": 0}, ("profile", "cost"), "allocate", 2),
+    ],
+)
+def test_stages_that_will_not_run_are_not_counted(loaded: LoadedModel, measured, changes, known, first, count) -> None:
+    given = {f"{name}_in": found for name, found in zip(("profile", "cost"), measured, strict=True) if name in known}
+    progress = CtrlC(first, steps=0)
+    with pytest.raises(KeyboardInterrupt):
+        compile_plan(loaded, replace(OPTIONS, **changes), **given, progress=progress)
+    assert (progress.stages, progress.numbers) == ([first], [f"1 of {count}"])
+
+
+def test_stages_are_numbered_without_gaps_and_reach_their_totals(planned, progress: Counting) -> None:
+    assert progress.stages == [stage for stage in STAGES if stage != "refine"]
+    assert progress.numbers == [f"{number} of 6" for number in range(1, 7)]
+    assert progress.done == pytest.approx(progress.total)
+
+
 def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
     first = compile_plan(
@@ -122,8 +154,10 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, me
     loose = quick_options(phases=("prefill",), gate=LOOSE).settled(4096, "cpu")
     kl = planning.verify(loaded, first.plan, loose).quality.prefill.kl
     options = quick_options(phases=("prefill",), target_density=(0.56,), gate=replace(LOOSE, max_kl=kl * 0.999))
-    result = compile_plan(loaded, options, profile_in=profile, cost_in=cost)
+    progress = Counting()
+    result = compile_plan(loaded, options, profile_in=profile, cost_in=cost, progress=progress)
     assert result.attempts == 2
+    assert any("missed its gate in " in line and "2 of at most 6" in line for line in progress.said)
     assert any("with the 0.56 that was asked for" in line for line in result.remarks)
     assert result.prefill_density > first.prefill_density
     assert result.plan.quality.prefill.kl < kl
@@ -186,7 +220,7 @@ def test_a_profile_of_another_model_is_refused(measured) -> None:
         compile_plan(loaded_tiny(seed=1), OPTIONS, profile_in=profile, cost_in=cost)
 
 
-@pytest.mark.parametrize("stage", planning.STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was(
     loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:

@@ -1,29 +1,49 @@
 """Progress where there is no terminal."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
-from sparsekv.planner.progress import BarProgress, Stages
+from sparsekv.planner.progress import BarProgress, Stages, prefill_work
 
 
-def told(seconds: float, steps: int) -> list[str]:
-    text = io.StringIO()
-    with BarProgress(Console(file=text, width=200), seconds).stage("evaluate", total=3) as step:
+def told(step_seconds: float, steps: int, total: float | None = 4, **console: Any) -> list[str]:
+    """What is printed of a stage with steps of so many seconds each."""
+    text, now = io.StringIO(), [0.0]
+    with BarProgress(Console(file=text, get_time=lambda: now[0], **console)).stage("evaluate", total) as step:
         for number in range(steps):
+            now[0] += step_seconds
             step.advance(note=f"prompt {number + 1}")
     return text.getvalue().splitlines()
 
 
-def test_a_log_hears_of_a_stage_before_it_ends() -> None:
-    first, *between, last = told(0.0, 2)
-    assert first == "evaluate ..."
-    assert between == ["evaluate: 33%, prompt 1", "evaluate: 67%, prompt 2"]
-    assert last.startswith("evaluate: done")
+def test_a_log_hears_of_a_stage_before_it_ends_how_far_it_is_and_how_long_it_will_take() -> None:
+    assert told(100.0, 3) == [
+        "evaluate ...",
+        "evaluate: 25% in 0:01:40, prompt 1",
+        "evaluate: 50% in 0:03:20, about 0:03:20 left, prompt 2",
+        "evaluate: 75% in 0:05:00, about 0:01:40 left, prompt 3",
+        "evaluate: done in 300 s",
+    ]
+
+
+def test_a_stage_of_unknown_length_has_no_time_left() -> None:
+    assert told(100.0, 2, total=None)[1:-1] == ["evaluate: 1 in 0:01:40, prompt 1", "evaluate: 2 in 0:03:20, prompt 2"]
 
 
 def test_a_log_is_not_flooded() -> None:
-    assert len(told(3600.0, 3)) == 2
+    assert len(told(1.0, 60)) == 2 + 3  # within a minute
+
+
+def test_a_bar_shows_the_time_left_whole_on_a_narrow_terminal() -> None:
+    shown = told(100.0, 3, force_terminal=True, color_system=None, width=80)
+    assert any("0:05:00 left 0:01:40 prompt" in line for line in shown)
+
+
+def test_a_prompt_counts_by_its_time_not_as_one() -> None:
+    assert prefill_work(2048) > 2 * prefill_work(1024)
+    assert prefill_work(1 << 17) > 3.5 * prefill_work(1 << 16)
 
 
 def test_what_is_said_once_reaches_the_log_as_it_is() -> None:

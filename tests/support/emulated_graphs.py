@@ -6,8 +6,9 @@ that runs here as on a GPU, in Triton's interpreter. Streams and pinned memory a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,39 @@ from sparsekv.kernels import backends
 from sparsekv.runtime.hf import apply, graphs
 
 
+class _Device:
+    """Refuses to destroy a graph while another one is captured, and fails that capture."""
+
+    def __init__(self) -> None:
+        self.captures = self.failed = False
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.captures, self.failed = True, False
+        try:
+            yield
+        finally:
+            self.captures = False
+        if self.failed:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+_DEVICE = _Device()
+
+
 class _Graph:
+    run: Callable[[], object] | None = None  # of a graph that was captured
+
     def replay(self) -> None:
+        assert self.run is not None
         self.run()
 
-    run: Callable[[], None]
+    def reset(self) -> None:
+        _DEVICE.failed |= self.run is not None and _DEVICE.captures
+        self.run = None
+
+    def __del__(self) -> None:
+        self.reset()
 
 
 class _Torch:
@@ -47,8 +76,10 @@ def _capture(self: Any, forward: Callable[..., Any], engine: Any, pool: Any, str
     """As StepGraph.capture, whose graph computes anew into the output of the first time."""
     step = self.step_of(forward, engine)
     step()
-    out = self._out_B1E = step()
-    self._graph.run = lambda: out.copy_(step())
+    with _DEVICE.capture():
+        out = self._out_B1E = step()
+    self.captured_of, this = (forward, engine), weakref.ref(self)  # a graph keeps nothing of Python alive
+    self._graph.run = lambda: out.copy_(this().step_of(*this().captured_of)())
 
 
 def emulate(patch: pytest.MonkeyPatch) -> None:

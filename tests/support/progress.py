@@ -12,11 +12,13 @@ class Counting(Progress, Step):
     """Adds up what stages announce and what is done of it."""
 
     def __init__(self) -> None:
-        self.total, self.done, self.stages, self.said = 0.0, 0.0, [], []
+        self.total, self.done, self.stages, self.numbers, self.said = 0.0, 0.0, [], [], []
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Counting]:
-        self.stages.append(name.split(" (")[0])
+        plain, _, number = name.partition(" (")
+        self.stages.append(plain)
+        self.numbers.append(number.removesuffix(")"))
         self.total += total or 0.0
         yield self
 

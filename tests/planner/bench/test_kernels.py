@@ -7,6 +7,7 @@ from progress import Counting
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.planner.bench.kernel_bench import KernelBench, bench_kernels, families_of
+from sparsekv.planner.progress import prefill_work
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -15,7 +16,7 @@ SMALL = {"heads": 2, "kv_heads": 1, "head_dim": 32, "tile": TileShape(query=64, 
 
 
 def bench(**options) -> KernelBench:
-    return KernelBench(**{"lengths": (512,), "densities": (0.5,), "backends": ("cpu",)} | SMALL | options)
+    return KernelBench(**{"lengths": (512,), "densities": (0.9,), "backends": ("cpu",)} | SMALL | options)
 
 
 def test_every_length_density_and_pattern_is_a_row_with_all_of_its_numbers():
@@ -68,8 +69,16 @@ def test_progress_moves_within_a_case_and_ends_whole_whatever_fails():
     progress = Counting()
     asked = bench(lengths=(512, 640), patterns=("a_shape",), backends=(), build=build)
     done = [progress.done for row in bench_kernels(asked, progress) if row.backend == "cpu"]
-    assert done == [1.0, 2.0]  # dense before the first row
-    assert progress.done == progress.total == 4.0
+    assert done == [prefill_work(512), 2 * prefill_work(512)]  # dense before the first row
+    assert progress.done == progress.total == 2 * (prefill_work(512) + prefill_work(640))
+
+
+def test_a_row_that_computes_more_than_was_asked_for_says_why():
+    few, more = bench_kernels(bench(densities=(0.25, 0.9), patterns=("block_sparse",)))
+    assert few.density > 1.1 * few.target_density
+    assert "512 at 0.25: more is computed than was asked for" in few.as_data()["note"]
+    assert "are 0.583 of so short a prompt" in few.note  # 8 diagonal tiles, 7 before them and 6 first ones, of 36
+    assert (more.density <= 1.1 * more.target_density, more.note) == (True, "")
 
 
 def test_backends_that_cannot_run_are_rows_with_a_reason():

@@ -1,6 +1,7 @@
 """Tasks that a model is calibrated on: always those that any model can answer, of the others those that it solves."""
 
 import pytest
+from progress import Counting
 from task_tokenizers import REFERENCE_MODEL, kit_named
 
 from sparsekv.planner.options import PlanOptions
@@ -25,7 +26,9 @@ def test_an_untrained_model_solves_nothing_and_is_left_with_text(loaded: LoadedM
     kit = kit_named("characters", Split.CALIBRATION)
     assert solved_tasks(loaded, kit, RETRIEVAL_TASKS, 512, samples=2) == ()
     settled = PlanOptions(lengths=(512,)).settled(4096, "cpu")
-    assert with_tasks(loaded, settled).tasks == ("quote_text", "quote_code", "perplexity")
+    progress = Counting()
+    assert with_tasks(loaded, settled, progress=progress).tasks == ("quote_text", "quote_code", "perplexity")
+    assert progress.said == ["trying out which tasks the model can answer ..."]
 
 
 def test_tasks_that_were_asked_for_or_profiled_are_taken_without_running_the_model(loaded: LoadedModel) -> None:

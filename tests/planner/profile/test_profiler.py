@@ -118,6 +118,8 @@ def test_an_interrupted_profile_goes_on_to_the_same_result(
     assert profile(loaded, QUICK, resumed, resume=partial) == finished.profile
     told = f"profile resumed: {layers / 3:.3g} of 2 samples were measured by an interrupted run"
     assert resumed.said == ([told] if layers else [])
+    assert resumed.done == pytest.approx(resumed.total)
+    assert resumed.total == pytest.approx(interrupted.total - interrupted.done)
     assert partial.read_text() == finished.records
     assert list(tmp_path.iterdir()) == [partial]
 

@@ -19,7 +19,7 @@ from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.pinned import WAITS, HostMemory
+from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, HostMemory
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -267,7 +267,7 @@ def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, capture
 
     def revise(segment, selection):
         blocks[-1:] = []  # is unlocked
-        WAITS.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
+        OUTSIDE_CAPTURES.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
         seen.append(len(ran))
         return selection
 

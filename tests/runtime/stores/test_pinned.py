@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsekv.runtime.stores import pinned
-from sparsekv.runtime.stores.pinned import WAITS, HostMemory, available_bytes
+from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, HostMemory, available_bytes
 
 CUDA, MIB = torch.device("cuda", 0), 1 << 20
 
@@ -132,8 +132,8 @@ def test_ctrl_c_while_memory_is_locked_unlocks_it(cuda):
 def test_a_block_that_is_collected_during_a_capture_is_unlocked_behind_it(cuda):
     """In whichever thread."""
     cudart, block = cuda(Cudart()), HostMemory().take(MIB, CUDA)
-    with WAITS.put_off():
-        with WAITS.put_off():
+    with OUTSIDE_CAPTURES.put_off():
+        with OUTSIDE_CAPTURES.put_off():
             done, cycle, thread = weakref.finalize(block, lambda: None), [block], Thread(target=gc.collect)
             cycle.append(cycle)
             del block, cycle
@@ -142,6 +142,21 @@ def test_a_block_that_is_collected_during_a_capture_is_unlocked_behind_it(cuda):
             assert not done.alive
         assert (len(cudart.locked), cudart.waits) == (1, 0)
     assert (len(cudart.locked), cudart.waits) == (0, 1)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_python_collects_garbage_by_itself_again_behind_the_last_capture(collects):
+    """If it did before."""
+    if not collects:
+        gc.disable()
+    try:
+        with OUTSIDE_CAPTURES.put_off():
+            with OUTSIDE_CAPTURES.put_off():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_what_is_collected_during_a_capture_of_somebody_else_is_unlocked_with_what_comes_later(cuda, monkeypatch):
@@ -160,6 +175,6 @@ def test_memory_of_a_device_that_no_longer_works_is_unlocked_without_an_error(cu
     cudart = cuda(Cudart())
     block = HostMemory().take(MIB, CUDA)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: torch.empty(-1))
-    with WAITS.put_off():
+    with OUTSIDE_CAPTURES.put_off():
         del block
     assert not cudart.locked
