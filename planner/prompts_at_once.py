@@ -13,8 +13,8 @@ from sparsekv.runtime.model_config import attention_groups
 MOST_TEXT = 128
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64
-# Of all prompts together, however much there is: an 8B model with one of 32K tokens stays within 40 GB.
-_MOST_BYTES = 16 << 30
+# Of all prompts together, however much there is: an 8B model with two of 32K tokens stays within 40 GB.
+_MOST_BYTES = 20 << 30
 # Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
 _SHARE = 0.4
 _SCORED = MOST_TEXT + 1  # rows that are scored, and the one after
@@ -34,14 +34,14 @@ def prompts_at_once(model: PreTrainedModel, length: int) -> int:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Keys and values of all layers, twice as a text is fed to a copy, and what the widest layer holds while an
-    unmodified model computes it."""
+    """Keys and values of all layers, and beside them the larger of a copy, as another text is fed, and what the widest
+    layer holds while an unmodified model computes it."""
     config: Any = model.config
-    cached = 2 * sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
+    cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
     # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
     widest: int = held + 3 * config.intermediate_size
-    return (cached + widest) * torch.empty((), dtype=model.dtype).element_size()
+    return (cached + max(cached, widest)) * torch.empty((), dtype=model.dtype).element_size()
 
 
 def bytes_to_score(model: PreTrainedModel) -> int:

@@ -44,7 +44,7 @@ _LEAST_SHARE = 1e-3
 # At 32 layers and 32K tokens of an 8B model that is about forty passes of a second a round.
 _MOST_GROUPS = 16
 # The first ones, which are of different tasks: fewer where they are long.
-_PROMPTS, _LEAST_PROMPTS, _TOKENS = 4, 2, 1 << 18
+_PROMPTS, _LEAST_PROMPTS, _TOKENS = 4, 2, 1 << 16
 
 Floats = npt.NDArray[np.float64]
 LayerPatterns = Mapping[int, tuple[Pattern, ...]]

@@ -3,10 +3,10 @@
 Phase `decode` goes on from what dense left of a prompt, and one sparse prefill serves `both` and `prefill`. Each phase
 has a handle of its own, suspended while another one runs, so that decode steps are captured once for all prompts.
 
-What is measured is the same as by `compare`, a phase after the other, but for one thing: apart, `decode` prefills by
-our dense kernels, which round otherwise than the model's own attention. Where dense's cache does not serve (a layer
-with a sliding window has dropped tokens, a selector looks at older queries than the newest), `decode` prefills for
-itself.
+What is measured is the same as by `compare`, a phase after the other, but for rounding: apart, `decode` prefills by our
+dense kernels, and `prefill` decodes by them; here the unmodified model does both, and reads each text behind a prompt
+in one pass. Where dense's cache does not serve (a layer with a sliding window has dropped tokens, a selector looks at
+older queries than the newest), `decode` prefills for itself.
 
 At any time there are at most two caches of the prompts of a batch, as there are apart: one that is handed over is let
 go of layer by layer, and each text is fed to one copy at a time.
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import DynamicCache
 
 from sparsekv.planner.compare import (
     DENSE,
@@ -30,6 +32,7 @@ from sparsekv.planner.compare import (
     PlanMode,
     Prefilled,
     fed_logits,
+    few_rows,
     prefill,
     spent_by,
 )
@@ -150,18 +153,46 @@ class _Run:
     def through(self, phase: _Phase, source: _Source | None, *, keep: bool = False) -> tuple[Measured, _Source | None]:
         """What the phase does after prompts that are prefilled: by the source, which is used up, or here. With `keep`
         it becomes the source of another phase."""
-        model = self.loaded.model
+        dense_decode = phase.mode.phase == "prefill"
         with phase.at_work(), torch.no_grad():
-            own = (
-                prefill(model, self.batch.prompt_BS, self.dense.chunk) if source is None else self._taken(phase, source)
-            )
-            computed = spent_by(phase.handle.stats()) if source is None else source.spent
-            read = fed_logits(model, own, self.dense.texts(self.batch), keep=keep)
+            own, computed = source or self._prefilled(phase)
+            if not dense_decode:
+                own = own if source is None else self._taken_by(phase, own)
+                read = fed_logits(self.loaded.model, own, self._texts, keep=keep)
             spent = replace(spent_by(phase.handle.stats()), tiles=computed.tiles, causal_tiles=computed.causal_tiles)
+        if dense_decode:
+            read = self._read_densely(own)
         outcomes = self.dense.scored(self.loaded, self.batch, read, phase.mode.dense_prefill)
         measured = Measured(phase.name, self.dense.samples, outcomes, spent)
         return measured, _Source(own, computed) if keep else None
 
-    def _taken(self, phase: _Phase, source: _Source) -> Prefilled:
-        layers = handed_over(source.prefilled.cache, self.batch.prompt_BS.shape[1])
-        return Prefilled(source.prefilled.logits_BAV, phase.handle.cache_of(layers))
+    @property
+    def _texts(self) -> list[torch.Tensor]:
+        return self.dense.texts(self.batch)
+
+    @property
+    def _tokens(self) -> int:
+        return self.batch.prompt_BS.shape[1]
+
+    def _prefilled(self, phase: _Phase) -> _Source:
+        own = prefill(self.loaded.model, self.batch.prompt_BS, self.dense.chunk)
+        return _Source(own, spent_by(phase.handle.stats()))
+
+    def _taken_by(self, phase: _Phase, prefilled: Prefilled) -> Prefilled:
+        layers = handed_over(prefilled.cache, self._tokens)
+        return Prefilled(prefilled.logits_BAV, phase.handle.cache_of(layers))
+
+    def _read_densely(self, prefilled: Prefilled) -> list[torch.Tensor]:
+        """What the unmodified model predicts for the texts, [B, A + 1, V] each, float32; the cache is used up."""
+        model: Any = self.loaded.model
+        cache = DynamicCache(config=model.config)
+        for number, (k_BGSD, v_BGSD) in enumerate(handed_over(prefilled.cache, self._tokens)):
+            cache.update(k_BGSD, v_BGSD, number)
+        *others, last = self._texts
+        with torch.no_grad(), few_rows():
+            copied = ((text_BA, deepcopy(cache)) for text_BA in others)
+            rows = [
+                model(input_ids=text_BA, past_key_values=own, use_cache=True).logits
+                for text_BA, own in (*copied, (last, cache))
+            ]
+        return [torch.cat([prefilled.logits_BAV, rows_BAV], 1).float() for rows_BAV in rows]

@@ -97,7 +97,9 @@ def test_a_plan_is_applied_once_to_be_checked_and_once_for_all_batches_tasks_and
     assert progress.done == pytest.approx(progress.total)
     assert [mode.times for mode in modes.values()] == [2, 2]
     for place, length in enumerate(TWICE.lengths):
-        alone = evaluate(loaded, {"prefill": PlanMode(plan, "prefill")}, replace(TWICE, lengths=(length,)), kit)
+        alone = evaluate(
+            loaded, {"prefill": Counted(PlanMode(plan, "prefill"))}, replace(TWICE, lengths=(length,)), kit
+        )
         assert found["prefill"][place] == alone["prefill"][0]
 
 
