@@ -4,10 +4,11 @@ import pytest
 import torch
 from planner_models import TILE
 
-from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.profile.head_errors import Rows
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 
 PATTERNS = (
@@ -86,3 +87,23 @@ def test_runs_of_tiles_stay_together() -> None:
     assert rows.numbers == (3, 7, 11, 15, 19, 23, 27, 31)
     assert rows.chunk.past[0] == 3 * 4096
     assert rows.chunk.lengths == (*(4096 * number for number in (4, 8, 12, 16, 20, 24, 28)), 131_072 - 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_runs_of_tiles_give_the_rows_of_the_whole_on_a_gpu(backend: str) -> None:
+    length, tile = 20_000, TileShape()
+    q, k, v = (torch.randn(1, heads, length, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    try:
+        choose_backend(q.device, q.dtype, 64, backend, tile)
+    except BackendError as error:
+        pytest.skip(str(error))
+    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 64, tile, 3, 8)
+    index = build_index(PATTERNS, q, k, chunk, tile, scale=0.125)
+    whole = prefill_attention(q, k, v, index, chunk, scale=0.125, backend=backend).out_BHSD
+    found = prefill_attention(
+        rows.queries(q), rows.keys(k), rows.keys(v), rows.index(index), rows.chunk, scale=0.125, backend=backend
+    ).out_BHSD
+    for place, number in enumerate(rows.numbers):
+        span = slice(number * 1024, min((number + 1) * 1024, length))
+        torch.testing.assert_close(found[place, :, : span.stop - span.start], whole[0, :, span], atol=2e-2, rtol=2e-2)
