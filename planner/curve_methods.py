@@ -65,7 +65,8 @@ _ALPHAS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003)
 BUDGETS = (0.0125, 0.025, 0.05, 0.1, 0.2)
 _DECODE_KLS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 _DECODE_LOSSES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
-_SCALES = ((0, 2.0), (0, 4.0), (-1, 0.5), (-1, 0.25), (-1, 0.125))  # of the densest and the sparsest segments found
+# Budgets of the densest segments found, and of the sparsest.
+_SCALES = ((0, 2.0), (0, 4.0), (-1, 4.0), (-1, 2.0), (-1, 0.5), (-1, 0.25), (-1, 0.125))
 _SINK = 128  # StreamingLLM's needs four tokens; a tile is computed anyway
 
 Modes = Iterator[tuple[str, Mode]]

@@ -5,7 +5,7 @@
   them, 8.x ignores them in silence, which would be dense attention without a mask.
 - Key tiles. A list entry must be exactly one key tile of the kernel. At head sizes up to 128 that is 128 keys, or 64
   when the lists say so; above 128 shared memory holds 112 (up to 192) or 80 (up to 256) keys, which lists of 128 do not
-  fit, while 64 does.
+  fit, while 64 does. The copy in vLLM does not ask the lists: it takes no key tiles of 64.
 - Alignment. Tensors are read by bulk copies of 16 bytes: head size and strides are multiples of 8 elements. Where they
   are not, flash-attn-4 copies the tensor in silence; here that is refused.
 """
@@ -30,9 +30,8 @@ INSTALL = "pip install 'sparsekv[flash]'"
 # What the block lists mean is not part of flash-attn-4's public interface: another release could read them otherwise,
 # and give wrong numbers without an error. A release goes in here once tests/kernels/prefill/test_flash_gpu.py passed.
 TESTED = ("4.0.0b36",)
-# The same for the copy that releases of vLLM bring along. It is used in vLLM's processes alone. That of 0.26.0 takes
-# lists of exactly its kernel's key tile: it passes with key tiles of 128, and raises ValueError for those of 64.
-TESTED_IN_VLLM: tuple[str, ...] = ()
+# The same for the copy that releases of vLLM bring along, which is used in vLLM's processes alone.
+TESTED_IN_VLLM = ("0.26.0",)
 _OWN, _VLLMS = "flash_attn.cute", "vllm.vllm_flash_attn.cute"
 
 
@@ -69,6 +68,11 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
         return None
     if tile.query != QUERY_TILE:
         return f"it takes query tiles of {QUERY_TILE} rows, found tiles of {tile.query} x {tile.key}"
+    if package() == _VLLMS and (tile.key < 128 or head_dim > _LARGEST_HEAD_OF_128_KEYS):
+        return (
+            f"the flash-attn-4 that vLLM brings along takes key tiles of 128 and head sizes up to "
+            f"{_LARGEST_HEAD_OF_128_KEYS}, found {tile.key} and head size {head_dim}"
+        )
     if tile.key > 64 and head_dim > _LARGEST_HEAD_OF_128_KEYS:
         return (
             f"head sizes above {_LARGEST_HEAD_OF_128_KEYS} take key tiles of 64, found {tile.key} and head size "

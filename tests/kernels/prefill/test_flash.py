@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 
 import flash_emulator
 import pytest
@@ -161,6 +162,15 @@ def test_log_sum_exp_is_only_returned_on_request() -> None:
 )
 def test_tensors_that_flash_attn_4_does_not_take_are_named(dtype, head_dim: int, tile: TileShape, message: str) -> None:
     assert message in shape_obstacle(dtype, head_dim, tile)
+
+
+@pytest.mark.parametrize(("head_dim", "tile", "taken"), [(64, SQUARE, True), (128, SQUARE, True), (128, TALL, False)])
+def test_the_copy_in_vllm_takes_the_key_tiles_of_its_kernels(monkeypatch, head_dim, tile, taken) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed beside it
+    found = shape_obstacle(torch.bfloat16, head_dim, tile)
+    assert found is None if taken else "takes key tiles of 128" in found
+    assert "takes key tiles of 128" in shape_obstacle(torch.bfloat16, 256, TALL)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
