@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 import attention_cases
 from attention_cases import Case
 
+from sparsekv.kernels import row_damage
 from sparsekv.kernels.decode import append, gather, place, radix, step_counts
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
@@ -247,12 +248,25 @@ def block_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"head size {dim}, {tile.query} tiles{', window' if window else ''}", build
 
 
+def damage_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """What candidates are scored with in profiling."""
+    for dim, dtype in ((40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
+        out, gradient = torch.zeros(1, 8, 600, dim, dtype=dtype), torch.zeros(1, 8, 600, dim)
+
+        def call(out: torch.Tensor = out, gradient: torch.Tensor = gradient) -> object:
+            with mock.patch.object(row_damage, "check_device"):
+                return row_damage.head_damage(out, out, gradient, gradient[..., 0], gradient[:, :1, :, 0])
+
+        yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", call
+
+
 CASES = {
     "index": index_cases,
     "blocks": block_cases,
     "prefill": prefill_cases,
     "columns": column_cases,
     "decode": decode_cases,
+    "damage": damage_cases,
 }
 
 

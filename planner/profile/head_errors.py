@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparsekv.kernels.index.build import builds_by_triton
 from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads, tiles_with_means
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.kernels.topk import blocks
@@ -195,7 +196,15 @@ class _Scorer:
         )
 
     def _damage(self, out_XHMD: torch.Tensor) -> torch.Tensor:
-        """[H], float32. A few heads at a time: what is computed in between is as large as all queries in float32."""
+        """[H], float32."""
+        if self._layer.backend in ("triton", "flash") and builds_by_triton(out_XHMD.device):
+            from sparsekv.kernels.row_damage import head_damage
+
+            return head_damage(out_XHMD, self._dense_XHMD, self._gradient_XHMD, self._square_XHM, self._weight_X1M)
+        return self._damage_by_torch(out_XHMD)
+
+    def _damage_by_torch(self, out_XHMD: torch.Tensor) -> torch.Tensor:
+        """A few heads at a time: what is computed in between is as large as all queries in float32."""
         rows, heads, length, size = out_XHMD.shape
         damage = []
         for part in blocks(heads, rows * length * size):

@@ -33,10 +33,10 @@ def test_index_building_does_not_spill_registers(capability: str) -> None:
 
 
 @pytest.mark.parametrize("capability", ["80", "90"])
-def test_prefill_and_decode_do_not_spill_registers(capability: str) -> None:
-    found = resources("--capability", capability, "--kernel", "prefill", "decode")
+def test_prefill_decode_and_damage_do_not_spill_registers(capability: str) -> None:
+    found = resources("--capability", capability, "--kernel", "prefill", "decode", "damage")
     usual = [built for built in found if "head size 256" not in str(built["case"])]
-    assert {built["kernel"] for built in usual} >= {"prefill_kernel", "decode_kernel"}
+    assert {built["kernel"] for built in usual} >= {"prefill_kernel", "decode_kernel", "damage_kernel"}
     assert not [built for built in usual if built["spilled_bytes"]]
     large = [built for built in found if "head size 256" in str(built["case"])]
     assert large

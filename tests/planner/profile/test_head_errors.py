@@ -37,13 +37,13 @@ PATTERNS = (
 )
 
 
-def layer_of(length: int, stride: int, tail_start: int | None = None) -> Layer:
+def layer_of(length: int, stride: int, device: str = "cpu") -> Layer:
     generator = torch.Generator().manual_seed(length)
-    q, g = (torch.randn(1, HEADS, length, SIZE, generator=generator) for _ in range(2))
-    k, v = (torch.randn(1, GROUPS, length, SIZE, generator=generator) for _ in range(2))
-    rows = Rows.of(length, length - 20 if tail_start is None else tail_start, TILE, stride)
+    q, g = (torch.randn(1, HEADS, length, SIZE, generator=generator).to(device) for _ in range(2))
+    k, v = (torch.randn(1, GROUPS, length, SIZE, generator=generator).to(device) for _ in range(2))
+    rows = Rows.of(length, length - 20, TILE, stride)
     prefix = Prefix(q, k, Chunk.uniform(1, 0, length), TILE, SCALE)
-    return Layer(prefix, v, dense_of(prefix, v), g, rows, "cpu")
+    return Layer(prefix, v, dense_of(prefix, v), g, rows, "cpu" if device == "cpu" else "triton")
 
 
 def by_hand(layer: Layer) -> np.ndarray:
@@ -83,6 +83,17 @@ def test_a_sampled_row_counts_by_the_rows_that_it_stands_for_and_padding_not_at_
     for tile in spread:
         expected = expected + 7 / len(spread) * rows_HS[:, tile * 64 : min(tile * 64 + 64, 390)].sum(1)
     np.testing.assert_allclose(score.damage_H, expected, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 3])
+def test_a_gpu_finds_the_damage_of_a_cpu_and_the_same_bits_again(stride: int) -> None:
+    layer = layer_of(410, stride, "cuda")
+    with poisoned_memory():
+        found, again = score_candidates(layer, [PATTERNS, PATTERNS])
+    (expected,) = score_candidates(layer_of(410, stride), [PATTERNS])
+    np.testing.assert_allclose(found.damage_H, expected.damage_H, rtol=1e-3, atol=1e-9)
+    np.testing.assert_array_equal(again.damage_H, found.damage_H)
 
 
 @pytest.mark.parametrize("stride", [2, 3, 4])
