@@ -52,7 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005))
     parser.add_argument("--beside", type=names, default=(), metavar="NAMES", help="one for each file")
     args = parser.parse_args()
-    if args.beside and len(set(args.beside)) != len(args.files):
+    if args.beside and not len(args.files) == len(args.beside) == len(set(args.beside)):
         parser.error(f"expected {len(args.files)} different names for --beside, one for each file, found {args.beside}")
     return args
 

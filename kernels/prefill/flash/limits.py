@@ -5,7 +5,7 @@
   them, 8.x ignores them in silence, which would be dense attention without a mask.
 - Key tiles. A list entry must be exactly one key tile of the kernel. At head sizes up to 128 that is 128 keys, or 64
   when the lists say so; above 128 shared memory holds 112 (up to 192) or 80 (up to 256) keys, which lists of 128 do not
-  fit, while 64 does. The copy in vLLM does not ask the lists: it takes no key tiles of 64.
+  fit, while 64 does. The copy in vLLM does not ask the lists: it takes no key tiles of 64, and so no larger heads.
 - Alignment. Tensors are read by bulk copies of 16 bytes: head size and strides are multiples of 8 elements. Where they
   are not, flash-attn-4 copies the tensor in silence; here that is refused.
 """
@@ -62,17 +62,16 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
     """Why it does not take such tensors; None when it does. Without a tile, whether any tile works."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, found {dtype}"
-    if head_dim % 8 or not _SMALLEST_HEAD <= head_dim <= _LARGEST_HEAD:
-        return f"it takes head sizes that are multiples of 8 from {_SMALLEST_HEAD} to {_LARGEST_HEAD}, found {head_dim}"
+    is_vllms = package() == _VLLMS
+    largest = _LARGEST_HEAD_OF_128_KEYS if is_vllms else _LARGEST_HEAD
+    if head_dim % 8 or not _SMALLEST_HEAD <= head_dim <= largest:
+        return f"it takes head sizes that are multiples of 8 from {_SMALLEST_HEAD} to {largest}, found {head_dim}"
     if tile is None:
         return None
     if tile.query != QUERY_TILE:
         return f"it takes query tiles of {QUERY_TILE} rows, found tiles of {tile.query} x {tile.key}"
-    if package() == _VLLMS and (tile.key < 128 or head_dim > _LARGEST_HEAD_OF_128_KEYS):
-        return (
-            f"the flash-attn-4 that vLLM brings along takes key tiles of 128 and head sizes up to "
-            f"{_LARGEST_HEAD_OF_128_KEYS}, found {tile.key} and head size {head_dim}"
-        )
+    if is_vllms and tile.key < 128:
+        return f"the flash-attn-4 that vLLM brings along takes key tiles of 128, found {tile.key}"
     if tile.key > 64 and head_dim > _LARGEST_HEAD_OF_128_KEYS:
         return (
             f"head sizes above {_LARGEST_HEAD_OF_128_KEYS} take key tiles of 64, found {tile.key} and head size "

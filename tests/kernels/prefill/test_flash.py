@@ -170,7 +170,8 @@ def test_the_copy_in_vllm_takes_the_key_tiles_of_its_kernels(monkeypatch, head_d
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed beside it
     found = shape_obstacle(torch.bfloat16, head_dim, tile)
     assert found is None if taken else "takes key tiles of 128" in found
-    assert "takes key tiles of 128" in shape_obstacle(torch.bfloat16, 256, TALL)
+    for any_tile in (None, SQUARE, TALL):
+        assert "from 16 to 128, found 256" in shape_obstacle(torch.bfloat16, 256, any_tile)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
