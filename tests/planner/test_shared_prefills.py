@@ -17,8 +17,8 @@ from sparsekv.planner.compare import PlanMode, batches, compare, dense_reference
 from sparsekv.planner.shared_prefills import Measured, measured_together, phases_of_one_plan
 from sparsekv.planner.tasks import Sample
 from sparsekv.plans.errors import PlanMismatchError
-from sparsekv.plans.patterns import AShape, tokens
-from sparsekv.plans.phases import DecodePlan
+from sparsekv.plans.patterns import AShape, TileShape, tokens
+from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -160,6 +160,20 @@ def test_decode_prefills_where_the_dense_cache_has_dropped_tokens() -> None:
     assert seen[PROMPT] == 2 * 2
     alone = compare(windowed, modes, dense_reference(windowed, drawn(), batch=2))["decode"]
     assert tuple(outcome for one in found for outcome in one.outcomes) == alone.outcomes
+
+
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_dense_decode_reads_behind_layers_with_a_window(chunk: int | None) -> None:
+    """Which keep fewer tokens for the unmodified model than for the plan."""
+    model = tiny_model("qwen2", layers=4, use_sliding_window=True, sliding_window=100, max_window_layers=2)
+    windowed = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/tiny"))
+    full = every_head(model, AShape(sink=tokens(64), window=tokens(64))).lengths[0].heads[:2]
+    prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=full),))
+    modes = modes_of(plan_for(model, prefill, None), ("prefill",))
+    (alone,) = compare(windowed, modes, dense_reference(windowed, drawn(), batch=2, chunk=chunk)).values()
+    found = [outcome for one in together(windowed, modes, chunk)["prefill"] for outcome in one.outcomes]
+    assert [outcome.kl for outcome in found] == pytest.approx(alone.kl, rel=1e-3)
+    assert min(alone.kl) > 1e-3
 
 
 def test_the_model_is_dense_between_batches_and_afterwards(loaded: LoadedModel) -> None:
