@@ -71,13 +71,8 @@ class Rows:
         return Chunk(tuple(firsts), tuple(min(first + self._run_rows, self.length) for first in firsts))
 
     def queries(self, q_BHSD: torch.Tensor) -> torch.Tensor:
-        """Their queries, of a batch of one: [X, H, M, D], zeros beyond the prompt."""
-        if self.numbers is None:
-            return q_BHSD
-        padding = -self.length % self._run_rows
-        padded_HSD = torch.nn.functional.pad(q_BHSD[0], (0, 0, 0, padding)) if padding else q_BHSD[0]
-        cut_HNMD = padded_HSD.reshape(padded_HSD.shape[0], -1, self._run_rows, padded_HSD.shape[2])
-        return cut_HNMD[:, list(self.numbers)].transpose(0, 1).contiguous()
+        """Their queries, of a batch of one: [X, H, M, D]."""
+        return q_BHSD if self.numbers is None else self._runs(q_BHSD, self._run_rows)
 
     def keys(self, k_BGSD: torch.Tensor) -> torch.Tensor:
         """All keys (or values) for each batch row, without copying them: [X, G, S, D]."""
@@ -89,19 +84,27 @@ class Rows:
             return index
         return TileIndex(
             tile=index.tile,
-            tiles_BHTW=self._runs(index.tiles_BHTW),
-            counts_BHT=self._runs(index.counts_BHT),
+            tiles_BHTW=self._runs(index.tiles_BHTW, self.run),
+            counts_BHT=self._runs(index.counts_BHT, self.run),
             columns_BHC=index.columns_BHC.expand(len(self.numbers), -1, -1).contiguous(),
-            live_BHTN=self._runs(index.live_BHTN),
+            live_BHTN=self._runs(index.live_BHTN, self.run),
             dense_H=index.dense_H,
         )
 
-    def _runs(self, of_tiles_BHT: torch.Tensor) -> torch.Tensor:
-        """What an index holds for every query tile, [1, H, T, ...], for the tiles of each run: [X, H, run, ...]. Tiles
-        beyond the prompt, which nothing reads, are those of the last one."""
-        first_X1 = torch.tensor(self.numbers, device=of_tiles_BHT.device)[:, None] * self.run
-        tile_XT = first_X1 + torch.arange(self.run, device=of_tiles_BHT.device)
-        return of_tiles_BHT[0][:, tile_XT.clamp(max=of_tiles_BHT.shape[2] - 1)].transpose(0, 1).contiguous()
+    def _runs(self, of_rows_BHS: torch.Tensor, size: int) -> torch.Tensor:
+        """Of what there is for every row or query tile, [1, H, S, ...], the `size` of each run: [X, H, size, ...].
+
+        Beyond the prompt, where nothing reads, the last one is repeated. Slices, since numbers that an index takes to
+        the device would be waited for.
+        """
+        found = []
+        for number in self.numbers or ():
+            part_HM = of_rows_BHS[0, :, number * size : (number + 1) * size]
+            if missing := size - part_HM.shape[1]:
+                shape = (part_HM.shape[0], missing, *part_HM.shape[2:])
+                part_HM = torch.cat([part_HM, part_HM[:, -1:].expand(shape)], 1)
+            found.append(part_HM)
+        return torch.stack(found)
 
     def weights(self, device: torch.device) -> torch.Tensor:
         """[X, M]: how many rows of the prompt each row stands for: itself in the tail, else its stride; 0 for none."""
