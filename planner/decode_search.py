@@ -32,6 +32,7 @@ from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, Step
+from sparsekv.planner.tasks import Kit
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -102,6 +103,7 @@ def measure_decode(
     options: PlanOptions,
     progress: Progress | None = None,
     effort: Effort | None = None,
+    kit: Kit | None = None,
 ) -> Profile:
     """The profile with decode trials at every length; unchanged where there are some, or nothing to search.
 
@@ -110,6 +112,7 @@ def measure_decode(
         profile: with decode statistics, where decode is planned.
         options: settled.
         effort: how much to measure; by device when None.
+        kit: see `calibration_prompts`.
 
     Raises:
         UsageError, PromptError: there are no calibration prompts of a length.
@@ -125,7 +128,8 @@ def measure_decode(
     stage = (progress or Progress()).stage("decode trials", total=sum(shares))
     with stage as step, decode_trials(loaded) as model:
         for entry, share in zip(reversed(profile.lengths), shares, strict=True):
-            search = _Search(loaded, model, entry, options, effort, step, share)
+            prefixes = _prefixes(loaded, model, entry.length, options, effort, step, kit)
+            search = _Search(loaded.info, prefixes, model, entry, options, effort, step, share)
             if passed:
                 search.repeat(passed)
             else:
@@ -155,7 +159,8 @@ class _Search:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        info: ModelInfo,
+        prefixes: Sequence[Prefix],
         model: DecodeTrials,
         entry: LengthProfile,
         options: PlanOptions,
@@ -164,8 +169,8 @@ class _Search:
         share: float,
     ) -> None:
         self._model, self._gate, self._step = model, options.decode_bound, step
-        self._space = CandidateSpace(loaded.info, entry, options)
-        self._prefixes = _prefixes(loaded, model, entry.length, options, effort, step)
+        self._space = CandidateSpace(info, entry, options)
+        self._prefixes = prefixes
         self._hardness = [0.0] * len(self._prefixes)
         self._guesses: dict[Segments, Guess] = {}
         self._bound_over_mean = _BOUND_OVER_MEAN
@@ -295,14 +300,20 @@ class _Search:
 
 
 def _prefixes(
-    loaded: LoadedModel, model: DecodeTrials, length: int, options: PlanOptions, effort: Effort, step: Step
+    loaded: LoadedModel,
+    model: DecodeTrials,
+    length: int,
+    options: PlanOptions,
+    effort: Effort,
+    step: Step,
+    kit: Kit | None,
 ) -> list[Prefix]:
     """Of as many calibration prompts as there is room for."""
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
     fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
-    alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count)
-    prompts = calibration_prompts(loaded.tokenizer, alone)[length]
+    alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count, samples_are_default=False)
+    prompts = calibration_prompts(loaded.tokenizer, alone, kit)[length]
     found = []
     for number, prompt in enumerate(prompts, start=1):
         found.append(model.prefilled(prompt, effort.steps, options))

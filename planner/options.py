@@ -58,8 +58,10 @@ _LEVELS = {
 _ROUNDS = {"cuda": 1}  # of refinement
 # Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
 _LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
-# Calibration samples a length where the tasks are found out.
+# Calibration samples a length where the tasks are found out; of long prompts fewer. One of 128K tokens takes an 8B
+# model a minute on an H200.
 _SAMPLES = {"cpu": 3, "cuda": 8}
+_LONG, _LONG_SAMPLES = 65536, 5
 _SCORED_ROWS = 32768  # of longer prompts a sample of about so many
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
@@ -134,8 +136,8 @@ class PlanOptions:
         prompts: the caller's own calibration texts, instead of task samples.
         tasks: tasks for calibration and verification; empty: quotations, the retrieval tasks that the model is found
             to solve, and plain text (`with_tasks`).
-        samples: calibration samples a length; None: on CUDA eight, or as many as show all the given tasks; three on
-            the CPU.
+        samples: calibration samples a length; None: on CUDA eight, or as many as show all the given tasks, but at most
+            five of more than 64K tokens; three on the CPU.
         gate: what verification asks for.
         verify_samples: held-out samples a task and length; None: on CUDA as many as verification needs over all
             tasks, one on the CPU; 0 leaves the plan unverified.
@@ -161,6 +163,7 @@ class PlanOptions:
             "balanced", "balanced_low_0" or "sequential", as transformers names them.
         density_is_default: set by `settled`: nobody asked for `target_density`, which gives way to what the tiles that
             every pattern computes take of the prompts at hand.
+        samples_are_default: set by `settled`: nobody asked for `samples`, of which long prompts get fewer.
         is_settled: set by `settled`: defaults are filled in, and a field no longer tells what was asked for.
     """
 
@@ -199,6 +202,7 @@ class PlanOptions:
     dtype: str = "auto"
     device_map: DeviceMap | None = None
     density_is_default: bool = False
+    samples_are_default: bool = False
     is_settled: bool = False
 
     def __post_init__(self) -> None:
@@ -225,6 +229,11 @@ class PlanOptions:
     def any_budget(self) -> bool:
         """Whether the decode budget was left open, so that trials may choose it."""
         return self.decode_budget == DECODE_BUDGET
+
+    def samples_at(self, length: int) -> int:
+        """Calibration samples of a length, of settled options."""
+        samples = self.samples or 1
+        return min(samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else samples
 
     def row_stride_at(self, length: int) -> int:
         """`row_stride`, or its default on CUDA at a length."""
@@ -263,6 +272,7 @@ class PlanOptions:
             verify_samples=self.held_out(tasks, device_type),
             verify_lengths=self.verify_lengths or lengths,
             density_is_default=self.density_is_default or not (self.target_density or preset),
+            samples_are_default=self.samples_are_default or not (self.samples or self.prompts or preset),
             is_settled=True,
         )
 

@@ -212,8 +212,9 @@ def _in_chunks(options: PlanOptions, measured: PrefillHost | DeviceCost | None) 
 
 def _profiled(loaded: LoadedModel, options: PlanOptions, stages: Progress, resume: Path | None) -> Profile:
     """Everything that needs the model: what candidates do, what whole plans do, what decode segments do."""
-    measured = refine(loaded, profile(loaded, options, stages, resume), options, stages)
-    return measure_decode(loaded, measured, options, stages)
+    kit = None if options.prompts else prepare(loaded.tokenizer, Split.CALIBRATION)
+    measured = refine(loaded, profile(loaded, options, stages, resume, kit), options, stages, kit)
+    return measure_decode(loaded, measured, options, stages, kit=kit)
 
 
 def check_plannable(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from sparsekv.runtime.model_config import attention_groups
 
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer.
-MOST_TEXT = 128
+MOST_TEXT = 64
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64
 # Of all prompts together, however much there is: an 8B model with two of 32K tokens stays within 40 GB.

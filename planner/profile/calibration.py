@@ -64,26 +64,27 @@ class CalibrationPrompt:
         return tuple(range(self.answer_start - 1, len(self.ids)))[:DECODE_ROWS]
 
 
-def calibration_prompts(tokenizer: Any, options: PlanOptions) -> dict[int, tuple[CalibrationPrompt, ...]]:
+def calibration_prompts(
+    tokenizer: Any, options: PlanOptions, kit: Kit | None = None
+) -> dict[int, tuple[CalibrationPrompt, ...]]:
     """The prompts of every length.
 
     The options have tasks, or own prompts. `task_of_each` tells whose turn it is. Own texts are cut at the length;
     those of less than half of it are left out, with a `PlanWarning`.
 
+    Args:
+        kit: the calibration split's, `prepare(tokenizer, Split.CALIBRATION)`, for those who call this often.
+
     Raises:
         UsageError: an unknown task.
         PromptError: own prompts are too short to profile at a length, or a task does not fit it.
     """
-    samples = options.samples or 1
     if options.prompts:
-        return {length: _own(tokenizer, options.prompts, length, samples) for length in options.lengths}
-    kit = prepare(tokenizer, Split.CALIBRATION)
-    tasks = task_of_each(options.tasks, samples)
-    turns = [tasks[:index].count(task) for index, task in enumerate(tasks)]
-    return {
-        length: tuple(_from_task(kit, *each, length, options.seed) for each in zip(tasks, turns, strict=True))
-        for length in options.lengths
-    }
+        return {
+            length: _own(tokenizer, options.prompts, length, options.samples_at(length)) for length in options.lengths
+        }
+    source = kit or prepare(tokenizer, Split.CALIBRATION)
+    return {length: tuple(_from_tasks(source, options, length)) for length in options.lengths}
 
 
 def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
@@ -128,6 +129,12 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
         PromptError: the task does not fit the length.
     """
     return (_sample(task, kit, length, seed, index) for index in range(samples))
+
+
+def _from_tasks(kit: Kit, options: PlanOptions, length: int) -> Iterator[CalibrationPrompt]:
+    tasks = task_of_each(options.tasks, options.samples_at(length))
+    turns = (tasks[:index].count(task) for index, task in enumerate(tasks))
+    return (_from_task(kit, *each, length, options.seed) for each in zip(tasks, turns, strict=True))
 
 
 def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> CalibrationPrompt:

@@ -33,6 +33,7 @@ from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.tasks import Kit
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.describe import attention_modules
@@ -52,7 +53,11 @@ _RUN = {"cuda": 32}
 
 
 def profile(
-    loaded: LoadedModel, options: PlanOptions, progress: Progress | None = None, resume: Path | None = None
+    loaded: LoadedModel,
+    options: PlanOptions,
+    progress: Progress | None = None,
+    resume: Path | None = None,
+    kit: Kit | None = None,
 ) -> Profile:
     """Profiles a model.
 
@@ -60,6 +65,7 @@ def profile(
         options: settled (`PlanOptions.settled`).
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
             removes it once the profile is saved or used.
+        kit: see `calibration_prompts`.
 
     Raises:
         UsageError, PromptError: options or prompts do not fit; a target density leaves no room for the tiles that
@@ -73,7 +79,7 @@ def profile(
     backend = cast(BackendName, chosen.name)
     if not options.prompts:
         options = with_tasks(loaded, options, progress=progress)
-    prompts = calibration_prompts(loaded.tokenizer, options)
+    prompts = calibration_prompts(loaded.tokenizer, options, kit)
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
     candidates = {length: [aim.candidate for aim in aims(options, length)] for length in prompts}

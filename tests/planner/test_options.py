@@ -140,6 +140,20 @@ def test_long_prompts_are_scored_on_as_many_rows_as_shorter_ones_have() -> None:
     assert PlanOptions(preset="minference", lengths=(131072,)).settled(131072, "cuda").row_stride_at(131072) == 1
 
 
+def test_long_prompts_are_fewer_unless_a_number_is_asked_for() -> None:
+    asked = PlanOptions(lengths=(32768, 131072))
+    for options, device, counts in (
+        (asked, "cuda", [8, 5]),
+        (asked, "cpu", [3, 3]),
+        (replace(asked, samples=7), "cuda", [7, 7]),
+        (replace(asked, prompts=("a",) * 9), "cuda", [9, 9]),
+        (PlanOptions(preset="minference", lengths=(32768, 131072)), "cuda", [1, 1]),
+    ):
+        settled = options.settled(131072, device)
+        assert [settled.samples_at(length) for length in settled.lengths] == counts
+        assert [settled.settled(131072, device).samples_at(length) for length in settled.lengths] == counts
+
+
 def test_given_tasks_are_all_seen_on_a_gpu() -> None:
     assert PlanOptions(tasks=("kv_retrieval", "perplexity")).settled(4096, "cuda").samples == 2
     assert PlanOptions(tasks=TASKS).settled(4096, "cuda").samples == len(TASKS)
