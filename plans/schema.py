@@ -162,7 +162,7 @@ class Provenance(Part):
     """Where a plan comes from. No paths and no times: two compiles of the same inputs give the same bytes.
 
     `profile`, `device_cost` and `calibration` are digests of those inputs; `mix` tells how many calibration prompts a
-    length there were of each task; `source` names what an import was made of.
+    length there were of each task at most; `source` names what an import was made of.
     """
 
     versions: Annotated[dict[Text, Text], AfterValidator(in_order)] = Field(default_factory=dict)

@@ -189,7 +189,7 @@ def header(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("Made with", ", ".join(made)))
     if plan.provenance.mix:
         mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
-        rows.append(("Calibration", f"{mix}, at each length"))
+        rows.append(("Calibration", f"at each length at most {mix}"))
     return rows
 
 
