@@ -136,8 +136,8 @@ class PlanOptions:
         prompts: the caller's own calibration texts, instead of task samples.
         tasks: tasks for calibration and verification; empty: quotations, the retrieval tasks that the model is found
             to solve, and plain text (`with_tasks`).
-        samples: calibration samples a length; None: on CUDA eight, or as many as show all the given tasks, but at most
-            five of more than 64K tokens; three on the CPU.
+        samples: calibration samples a length; None: as many as show all the given tasks, or on CUDA eight, five of more
+            than 64K tokens; at most three on the CPU.
         gate: what verification asks for.
         verify_samples: held-out samples a task and length; None: on CUDA as many as verification needs over all
             tasks, one on the CPU; 0 leaves the plan unverified.
@@ -272,7 +272,7 @@ class PlanOptions:
             verify_samples=self.held_out(tasks, device_type),
             verify_lengths=self.verify_lengths or lengths,
             density_is_default=self.density_is_default or not (self.target_density or preset),
-            samples_are_default=self.samples_are_default or not (self.samples or self.prompts or preset),
+            samples_are_default=self.samples_are_default or not (self.samples or self.prompts or self.tasks or preset),
             is_settled=True,
         )
 

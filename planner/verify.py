@@ -33,8 +33,8 @@ from sparsekv.runtime.hf.load import LoadedModel
 # Verification must not tighten a plan on the very samples that `eval` shows by default.
 _SEED_APART = 1_000_003
 _TOO_FEW = (
-    "{found} samples at {length} are too few to call a plan verified, at least {least} are needed: verify on {more} or "
-    "more of each task"
+    "too few samples at {length} to call a plan verified, {found} of at least {least}: verify on {more} or more of "
+    "each task"
 )
 _UNPROVEN = "{phase}: met on average, not proven at 95%: {bounds}"
 _PROVE = "verify on more samples to prove more, or loosen the gate"

@@ -295,6 +295,6 @@ def _why_denser(asked: KernelRow, computed: float, bench: KernelBench) -> str:
     least = fmean(mandatory_density(asked.length, bench.tile, family) for family in families)
     return (
         f"{format_length(asked.length)} at {asked.target_density:g}: more is computed than was asked for, since the "
-        f"tiles that every pattern computes (the first, the diagonal, the one before) are {least:.3f} of so short a "
+        f"tiles that every pattern computes (the first, the diagonal, the one before) are {least:.3f} of the "
         "prompt, and what is planted comes on top; time longer prompts, or ask for more"
     )

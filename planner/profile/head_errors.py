@@ -53,11 +53,14 @@ class Rows:
     spread: int = 1
 
     @classmethod
-    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int, run: int = 1) -> Rows:
-        """Every `stride`-th run of query tiles, and those from `tail_start` on; with a stride of 1, all rows."""
+    def of(cls, length: int, tail_start: int, tile: TileShape, stride: int, runs: int | None = None) -> Rows:
+        """Every `stride`-th of the query tiles, about so many runs of neighbours (None: each by itself), and those from
+        `tail_start` on; with a stride of 1, all rows."""
         if stride == 1:
             return cls(length, tail_start, tile)
-        count = -(-length // (run * tile.query))
+        tiles = -(-length // tile.query)
+        run = 1 if runs is None else -(-tiles // (runs * stride))
+        count = -(-tiles // run)
         spread = tuple(range(min(stride, count) - 1, count, stride))
         tail = tuple(number for number in range(tail_start // (run * tile.query), count) if number not in spread)
         return cls(length, tail_start, tile, run, spread + tail, len(spread))

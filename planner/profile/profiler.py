@@ -48,8 +48,8 @@ _SLACK = 0.05
 # more there is to a row, the less is gained by another one in the same launches.
 _FITTED_AT_ONCE = 4
 _FITTED_BYTES = 2 << 30  # of queries
-# Neighbouring query tiles of a sample that stay together: on a GPU the columns of a head are gathered for each run.
-_RUN = {"cuda": 32}
+# A sample of query tiles is cut into runs of neighbours, on a GPU into so many: columns are gathered for each of them.
+_RUNS = {"cuda": 8}
 
 
 def profile(
@@ -224,8 +224,8 @@ class Pass:
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
         prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)
-        stride, run = self._options.row_stride_at(self._length), _RUN.get(q_BHSD.device.type, 1)
-        rows = Rows.of(end, self._prompt.tail_start, tile, stride, run)
+        stride, runs = self._options.row_stride_at(self._length), _RUNS.get(q_BHSD.device.type)
+        rows = Rows.of(end, self._prompt.tail_start, tile, stride, runs)
         dense_BHSD, gradient_BHSD = (x[:, :, :end] for x in (found.out_BHSD, found.gradient_BHSD))
         return Layer(prefix, v_BGSD, dense_BHSD, gradient_BHSD, rows, self._backend)
 

@@ -77,7 +77,7 @@ def test_a_row_that_computes_more_than_was_asked_for_says_why():
     few, more = bench_kernels(bench(densities=(0.25, 0.9), patterns=("block_sparse",)))
     assert few.density > 1.1 * few.target_density
     assert "512 at 0.25: more is computed than was asked for" in few.as_data()["note"]
-    assert "are 0.583 of so short a prompt" in few.note  # 8 diagonal tiles, 7 before them and 6 first ones, of 36
+    assert "are 0.583 of the prompt" in few.note  # 8 diagonal tiles, 7 before them and 6 first ones, of 36
     assert (more.density <= 1.1 * more.target_density, more.note) == (True, "")
 
 

@@ -21,12 +21,12 @@ PATTERNS = (
 
 @pytest.mark.parametrize("length", [640, 611, 65])
 @pytest.mark.parametrize("stride", [2, 3, 50])
-@pytest.mark.parametrize("run", [1, 3])
+@pytest.mark.parametrize("runs", [None, 2])
 @pytest.mark.parametrize("tile", [TILE, TileShape()], ids=["64", "128"])
-def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, run: int, tile: TileShape) -> None:
+def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, runs: int | None, tile: TileShape) -> None:
     generator = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 20, tile, stride, run)
+    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 20, tile, stride, runs)
     index = build_index(PATTERNS, q, k, chunk, tile, scale=0.5)
     whole = prefill_attention(q, k, v, index, chunk, scale=0.5, want_lse=True, backend="cpu")
     found = prefill_attention(
@@ -40,7 +40,7 @@ def test_sampled_tiles_give_the_rows_of_the_whole(length: int, stride: int, run:
         backend="cpu",
     )
     for place, number in enumerate(rows.numbers):
-        span = slice(number * run * tile.query, min((number + 1) * run * tile.query, length))
+        span = slice(number * rows.run * tile.query, min((number + 1) * rows.run * tile.query, length))
         size = span.stop - span.start
         torch.testing.assert_close(found.out_BHSD[place, :, :size], whole.out_BHSD[0, :, span])
         torch.testing.assert_close(found.lse_BHS[place, :, :size], whole.lse_BHS[0, :, span])
@@ -58,12 +58,12 @@ def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 50])
-@pytest.mark.parametrize("run", [1, 2])
+@pytest.mark.parametrize("runs", [None, 2])
 @pytest.mark.parametrize("length", [640, 1000, 65])
-def test_sampled_rows_stand_for_about_as_many_as_there_are(length: int, run: int, stride: int) -> None:
-    rows = Rows.of(length, length - 20, TILE, stride, run)
+def test_sampled_rows_stand_for_about_as_many_as_there_are(length: int, runs: int | None, stride: int) -> None:
+    rows = Rows.of(length, length - 20, TILE, stride, runs)
     # A sample may take the last tile, which is cut short, for a whole one, and count rows of the question twice over.
-    assert float(rows.weights(torch.device("cpu")).sum()) == pytest.approx(length, abs=64 * run * stride)
+    assert float(rows.weights(torch.device("cpu")).sum()) == pytest.approx(length, abs=64 * rows.run * stride)
 
 
 def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
@@ -83,10 +83,16 @@ def test_a_stride_above_one_is_a_sample_of_tiles() -> None:
 
 
 def test_runs_of_tiles_stay_together() -> None:
-    rows = Rows.of(131_072 - 300, 131_072 - 364, TileShape(), 4, 32)
+    rows = Rows.of(131_072 - 300, 131_072 - 364, TileShape(), 4, 8)
     assert rows.numbers == (3, 7, 11, 15, 19, 23, 27, 31)
     assert rows.chunk.past[0] == 3 * 4096
     assert rows.chunk.lengths == (*(4096 * number for number in (4, 8, 12, 16, 20, 24, 28)), 131_072 - 300)
+
+
+def test_a_short_prompt_is_sampled_in_as_many_places() -> None:
+    short, long = (Rows.of(length, length - 64, TileShape(), 4, 8) for length in (8192, 131_072))
+    assert short.numbers == long.numbers
+    assert (short.run, long.run) == (2, 32)
 
 
 @pytest.mark.gpu
@@ -98,12 +104,12 @@ def test_runs_of_tiles_give_the_rows_of_the_whole_on_a_gpu(backend: str) -> None
         choose_backend(q.device, q.dtype, 64, backend, tile)
     except BackendError as error:
         pytest.skip(str(error))
-    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 64, tile, 3, 8)
+    chunk, rows = Chunk.uniform(1, 0, length), Rows.of(length, length - 64, tile, 3, 7)
     index = build_index(PATTERNS, q, k, chunk, tile, scale=0.125)
     whole = prefill_attention(q, k, v, index, chunk, scale=0.125, backend=backend).out_BHSD
     found = prefill_attention(
         rows.queries(q), rows.keys(k), rows.keys(v), rows.index(index), rows.chunk, scale=0.125, backend=backend
     ).out_BHSD
     for place, number in enumerate(rows.numbers):
-        span = slice(number * 1024, min((number + 1) * 1024, length))
+        span = slice(number * rows.run * 128, min((number + 1) * rows.run * 128, length))
         torch.testing.assert_close(found[place, :, : span.stop - span.start], whole[0, :, span], atol=2e-2, rtol=2e-2)
