@@ -114,7 +114,7 @@ def verify(
 def _met(verdict: Verification) -> str:
     if verdict.conclusive:
         return "gate met: verified"
-    return "gate met by what was measured, too little to call the plan verified: " + "; ".join(verdict.reasons)
+    return "\n".join(("gate met by what was measured, too little to call the plan verified:", *verdict.reasons))
 
 
 def _own_file(subject: arguments.Subject) -> Path:

@@ -38,7 +38,7 @@ _TOO_FEW = (
 )
 _UNPROVEN = "{phase}: met on average, not proven at 95%: {bounds}"
 _PROVE = "verify on more samples to prove more, or loosen the gate"
-_UNTOUCHED = "{phase} up to {up_to} is sparse and was not run sparse at any verified length"
+_UNTOUCHED = "{phase} {at} is sparse and was not run sparse at any verified length"
 _DENSER = 1.3  # at each attempt
 _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005
@@ -284,13 +284,22 @@ def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
     for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
         found = [(part.bucket(length), length) for length in lengths] if part else []
         run = [bucket for bucket, length in found if _is_sparse_at(bucket, length)]
+        after = 0
         for bucket in part.lengths if part else ():
             beyond = isinstance(bucket, PrefillBucket) and bucket.extrapolated  # as the last one that was run
             longest = plan.model.context_length if bucket.up_to is None else bucket.up_to
             if _is_sparse_at(bucket, longest) and not (beyond or bucket in run):
-                up_to = "any length" if bucket.up_to is None else format_length(bucket.up_to)
-                remarks.append(_UNTOUCHED.format(phase=phase, up_to=up_to))
+                remarks.append(_UNTOUCHED.format(phase=phase, at=_range(after, bucket.up_to)))
+            after = bucket.up_to or after
     return tuple(remarks)
+
+
+def _range(after: int, up_to: int | None) -> str:
+    """The lengths of a bucket behind one that ends at `after`, or behind none (0)."""
+    beyond = f"of more than {format_length(after)}" if after else ""
+    if up_to is None:
+        return beyond or "at every length"
+    return f"{beyond}, up to {format_length(up_to)}," if beyond else f"up to {format_length(up_to)}"
 
 
 def _is_sparse_at(bucket: PrefillBucket | DecodeBucket, length: int) -> bool:

@@ -14,7 +14,7 @@ from sparsekv.planner.profile.profile_data import DecodeTrial, for_profile
 from sparsekv.planner.verify import misses_of, planned_phases, tightened, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
-from sparsekv.plans.phases import PrefillBucket, PrefillPlan
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan
 from sparsekv.runtime.hf.load import LoadedModel
 
 GATE = Gate(max_accuracy_drop=1.0)
@@ -159,7 +159,7 @@ def test_a_plan_whose_sparse_part_never_ran_is_not_called_verified(loaded: Loade
     found = verify(loaded, plan.model_copy(update={"prefill": late}), options)
     assert found.passed
     assert not found.conclusive
-    assert "prefill up to any length is sparse and was not run" in found.reasons[-1]
+    assert "prefill of more than 1k is sparse and was not run" in found.reasons[-1]
 
 
 def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verified(loaded: LoadedModel) -> None:
@@ -167,7 +167,19 @@ def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verifie
     found = verify(loaded, plan_for(loaded.model, decode=decode_plan(segment(0, (1, 2), 1000))), options)
     assert found.passed  # of course: at 512 tokens all of them are attended to
     assert not found.conclusive
-    assert "decode up to any length is sparse and was not run" in found.reasons[-1]
+    assert "decode at every length is sparse and was not run" in found.reasons[-1]
+
+
+def test_ranges_that_were_not_run_sparse_are_named_by_both_their_ends(loaded: LoadedModel) -> None:
+    some = (segment(0, (1, 2), 16),)
+    buckets = tuple(DecodeBucket(up_to=end, segments=some) for end in (512, 1024, None))
+    loose = Gate(max_kl=100.0, min_agreement=0.0, min_exact=0.0, max_accuracy_drop=100.0)
+    options = replace(quick_options(lengths=(512,)), gate=loose).settled(4096, "cpu")
+    found = verify(loaded, plan_for(loaded.model, decode=DecodePlan(lengths=buckets)), options)
+    assert found.reasons[-2:] == (
+        "decode of more than 512, up to 1k, is sparse and was not run sparse at any verified length",
+        "decode of more than 1k is sparse and was not run sparse at any verified length",
+    )
 
 
 def test_a_length_at_which_decode_missed_makes_prefill_no_denser_there() -> None:
