@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def diff(
     old: Annotated[Path, typer.Argument(metavar="OLD", help=PLACE, show_default=False)],
     new: Annotated[Path, typer.Argument(metavar="NEW", help=PLACE, show_default=False)],
-    full: Annotated[bool, typer.Option("--full", help="List every head of every layer; --json always does.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="List every head of every layer and every figure; --json always does.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what changed between two plans: model, patterns, budgets, quality, cost. Needs no model.

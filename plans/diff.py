@@ -6,38 +6,37 @@ compared at every context length, head by head and layer by layer, whatever buck
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 from typing import Any
 
+from sparsekv.plans.changes import (
+    Change,
+    entry_changes,
+    field_in_words,
+    fields_in_words,
+    is_same,
+    label_of,
+    record_change,
+    step_in_words,
+    value_in_words,
+)
 from sparsekv.plans.files import content_digest
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import DecodePlan, PrefillPlan, bucket_of, reach
 from sparsekv.plans.schema import Plan, to_data
-from sparsekv.plans.types import SHA256_WEIGHTS, Part, canonical_json, format_ids, format_length
+from sparsekv.plans.types import Part, format_ids, format_length
 
 _MOST_LINES = 12  # of one range of lengths; more are condensed by kind
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One thing that differs. `old` and `new` are JSON data: None where one plan does not have it."""
-
-    section: str  # such as "Prefill, up to 8,192"
-    path: str  # of the field in a plan, lengths, layers and heads in brackets
-    text: str  # such as "layers 4-9: budget 2048 -> 4096 tokens"
-    old: Any
-    new: Any
 
 
 def diff_plans(old: Plan, new: Plan, full: bool = False) -> tuple[Change, ...]:
     """What `new` says otherwise than `old`; empty exactly where the content of both, integrity aside, is the same.
 
     Args:
-        full: every pattern of every head; otherwise many of them in one range of lengths are condensed by kind.
+        full: every pattern of every head, otherwise many of them in one range of lengths are condensed by kind; and
+            every figure of the quality, otherwise summed up by phase and length.
     """
     before, after = to_data(old), to_data(new)
     if content_digest(before) == content_digest(after):
@@ -45,7 +44,7 @@ def diff_plans(old: Plan, new: Plan, full: bool = False) -> tuple[Change, ...]:
     return tuple(
         change
         for name, compare in _SECTIONS.items()
-        if not _same(before.get(name), after.get(name))
+        if not is_same(before.get(name), after.get(name))
         for change in _or_rewritten(name, before.get(name), after.get(name), compare(old, new, full))
     )
 
@@ -58,97 +57,6 @@ def _or_rewritten(name: str, old: Any, new: Any, changes: Iterator[Change]) -> I
         yield Change(name.replace("_", " ").capitalize(), name, text, old, new)
     else:
         yield from (first, *changes)
-
-
-def _same(old: Any, new: Any) -> bool:
-    return canonical_json(old) == canonical_json(new)  # 1, 1.0 and true are equal in Python alone
-
-
-# --- records and fields -----------------------------------------------------------------------------------------------
-
-
-def _record(
-    section: str, path: str, what: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None
-) -> Iterator[Change]:
-    """A change of one record, which names the fields that differ; all fields where one plan does not have it."""
-    if _same(old, new):
-        return
-    if old is None or new is None:
-        told = [_fields(record) if record is not None else "none" for record in (old, new)]
-        yield Change(section, path, f"{what}: {told[0]} -> {told[1]}", old, new)
-        return
-    names = [name for name in dict.fromkeys((*old, *new)) if not _same(old.get(name), new.get(name))]
-    steps = ", ".join(_step(name, _text(name, old.get(name)), _text(name, new.get(name))) for name in names)
-    here = [{name: record[name] for name in names if name in record} for record in (old, new)]
-    yield Change(section, path, f"{what}: {steps}", here[0], here[1])
-
-
-def _entries(section: str, path: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Iterator[Change]:
-    """A change for each entry that differs."""
-    old, new = old or {}, new or {}
-    for name in dict.fromkeys((*old, *new)):
-        if name not in old or name not in new or not _same(old[name], new[name]):
-            told = [_plain(record[name]) if name in record else "none" for record in (old, new)]
-            text = f"{_label(name)}: {told[0]} -> {told[1]}"
-            if _is_number(old.get(name)) and _is_number(new.get(name)) and old[name] == new[name]:
-                text = f"{_label(name)}: the same number, written as {new[name]} instead of {old[name]}"
-            yield Change(section, f"{path}.{name}", text, old.get(name), new.get(name))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _fields(record: Mapping[str, Any]) -> str:
-    return ", ".join(f"{_label(name)} {_text(name, value)}" for name, value in record.items())
-
-
-def _step(name: str, old: str, new: str) -> str:
-    for unit in (" tokens", " ms"):
-        if old.endswith(unit) and new.endswith(unit):
-            old = old.removesuffix(unit)
-    return f"{_label(name)} {old} -> {new}"
-
-
-def _label(name: str) -> str:
-    return _printable(name.removesuffix("_us").replace("_", " "))
-
-
-_IS_DIGEST = re.compile(SHA256_WEIGHTS)
-_DIGITS = 12  # of a digest: enough to tell two of them apart
-
-
-def _text(name: str, value: Any) -> str:
-    """The value of a field as people read it, with all the digits that a plan keeps."""
-    if value is None:
-        return _plain(value)
-    if name.endswith("interval"):
-        return f"{value[0]:+.6g} to {value[1]:+.6g}"
-    if name == "lengths":
-        return ", ".join(map(format_length, value))
-    if name.endswith("_us"):
-        return f"{value / 1000:,.6g} ms"
-    value = to_data(value) if isinstance(value, Budget) else value
-    if not isinstance(value, dict):
-        return _plain(value)
-    most = f" (at most {value['at_most']} tokens)" if "at_most" in value else ""
-    return f"{value['tokens']} tokens" if "tokens" in value else f"{100 * value['fraction']:.6g}%{most}"
-
-
-def _plain(value: Any) -> str:
-    """JSON data of any kind; digests are shortened."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    if isinstance(value, str):
-        kind, _, digits = value.partition(":")
-        return f"{kind}:{digits[:_DIGITS]}" if _IS_DIGEST.fullmatch(value) else _printable(value)
-    if isinstance(value, float) and float(f"{value:.6g}") == value:
-        return f"{value:.6g}"
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else json.dumps(text)
 
 
 # --- layers and heads -------------------------------------------------------------------------------------------------
@@ -265,7 +173,9 @@ def _line(where: str, path: str, same: Sequence[_Moved]) -> _Line:
     sides = [_values((one.old for one in same), names), _values((one.new for one in same), names)]
     if kinds[0] == kinds[1]:
         kind = "" if kinds[0] in _UNNAMED else f"{kinds[0]} "
-        steps = ", ".join(_step(name, _span(name, sides[0][name]), _span(name, sides[1][name])) for name in names)
+        steps = ", ".join(
+            step_in_words(name, _span(name, sides[0][name]), _span(name, sides[1][name])) for name in names
+        )
         return _Line(path, f"{where}: {kind}{steps}", *(_json(side) for side in sides))
     told = [f"{kind}{_in_brackets(side)}" for kind, side in zip(kinds, sides, strict=True)]
     data = [{"kind": kind} | _json(side) for kind, side in zip(kinds, sides, strict=True)]
@@ -284,16 +194,20 @@ def _values(settings: Iterable[_Setting], names: Sequence[str]) -> dict[str, lis
 
 
 def _in_brackets(values: Mapping[str, list[Any]]) -> str:
-    told = ", ".join(f"{_label(name)} {_span(name, each)}" for name, each in values.items())
+    told = ", ".join(f"{label_of(name)} {_span(name, each)}" for name, each in values.items())
     return f" ({told})" if told else ""
 
 
 def _span(name: str, values: Sequence[Any]) -> str:
     if len(values) == 1:
-        return _text(name, values[0])
+        return field_in_words(name, values[0])
     if not all(isinstance(value, Budget | int | float) for value in values):
-        return " or ".join(_text(name, value) for value in values) if len(values) == 2 else f"{len(values)} different"
-    low, high = (_text(name, value) for value in (min(values, key=_size), max(values, key=_size)))
+        return (
+            " or ".join(field_in_words(name, value) for value in values)
+            if len(values) == 2
+            else f"{len(values)} different"
+        )
+    low, high = (field_in_words(name, value) for value in (min(values, key=_size), max(values, key=_size)))
     return f"{low.removesuffix(' tokens') if high.endswith(' tokens') else low} to {high}"
 
 
@@ -330,14 +244,14 @@ def _by_length(
 def _prefill(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
     tiles = [to_data(plan.prefill.tile) if plan.prefill else None for plan in (old, new)]
     if old.prefill and new.prefill:
-        yield from _record("Prefill", "prefill.tile", "tile", tiles[0], tiles[1])
+        yield from record_change("Prefill", "prefill.tile", "tile", tiles[0], tiles[1])
 
     def lines(length: int) -> tuple[_Line, ...]:
         return _grid_lines(_prefill_grid(old, length), _prefill_grid(new, length), full)
 
     def flags(length: int) -> tuple[_Line, ...]:
         before, after = _extrapolated(old, length), _extrapolated(new, length)
-        text = f"extrapolated: {_plain(before)} -> {_plain(after)}"
+        text = f"extrapolated: {value_in_words(before)} -> {value_in_words(after)}"
         return () if before == after else (_Line("extrapolated", text, before, after),)
 
     phases = (old.prefill, new.prefill)
@@ -377,7 +291,7 @@ def _decode(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
     before, after = (
         to_data(plan.decode.offload) if plan.decode and plan.decode.offload else None for plan in (old, new)
     )
-    yield from _record("Decode", "decode.offload", "offload to host memory", before, after)
+    yield from record_change("Decode", "decode.offload", "offload to host memory", before, after)
 
 
 def _decode_grid(plan: Plan, length: int) -> Grid:
@@ -413,11 +327,11 @@ def _model(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
     before, after = to_data(old.model), to_data(new.model)
     apart = {"rope", "attention", "fingerprint"}
     plain = [{name: value for name, value in data.items() if name not in apart} for data in (before, after)]
-    yield from _entries("Model", "model", plain[0], plain[1])
-    yield from _prefixed("rope ", _entries("Model", "model.rope", before.get("rope"), after.get("rope")))
+    yield from entry_changes("Model", "model", plain[0], plain[1])
+    yield from _prefixed("rope ", entry_changes("Model", "model.rope", before.get("rope"), after.get("rope")))
     grids = [{layer: (_shape(group),) for layer, group in plan.model.by_layer.items()} for plan in (old, new)]
     yield from (line.at("Model", "model.attention.") for line in _grid_lines(grids[0], grids[1], full))
-    prints = _entries("Model", "model.fingerprint", before["fingerprint"], after["fingerprint"])
+    prints = entry_changes("Model", "model.fingerprint", before["fingerprint"], after["fingerprint"])
     yield from _prefixed("fingerprint of the ", prints)
 
 
@@ -439,15 +353,66 @@ def _targets(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
             after.remove(target)
             before.remove(target)
     for target in before:
-        yield Change("Targets", "targets", f"removed: {_fields(to_data(target))}", to_data(target), None)
+        yield Change("Targets", "targets", f"removed: {fields_in_words(to_data(target))}", to_data(target), None)
     for target in after:
-        yield Change("Targets", "targets", f"added: {_fields(to_data(target))}", None, to_data(target))
+        yield Change("Targets", "targets", f"added: {fields_in_words(to_data(target))}", None, to_data(target))
 
 
 def _quality(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
-    sides = [dict(_measured("quality", "", to_data(plan.quality) if plan.quality else {})) for plan in (old, new)]
-    for path, what in dict.fromkeys((*sides[0], *sides[1])):
-        yield from _record("Quality", path, what, *(side.get((path, what)) for side in sides))
+    parts = [to_data(plan.quality) if plan.quality else None for plan in (old, new)]
+    if full:
+        sides = [dict(_measured("quality", "", part or {})) for part in parts]
+        for path, what in dict.fromkeys((*sides[0], *sides[1])):
+            yield from record_change("Quality", path, what, *(side.get((path, what)) for side in sides))
+    elif parts[0] is None or parts[1] is None:
+        yield _one_sided("Quality", "quality", "quality", "measured", *parts)
+    else:
+        for phase in dict.fromkeys((*parts[0], *parts[1])):
+            yield from _phase_quality(phase, parts[0].get(phase), parts[1].get(phase))
+
+
+def _one_sided(section: str, path: str, what: str, done: str, old: Any, new: Any) -> Change:
+    """A whole part that one plan alone has, in one line."""
+    return Change(section, path, f"{what}: {'dropped' if new is None else f'{done} now'}", old, new)
+
+
+def _phase_quality(phase: str, old: dict[str, Any] | None, new: dict[str, Any] | None) -> Iterator[Change]:
+    """What one phase kept: a line over everything, one a length, and one of all tasks."""
+    path = f"quality.{phase}"
+    if old is None or new is None:
+        yield _one_sided("Quality", path, phase, "measured", old, new)
+        return
+    sides = [dict(_summed_up(path, phase, part)) for part in (old, new)]
+    for key in dict.fromkeys((*sides[0], *sides[1])):
+        (figures, before), (others, after) = (side.get(key, ({}, None)) for side in sides)
+        if is_same(before, after):
+            continue
+        names = [name for name in dict.fromkeys((*figures, *others)) if figures.get(name) != others.get(name)]
+        steps = (
+            f"{value_in_words(name)} {value_in_words(figures.get(name))} -> {value_in_words(others.get(name))}"
+            for name in names
+        )
+        yield Change("Quality", key[0], f"{key[1]}: {', '.join(steps) or _ELSE}", before, after)
+
+
+_ELSE = "the same figures, other intervals or samples (--full lists them)"
+
+
+def _summed_up(path: str, what: str, part: dict[str, Any]) -> Iterator[tuple[tuple[str, str], tuple[Any, Any]]]:
+    """For a path and what it is: the figures to name, and all data there."""
+    yield (path, what), (_figures(part), {n: value for n, value in part.items() if n not in ("by_length", "tasks")})
+    for entry in part.get("by_length", ()):
+        at = entry["length"]
+        yield (f"{path}.by_length[{at}]", f"{what} at {format_length(at)}"), (_figures(entry), entry)
+    if tasks := part.get("tasks"):
+        yield (f"{path}.tasks", f"{what}, tasks"), ({name: score["sparse"] for name, score in tasks.items()}, tasks)
+
+
+def _figures(part: dict[str, Any]) -> dict[str, Any]:
+    agreement = part.get("agreement", {})
+    named = {"density": part["density"], "divergence": agreement.get("kl", part.get("kl"))}
+    named |= {"top-1": agreement.get("top1"), "exact": agreement.get("exact")}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def _measured(path: str, what: str, part: dict[str, Any]) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
@@ -460,28 +425,34 @@ def _measured(path: str, what: str, part: dict[str, Any]) -> Iterator[tuple[tupl
 
 
 def _cost(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
+    if not full and (old.cost is None or new.cost is None):
+        parts = [to_data(plan.cost) if plan.cost else None for plan in (old, new)]
+        yield _one_sided("Predicted cost", "cost", "cost", "predicted", *parts)
+        return
     sides = [to_data(plan.cost) if plan.cost else {} for plan in (old, new)]
     plain = [{name: value for name, value in side.items() if name != "lengths"} for side in sides]
-    yield from _entries("Predicted cost", "cost", plain[0], plain[1])
+    yield from entry_changes("Predicted cost", "cost", plain[0], plain[1])
     entries = [{entry["length"]: entry for entry in side.get("lengths", ())} for side in sides]
     for length in sorted({*entries[0], *entries[1]}):
         for phase, name in (("prefill", "prefill"), ("decode", "decode step")):
             path, what = f"cost.lengths[{length}].{phase}", f"{name} at {format_length(length)}"
-            yield from _record("Predicted cost", path, what, *(each.get(length, {}).get(phase) for each in entries))
+            yield from record_change(
+                "Predicted cost", path, what, *(each.get(length, {}).get(phase) for each in entries)
+            )
 
 
 def _provenance(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
     before, after = to_data(old.provenance), to_data(new.provenance)
     nested = ("versions", "settings", "mix")
     plain = [{name: value for name, value in data.items() if name not in nested} for data in (before, after)]
-    yield from _entries("Provenance", "provenance", plain[0], plain[1])
+    yield from entry_changes("Provenance", "provenance", plain[0], plain[1])
     for name in nested:
-        changes = _entries("Provenance", f"provenance.{name}", before.get(name), after.get(name))
+        changes = entry_changes("Provenance", f"provenance.{name}", before.get(name), after.get(name))
         yield from _prefixed(f"{name.removesuffix('s')} ", changes)
 
 
 def _extensions(old: Plan, new: Plan, full: bool) -> Iterator[Change]:
-    yield from _entries("Extensions", "extensions", old.extensions, new.extensions)
+    yield from entry_changes("Extensions", "extensions", old.extensions, new.extensions)
 
 
 _SECTIONS: Mapping[str, Callable[[Plan, Plan, bool], Iterator[Change]]] = {

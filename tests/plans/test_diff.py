@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from plans_samples import digest_of, full_plan, large_plan, model_info, small_plan
 from plans_strategies import plans
 
-from sparsekv.plans.diff import Change, diff_plans
+from sparsekv.plans.changes import Change
+from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.files import content_digest, dump_plan, parse_plan, sign
 from sparsekv.plans.model import Fingerprint
 from sparsekv.plans.patterns import AShape, Dense, Pattern, VerticalSlash, fraction, tokens
@@ -25,7 +26,7 @@ from sparsekv.plans.phases import (
     PrefillPlan,
     Segment,
 )
-from sparsekv.plans.schema import Estimate, Plan, Score, to_data
+from sparsekv.plans.schema import Agreement, Estimate, LengthMeasurement, Measurement, Plan, Quality, Score, to_data
 from sparsekv.plans.types import Part
 
 STATIC = AShape(sink=tokens(64), window=tokens(1024))
@@ -210,11 +211,43 @@ def test_status_targets_quality_and_cost() -> None:
         "Status: status: verified -> unverified",
         "Targets: removed: device NVIDIA H200, count 2, tensor parallel 2, host transformers, backend flash, "
         "dtype bfloat16",
+        "Quality: decode: dropped",
+        "Quality: both: density 0.0625 -> 0.05",
+        "Quality: both, tasks: niah_single 0.985 -> 0.95",
+        "Predicted cost: prefill at 32k: sparse 20.3112 -> 15 ms, density 0.221 -> 0.15",
+    ]
+    assert [line for line in told(new, old, full=True) if line.startswith("Quality")] == [
         "Quality: decode: lengths 32k, density 0.0625 -> none",
         "Quality: decode, niah_single: dense 0.99, sparse 0.985, samples 200, interval -0.0123456 to +0.0025 -> none",
         "Quality: both: density 0.0625 -> 0.05",
         "Quality: both, niah_single: sparse 0.985 -> 0.95, interval -0.0123456 to +0.0025 -> -0.07 to -0.01",
-        "Predicted cost: prefill at 32k: sparse 20.3112 -> 15 ms, density 0.221 -> 0.15",
+    ]
+
+
+def test_quality_or_cost_that_one_plan_alone_has_is_one_line() -> None:
+    old = full_plan()
+    new = changed(old, quality=None, cost=None)
+    assert told(new, old) == ["Quality: quality: dropped", "Predicted cost: cost: dropped"]
+    assert told(old, new) == ["Quality: quality: measured now", "Predicted cost: cost: predicted now"]
+    (dropped, _) = diff_plans(old, new)
+    assert (dropped.path, dropped.old, dropped.new) == ("quality", to_data(old.quality), None)
+
+
+def test_agreement_is_summed_up_by_length_without_its_intervals() -> None:
+    def plan(kl: float, bound: float) -> Plan:
+        known = Agreement(samples=50, kl=kl, kl_interval=(0.0, bound), top1=0.99, exact=0.9)
+        by_length = tuple(LengthMeasurement(length=at, density=0.25, agreement=known) for at in (4096, 8192))
+        measured = Measurement(lengths=(4096, 8192), density=0.25, agreement=known, by_length=by_length)
+        return changed(full_plan(), quality=Quality(prefill=measured))
+
+    assert told(plan(0.002, 0.004), plan(0.001, 0.004)) == [
+        "Quality: prefill: divergence 0.001 -> 0.002",
+        "Quality: prefill at 4k: divergence 0.001 -> 0.002",
+        "Quality: prefill at 8k: divergence 0.001 -> 0.002",
+    ]
+    alike = "the same figures, other intervals or samples (--full lists them)"
+    assert told(plan(0.001, 0.003), plan(0.001, 0.004)) == [
+        f"Quality: {where}: {alike}" for where in ("prefill", "prefill at 4k", "prefill at 8k")
     ]
 
 
