@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from sparsekv.planner.eval_results import EvalResult
     from sparsekv.planner.evaluation import PhaseName
     from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.schema import Measurement
+    from sparsekv.plans.schema import Measurement, Plan
 
 
 def evaluate(
@@ -118,12 +119,37 @@ def evaluate(
     modes: dict[str, Mode] = {}
     if subject.plan is not None:
         modes[phase] = PlanMode(subject.plan, phase, asked_backend, allow_mismatch)
+        if note := _all_dense(subject.plan, phase, lengths[0]):
+            tell(note)
     asked = EvalSamples(tuple(names), lengths, samples, batch, seed, chunk)
     (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
     if as_json:
         emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
     else:
         emit(_text(result, samples, phase, measurement_of([result], phase, chunk) if has_plan else None))
+
+
+def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
+    """A line where nothing that is measured is sparse at the length: dense is then compared with itself."""
+    from sparsekv.planner.verify import is_sparse_at
+    from sparsekv.plans.types import format_length
+
+    parts = {"prefill": plan.prefill, "decode": plan.decode}
+    ends = []
+    for name, part in parts.items():
+        if part is None or phase not in (name, "both"):
+            continue
+        if is_sparse_at(part.bucket(length), length):
+            return None
+        behind = [bucket for bucket in part.lengths if bucket.up_to is None or bucket.up_to >= length]
+        dense = list(takewhile(lambda bucket: bucket.dense, behind))
+        if not dense:
+            ends.append(f"{name}, which chooses nothing of so few tokens")
+        else:
+            last = dense[-1].up_to
+            ends.append(f"{name} {'at every longer length too' if last is None else f'up to {format_length(last)}'}")
+    where = f" ({', '.join(ends)})" if ends else f": it has no {phase} phase"
+    return f"the plan is dense at {format_length(length)}{where}; dense is compared with itself"
 
 
 def _check_curve(given: dict[str, Any]) -> None:

@@ -116,6 +116,9 @@ def score_row(task: str, score: Score, has_plan: bool = True) -> tuple[str, str,
     return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
 
 
+_DENSITIES = "density: share of the tiles, in decode of the tokens, measured on held-out prompts of all lengths"
+
+
 def quality_table(quality: Quality) -> str:
     """What was measured of a plan, phase by phase."""
     rows = [("phase", "density", *SCORE_HEADER, "samples")]
@@ -123,7 +126,7 @@ def quality_table(quality: Quality) -> str:
         measured = getattr(quality, phase)
         for task, score in measured.tasks.items() if measured else ():
             rows.append((phase, f"{measured.density:.3f}", *score_row(task, score), str(score.samples)))
-    return f"{columns(rows, right=(1, 3, 4, 6))}\n\n{agreement_table(quality)}"
+    return f"{columns(rows, right=(1, 3, 4, 6))}\n{_DENSITIES}\n\n{agreement_table(quality)}"
 
 
 def agreement_table(quality: Quality) -> str:

@@ -246,7 +246,7 @@ def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
             emit(quality_table(quality) + "\n")
         emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
         if density is not None:
-            emit(f"prefill computes {density:.3f} of the tiles at the longest length")
+            emit(f"prefill is predicted to compute {density:.3f} of the tiles at the longest length")
         if speedup is not None:
             emit(f"predicted speedup of attention there: {speedup:.2f}x")
         if result.filter_layers:

@@ -283,12 +283,12 @@ def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
     remarks = []
     for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
         found = [(part.bucket(length), length) for length in lengths] if part else []
-        run = [bucket for bucket, length in found if _is_sparse_at(bucket, length)]
+        run = [bucket for bucket, length in found if is_sparse_at(bucket, length)]
         after = 0
         for bucket in part.lengths if part else ():
             beyond = isinstance(bucket, PrefillBucket) and bucket.extrapolated  # as the last one that was run
             longest = plan.model.context_length if bucket.up_to is None else bucket.up_to
-            if _is_sparse_at(bucket, longest) and not (beyond or bucket in run):
+            if is_sparse_at(bucket, longest) and not (beyond or bucket in run):
                 remarks.append(_UNTOUCHED.format(phase=phase, at=_range(after, bucket.up_to)))
             after = bucket.up_to or after
     return tuple(remarks)
@@ -302,7 +302,7 @@ def _range(after: int, up_to: int | None) -> str:
     return f"{beyond}, up to {format_length(up_to)}," if beyond else f"up to {format_length(up_to)}"
 
 
-def _is_sparse_at(bucket: PrefillBucket | DecodeBucket, length: int) -> bool:
+def is_sparse_at(bucket: PrefillBucket | DecodeBucket, length: int) -> bool:
     """Whether its decode segments choose tokens there: with a short context they attend to everything."""
     if isinstance(bucket, PrefillBucket):
         return not bucket.dense

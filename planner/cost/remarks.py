@@ -23,7 +23,7 @@ from sparsekv.planner.cost.predict import (
     step_us,
 )
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
-from sparsekv.planner.options import ROUNDING, PlanOptions, lengths_up_to
+from sparsekv.planner.options import ROUNDING, PlanOptions, density_for, lengths_up_to
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget
@@ -72,7 +72,9 @@ def crossover_remarks(
         if options.target_speedup is not None:
             targets = (math.inf,) * len(entries)
         device = f"on {cost.device} ({cost.backend}, {cost.dtype})"
-        lines += [_denser(entry, prefill, target, device) for entry, target in zip(entries, targets, strict=True)]
+        for entry, target in zip(entries, targets, strict=True):
+            default = options.density_is_default and target == density_for(entry.length)
+            lines.append(_denser(entry, prefill, target, f"the {'default ' if default else ''}target", device))
     if options.target_speedup is not None:
         lines += [_slower(profile, entry, cost, prefill, options.target_speedup) for entry in entries]
     return tuple(filter(None, lines))
@@ -96,7 +98,7 @@ def _slower(
     )
 
 
-def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float, device: str) -> str | None:
+def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float, named: str, device: str) -> str | None:
     bucket, at = prefill.bucket(entry.length), format_length(entry.length)
     if bucket.dense:
         return (
@@ -112,9 +114,9 @@ def _denser(entry: LengthProfile, prefill: PrefillPlan, target: float, device: s
     whole_L = ~(choice >= 0).any(1)
     heads = int((choice[~whole_L] == DENSE).sum())
     return (
-        f"prefill at {at} computes {density:.3f} of the tiles, more than the target of {target:g}: dense is predicted "
-        f"to be faster for {_counted(int(np.sum(whole_L)), heads, len(choice))} {device}; the others keep to the "
-        "target, --no-crossover holds all heads to it"
+        f"prefill at {at} is predicted to compute {density:.3f} of the tiles, more than {named} of {target:g}: dense "
+        f"is predicted to be faster for {_counted(int(np.sum(whole_L)), heads, len(choice))} {device}; the others keep "
+        "to the target, --no-crossover holds all heads to it"
     )
 
 

@@ -13,6 +13,7 @@ from tiny_plans import every_head, plan_for
 
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
+from sparsekv.plans.phases import DecodeBucket, PrefillBucket
 from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 SMALL = ("--tasks", "kv_retrieval,perplexity")
@@ -51,6 +52,21 @@ def test_eval_of_one_phase_leaves_the_other_dense(sparsekv, folder, phase, tiles
     assert (data["decode_share"] == 1) is tokens
     assert data["tasks"]["perplexity"]["interval"] is None  # of one sample
     assert len(data["tasks"]["kv_retrieval"]["interval"]) == 2
+
+
+def test_eval_says_where_a_plan_is_dense_at_the_length(sparsekv, copy):
+    plan = load_plan(copy / "sparsekv.yaml")
+    phases = {"prefill": PrefillBucket(up_to=1024, dense=True), "decode": DecodeBucket(up_to=512, dense=True)}
+    late = {
+        name: getattr(plan, name).model_copy(update={"lengths": (short, *getattr(plan, name).lengths)})
+        for name, short in phases.items()
+    }
+    write_plan(plan.model_copy(update=late), copy / "sparsekv.yaml")
+    call = ("eval", copy, "--tasks", "kv_retrieval", "--samples", 1, "--length")
+    told = "the plan is dense at 512 (prefill up to 1k, decode up to 512); dense is compared with itself"
+    assert told in sparsekv(*call, "512").err
+    assert "dense is compared" not in sparsekv(*call, "768").err
+    assert "the plan is dense at 768 (prefill up to 1k)" in sparsekv(*call, "768", "--phase", "prefill").err
 
 
 def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):

@@ -83,8 +83,18 @@ def test_layers_that_run_dense_are_counted_and_the_density_they_make_is_told() -
     (line,) = remarks(profile, cost, target)
     density = predict(profile, cost, allocate(profile, cost, target), None).lengths[0].prefill.density
     assert density > 0.3
-    assert f"computes {density:.3f} of the tiles, more than the target of 0.25" in line
+    assert f"predicted to compute {density:.3f} of the tiles, more than the target of 0.25" in line
     assert f"faster for 1 of 3 layers {WHERE}" in line
+
+
+def test_a_target_that_nobody_set_is_named_as_the_default_until_it_is_raised() -> None:
+    profile, default = slower_layer(0.32), PlanOptions(lengths=(8192,)).settled(131072, "cpu")
+    cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
+    prefill = allocate(profile, cost, options_for(target_density=(0.3,)))
+    (line,) = crossover_remarks(profile, cost, prefill, default)
+    assert "more than the default target of 0.3572:" in line
+    (line,) = crossover_remarks(profile, cost, prefill, replace(default, target_density=(0.46,)))
+    assert "more than the target of 0.46:" in line
 
 
 def test_the_target_of_a_preset_is_exceeded_with_a_remark_too() -> None:
@@ -112,7 +122,7 @@ def test_heads_that_run_dense_in_sparse_layers_are_counted() -> None:
     entry = profile.lengths[0].model_copy(update={"layers": layers})
     (line,) = remarks(made_up_profile(entry), made_up_cost(index=index))
     assert f"faster for 2 heads {WHERE}" in line
-    assert "computes 0.417 of the tiles" in line
+    assert "predicted to compute 0.417 of the tiles" in line
 
 
 def test_without_a_crossover_the_target_holds_and_nothing_is_said() -> None:
