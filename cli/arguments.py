@@ -441,11 +441,16 @@ def plan_file(place: Path) -> Path:
     """The plan file at `place`: itself, or sparsekv.yaml in the folder or hub repository (ORGANISATION/NAME) it names.
 
     Raises:
-        UsageError: it names a hub repository whose plan cannot be had.
+        UsageError: it names a folder without a plan, or a hub repository whose plan cannot be had.
     """
     beside = place / PLAN_NAME
     if os.path.isfile(beside):
         return beside
+    if os.path.isdir(place):
+        raise UsageError(
+            f"expected a plan file, or a folder with {PLAN_NAME} in it, found the folder {place} without one; name the "
+            f"plan's file, or make the plan of a model in it: sparsekv plan {place} -o {beside}"
+        )
     if not _names_repository(place):
         return place  # the reader of the file says what is wrong with it
     from sparsekv.runtime.hub import download_plan

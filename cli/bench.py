@@ -72,7 +72,13 @@ def kernels(
     dtype: arguments.Dtype = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Index building and sparse attention of one layer on planted structure."""
+    """Index building and sparse attention of one layer on planted structure.
+
+    `asked` is the density asked for, `density` what was computed; `whole` is index and attention timed as one.
+    `columns`, `diagonals` and `tiles` are the shares of what was planted that the index found, `mass` the share of the
+    softmax that the computed positions hold on sampled rows, `error` the largest difference from float32 attention over
+    the same index.
+    """
     given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
     densities = arguments.shares_from(density, "--density")
     hardware, precision = arguments.device_and_dtype(device, dtype)
@@ -338,12 +344,12 @@ _KERNEL_COLUMNS: dict[str, Callable[[KernelRow], str]] = {
     "asked": lambda row: _number(row.target_density, ".3g"),
     "density": lambda row: _number(row.density, ".3f"),
     "dense ms": lambda row: _number(row.dense_ms, ".3f"),
-    "index": lambda row: _number(row.index_ms, ".3f"),
-    "attention": lambda row: _number(row.attention_ms, ".3f"),
-    "whole": lambda row: _number(row.sparse_ms, ".3f"),
+    "index ms": lambda row: _number(row.index_ms, ".3f"),
+    "attention ms": lambda row: _number(row.attention_ms, ".3f"),
+    "whole ms": lambda row: _number(row.sparse_ms, ".3f"),
     "speedup": lambda row: _number(row.speedup, ".2f"),
     "TFLOP/s": lambda row: _number(row.tflops, ".3g"),
-    "dense": lambda row: _number(row.dense_tflops, ".3g"),
+    "dense TFLOP/s": lambda row: _number(row.dense_tflops, ".3g"),
     "columns": _recall("columns"),
     "diagonals": _recall("diagonals"),
     "tiles": _recall("tiles"),
@@ -376,10 +382,10 @@ _DECODE_COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
     "sparse ms": lambda row: _number(row.sparse_ms, ".3f"),
     "speedup": lambda row: _number(row.speedup, ".2f"),
     "GB/s": lambda row: _number(row.gbytes_per_second, ".4g"),
-    "dense": lambda row: _number(row.dense_gbytes_per_second, ".4g"),
+    "dense GB/s": lambda row: _number(row.dense_gbytes_per_second, ".4g"),
     "unmodified ms": lambda row: _number(row.unmodified_ms, ".3f"),
     "replay ms": lambda row: _number(row.replay_ms, ".3f"),
-    "dense replay": lambda row: _number(row.dense_replay_ms, ".3f"),
+    "dense replay ms": lambda row: _number(row.dense_replay_ms, ".3f"),
 }
 
 

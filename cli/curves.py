@@ -122,7 +122,7 @@ def measure_curve(
         emit_json({"path": str(asked.out), "rows": [row.model_dump(mode="json") for row in rows]})
     else:
         emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")
-        emit(f"{asked.out}: {len(rows)} points of {rows[0].samples} samples each" if rows else "no method, no point")
+        emit(f"{asked.out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
 
 
 def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:

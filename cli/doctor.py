@@ -301,6 +301,10 @@ def say_memory(
     data = estimate.data(Request(prompt, answer, batch, chunk))
     if estimate.quantised:
         notes = [*notes, f"its weights are quantised; they are counted as {data['dtype']}, which takes more"]
+    context = data["context_length"]
+    if prompt + answer > context:
+        what = "`run` refuses a prompt that long" if prompt >= context else "the answer stops there"
+        notes = [*notes, f"the model's own context is {context:,} tokens: {what}"]
     if as_json:
         emit_json(data | {"notes": list(notes)})
     else:

@@ -121,8 +121,8 @@ def plan(
         _File,
         typer.Option(
             metavar="FILE",
-            help="Save the profile. Until it is complete it is in FILE.partial, or without this option in "
-            "PLAN.profile.partial until the plan is written: the same command goes on from there.",
+            help="Save the profile. Until the plan is written, what is profiled is in FILE.partial, or without this "
+            "option in PLAN.profile.partial: the same command goes on from there.",
         ),
     ] = None,
     profile: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved profile.")] = None,
@@ -271,7 +271,7 @@ class PlanFiles:
 
     @property
     def resume(self) -> Path:
-        """What has been profiled until the profile, or else the plan, is written; a rerun goes on from it."""
+        """What has been profiled, until the plan is written; a rerun goes on from it."""
         profile = self.profile_out or self.out.with_name(f"{self.out.name}.profile")
         return profile.with_name(f"{profile.name}.partial")
 
@@ -308,24 +308,38 @@ class PlanFiles:
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
         """Adds to an interruption, and to any failure that leaves a part of the profile, what a rerun will find."""
+        before = _version_of(self.profile_out)
         try:
             yield
         except BaseException as stop:
-            if isinstance(stop, KeyboardInterrupt) or self.resume.exists():
-                stop.add_note(self._saved())
+            if isinstance(stop, KeyboardInterrupt) or self._is_resumable():
+                stop.add_note(self._saved(_version_of(self.profile_out) != before))
             raise
 
-    def _saved(self) -> str:
-        if self.resume.exists():
-            return f"saved what was profiled so far in {self.resume}; the same command goes on from there"
-        if self.profile_out is not None and self.profile_out.exists():
-            instead = "in place of --profile-out and of what only profiling reads"
-            return (
-                f"saved the profile in {self.profile_out}; `--profile {self.profile_out}` {instead} goes on from there"
-            )
+    def _is_resumable(self) -> bool:
+        return self.profile is None and self.resume.exists()
+
+    def _saved(self, is_complete: bool) -> str:
+        if self._is_resumable():
+            told = f"saved what was profiled in {self.resume}: the same command goes on from there"
+            if is_complete:
+                told += (
+                    f"; the profile in {self.profile_out} is complete: `--profile {self.profile_out}`, without "
+                    "--profile-out and what else only profiling reads, skips the trials too"
+                )
+            return told
         if self.profile is not None:
             return f"{self.out} was not written; the profile in {self.profile} is unchanged"
         return f"{self.out} was not written, and nothing was profiled yet"
+
+
+def _version_of(path: Path | None) -> tuple[int, int] | None:
+    """Changes when the file is written anew; None where there is none."""
+    try:
+        found = path.stat() if path else None
+    except FileNotFoundError:
+        return None
+    return found and (found.st_ino, found.st_mtime_ns)
 
 
 def check_writable(path: Path) -> None:

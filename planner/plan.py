@@ -97,8 +97,8 @@ def compile_plan(
         profile_in: an earlier profile, instead of profiling.
         cost_in: an earlier device cost, instead of measuring.
         profile_out, cost_out: where to write the two.
-        resume: a file for what is profiled, from which an interrupted run goes on; removed when `profile_out` is
-            written.
+        resume: a file for what is profiled, from which an interrupted run goes on; the caller removes it once the
+            plan is written.
         progress: where to report; the stages that will run are numbered.
 
     Raises:
@@ -128,8 +128,6 @@ def compile_plan(
     asked = with_reached_densities(asked, measured)
     if profile_out is not None:
         write_measured(profile_in or measured, profile_out)
-        if resume is not None:
-            resume.unlink(missing_ok=True)
     cost = cost_in or measure_cost(
         _head_shape(loaded.info),
         asked.lengths,

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichBars
 from rich.table import Column
+from rich.text import Text
+
+_PACED = 5.0  # percent of a stage from which on its pace is told: the first units pay for warming up
 
 
 def prefill_work(tokens: int) -> float:
@@ -83,8 +86,14 @@ class _Lines(_Bar):
         (task,) = self._bars.tasks
         share = f"{task.percentage:.0f}%" if task.total else f"{task.completed:g}"
         yield f"{task.description}: {share} in {_clock(task.elapsed or 0.0)}"
-        if task.time_remaining is not None:
+        if task.time_remaining is not None and task.percentage >= _PACED:
             yield f"about {_clock(task.time_remaining)} left"
+
+
+class _TimeLeft(TimeRemainingColumn):
+    def render(self, task: Task) -> Text:
+        is_early = task.total and task.percentage < _PACED
+        return Text("-:--:--", style="progress.remaining") if is_early else super().render(task)
 
 
 def _clock(seconds: float) -> str:
@@ -109,7 +118,7 @@ class BarProgress(Progress):
     def stage(self, name: str, total: float | None = None) -> Iterator[Step]:
         """See `Progress`."""
         note = TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True))  # what room is left for
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        times = (TimeElapsedColumn(), TextColumn("left"), _TimeLeft())
         columns = (TextColumn("{task.description:<22}"), BarColumn(20), TaskProgressColumn(), *times, note)
         # The mean pace of the whole stage: one step may take longer than the seconds that rich looks back by default.
         bars = RichBars(*columns, console=self._console, speed_estimate_period=math.inf, expand=True)

@@ -88,10 +88,11 @@ def profile(
     records = Records(resume, _identity(loaded, options, prompts, backend), shape)
     keys = [(length, sample, layer) for length, n in shape.samples.items() for sample in range(n) for layer in layers]
     missing = [key for key in keys if key not in records]
-    total = sum(prefill_work(len(prompts[length][sample].ids)) for length, sample, _ in missing)
-    if found := len(keys) - len(missing):
-        samples = f"{found / info.layers:.3g} of {sum(shape.samples.values())} samples"
-        progress.say(f"profile resumed: {samples} were measured by an interrupted run")
+    whole, total = (
+        sum(prefill_work(len(prompts[length][sample].ids)) for length, sample, _ in some) for some in (keys, missing)
+    )
+    if total < whole:
+        progress.say(f"profile resumed: {100 * (1 - total / whole):.3g}% of it was measured by an interrupted run")
     with progress.stage("profile", total=total) as step:
         for length, some in prompts.items():
             for sample, prompt in enumerate(some):

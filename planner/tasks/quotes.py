@@ -61,7 +61,7 @@ class Quote:
         if not answer or text < 2 * sizes.passage:
             least = request.length + 2 * (_CUE + _ANSWER) - text + (_ANSWER - answer)
             raise TaskError(
-                f"expected at least {least} tokens to hold {count} passages and their quotations, found "
+                f"expected at least {least} tokens to hold passages and their quotations, {count} of each, found "
                 f"{request.length}; use a longer length"
             )
         source = _Source.drawn(kit, text, self.prose, draws.rng)
@@ -240,7 +240,7 @@ def _draw_layout(source: _Source, sizes: _Sizes, count: int, rng: np.random.Gene
                 break
     if found is None:
         raise TaskError(
-            f"expected text with {count} passages that their first {_CUE} tokens identify, found fewer in "
+            f"expected text with passages that their first {_CUE} tokens identify, {count} of them, found fewer in "
             f"{len(source.ids)} tokens; use another length, or give your own calibration prompts"
         )
     return found

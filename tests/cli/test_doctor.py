@@ -49,6 +49,22 @@ def test_the_longest_prompt_fits_and_a_longer_one_does_not(sparsekv, folder):
     assert fits.data["device"]["needed"] <= fits.data["device"]["available"] == 3 << 29
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "told"),
+    [
+        ((1 << 20) - 256, 256, ()),
+        ((1 << 20) - 256, 257, ("the answer stops there",)),
+        (1 << 20, 1, ("`run` refuses a prompt that long",)),
+    ],
+)
+def test_what_fits_but_not_into_the_models_context_is_told(sparsekv, folder, prompt, answer, told):
+    call = ("doctor", "--memory", folder, prompt, "--max-new-tokens", answer, "--device-memory", "1TiB", "--json")
+    done = sparsekv(*call, "--host-memory", "1TiB")
+    assert done.code == 0
+    assert done.data["fits"]
+    assert done.data["notes"] == [f"the model's own context is 1,048,576 tokens: {what}" for what in told]
+
+
 def test_auto_moves_what_the_plan_permits_once_the_device_is_full(sparsekv, folder):
     auto, never, always = (
         sparsekv("doctor", "--memory", folder, "1k", *GPU, "--offload", how, "--json").data

@@ -121,11 +121,33 @@ def test_ctrl_c_in_any_stage_says_what_was_kept(sparsekv, model, priced, out, ct
     assert done.err.splitlines()[-2:-1] == ["interrupted"]
     assert str(profile) in done.err
     assert not out.exists()
-    kept = out.with_name("a.profile.partial") if stage == "profile" else profile
-    assert kept.exists()
-    if stage == "profile":
-        assert sparsekv(*call).code == 0
-        assert not kept.exists()
+    partial = out.with_name("a.profile.partial")
+    assert f"{partial}: the same command goes on from there" in done.err
+    assert profile.exists() == (f"`--profile {profile}`" in done.err) == (stage != "profile")
+    again = sparsekv(*call)
+    assert again.code == 0
+    assert f"profile resumed: {'33.3' if stage == 'profile' else '100'}% of it" in again.err
+    assert sorted(out.parent.iterdir()) == [profile, out]
+
+
+def test_an_older_profile_is_not_told_as_that_of_an_interrupted_run(sparsekv, model, priced, out, ctrl_c_in):
+    profile = out.with_name("a.profile")
+    profile.write_text('{"kind":"sparsekv.profile"}')
+    with ctrl_c_in("profile"):
+        done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--profile-out", profile)
+    assert f"{profile}.partial" in done.err
+    assert "complete" not in done.err
+
+
+def test_a_plan_from_a_profile_leaves_the_records_of_an_interrupted_run(sparsekv, model, measured, out, ctrl_c_in):
+    partial = out.with_name("b.profile.partial")
+    partial.write_text("sparsekv.partial")
+    call = ("plan", model, "-o", out, *measured, "--profile-out", out.with_name("b.profile"))
+    with ctrl_c_in("evaluate"):
+        done = sparsekv(*call, *TASK)
+    assert done.err.endswith(f"the profile in {measured[2]} is unchanged\n")
+    assert sparsekv(*call, "--no-verify").code == 0
+    assert partial.exists()
 
 
 @pytest.mark.parametrize("stage", ["allocate", "filter layers"])

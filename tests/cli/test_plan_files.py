@@ -201,7 +201,8 @@ def test_segments_out_of_order_are_refused(sparsekv, plan):
 @pytest.mark.parametrize("command", ["validate", "show", "seal"])
 def test_what_is_no_file_is_wrong_usage_not_a_failed_check(sparsekv, tmp_path, command):
     (tmp_path / "file").write_text("x")
-    for path, word in [(tmp_path, "found a folder"), (tmp_path / "file" / "plan.yaml", "Not a directory")]:
+    folder = "found a folder" if command == "seal" else f"sparsekv.yaml in it, found the folder {tmp_path} without one"
+    for path, word in [(tmp_path, folder), (tmp_path / "file" / "plan.yaml", "Not a directory")]:
         done = sparsekv(command, path, "--json")
         assert done.code == done.data["error"]["exit_code"] == 2
         assert word in done.err

@@ -3,6 +3,7 @@
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from sparsekv.planner.progress import BarProgress, Stages, prefill_work
@@ -28,6 +29,14 @@ def test_a_log_hears_of_a_stage_before_it_ends_how_far_it_is_and_how_long_it_wil
     ]
 
 
+@pytest.mark.parametrize("console", [{"width": 80}, {"width": 80, "force_terminal": True, "color_system": None}])
+def test_no_time_left_is_told_of_the_first_units_which_pay_for_warming_up(console: dict[str, Any]) -> None:
+    early, later = (" ".join(told(100.0, steps, total=100, **console)) for steps in (4, 6))
+    left = "2:36:40"  # 94 of 100 units
+    assert left in later
+    assert "2:40:00" not in early  # 96 units
+
+
 def test_a_stage_of_unknown_length_has_no_time_left() -> None:
     assert told(100.0, 2, total=None)[1:-1] == ["evaluate: 1 in 0:01:40, prompt 1", "evaluate: 2 in 0:03:20, prompt 2"]
 
@@ -48,8 +57,8 @@ def test_a_prompt_counts_by_its_time_not_as_one() -> None:
 
 def test_what_is_said_once_reaches_the_log_as_it_is() -> None:
     text = io.StringIO()
-    Stages(BarProgress(Console(file=text, width=20)), ("profile",)).say("profile resumed: [1] of 12 samples")
-    assert text.getvalue() == "profile resumed: [1] of 12 samples\n"
+    Stages(BarProgress(Console(file=text, width=20)), ("profile",)).say("profile resumed: [1] of 12 layers")
+    assert text.getvalue() == "profile resumed: [1] of 12 layers\n"
 
 
 def test_stages_of_a_longer_run_are_numbered() -> None:

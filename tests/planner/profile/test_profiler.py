@@ -116,7 +116,7 @@ def test_an_interrupted_profile_goes_on_to_the_same_result(
     assert not layers or len(partial.read_text().splitlines()) == 1 + layers
     resumed = Counting()
     assert profile(loaded, QUICK, resumed, resume=partial) == finished.profile
-    told = f"profile resumed: {layers / 3:.3g} of 2 samples were measured by an interrupted run"
+    told = f"profile resumed: {100 * layers / 6:.3g}% of it was measured by an interrupted run"
     assert resumed.said == ([told] if layers else [])
     assert resumed.done == pytest.approx(resumed.total)
     assert resumed.total == pytest.approx(interrupted.total - interrupted.done)

@@ -113,7 +113,9 @@ def test_more_tokens_than_there_is_text_quote_the_last_repetition(task: str) -> 
 def test_text_in_which_nothing_is_unique_is_refused() -> None:
     encoder = kit_named("shipped").encoder
     kit = Kit(Split.EVALUATION, encoder, Filler.from_text("x = 1\n" * 400, encoder))
-    with pytest.raises(TaskError, match=r"4 passages that their first 16 tokens identify, found fewer in \d+ tokens"):
+    with pytest.raises(
+        TaskError, match=r"passages that their first 16 tokens identify, 4 of them, found fewer in \d+ tokens"
+    ):
         make_sample(TASKS["quote_code"], kit, 1000, seed=0, index=0)
 
 
