@@ -72,6 +72,13 @@ Tile = Annotated[Literal["64", "128"] | None, typer.Option(help="Rows and column
 Batch = Annotated[
     int | None, typer.Option(min=1, max=MOST, metavar="N", help="Most samples run at once; as fits by default.")
 ]
+Repeats = Annotated[int, typer.Option(min=1, max=MOST, metavar="N", help="How often each is timed; medians are shown.")]
+HandDensity = Annotated[
+    str | None,
+    typer.Option(
+        "--density", "--densities", metavar="LIST", help="Without a plan, of one made by hand: one, or one a length."
+    ),
+]
 MaxAccuracyDrop = Annotated[
     float | None,
     typer.Option(

@@ -33,9 +33,6 @@ Lengths = Annotated[
         "--lengths", "--length", metavar="LIST", help="Tokens, such as 8k,32k; by default as fits the device."
     ),
 ]
-Repeats = Annotated[
-    int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="How often each is timed; medians are shown.")
-]
 
 
 @app.command("kernels", short_help="Index building and attention of one layer, without a model.")
@@ -66,7 +63,7 @@ def kernels(
     kv_heads: Annotated[int, typer.Option(min=1, max=_WIDEST, metavar="N", help="Heads of K and V.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, max=_WIDEST, metavar="N", help="Size of a head.")] = 128,
     tile: arguments.Tile = "128",
-    repeats: Repeats = 3,
+    repeats: arguments.Repeats = 3,
     seed: arguments.Seed = 0,
     device: arguments.Device = None,
     dtype: arguments.Dtype = None,
@@ -116,15 +113,7 @@ def prefill(
         bool, typer.Option("--random-weights", help="Random weights of the model's shape, made on the device.")
     ] = False,
     lengths: Lengths = None,
-    density: Annotated[
-        str | None,
-        typer.Option(
-            "--density",
-            "--densities",
-            metavar="LIST",
-            help="Without a plan, of one made by hand: one, or one a length.",
-        ),
-    ] = None,
+    density: arguments.HandDensity = None,
     patterns: Annotated[
         str | None, typer.Option(metavar="LIST", help="Of a plan made by hand, dealt out to the heads.")
     ] = None,
@@ -141,7 +130,7 @@ def prefill(
         typer.Option(min=0, max=_WIDEST, metavar="N", help="Layers whose keys and values go to host memory."),
     ] = None,
     chunk: arguments.Chunk = None,
-    repeats: Repeats = 3,
+    repeats: arguments.Repeats = 3,
     seed: arguments.Seed = 0,
     device: arguments.Device = None,
     dtype: arguments.Dtype = None,
@@ -247,7 +236,7 @@ def decode(
             "choose at random.",
         ),
     ] = None,
-    repeats: Repeats = 3,
+    repeats: arguments.Repeats = 3,
     seed: arguments.Seed = 0,
     device: arguments.Device = None,
     dtype: arguments.Dtype = None,

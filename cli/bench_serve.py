@@ -43,22 +43,12 @@ def serve(
     step_tokens: Annotated[
         str, typer.Option(metavar="N", help="Of a step at most: vLLM's max_num_batched_tokens.")
     ] = "8k",
-    density: Annotated[
-        str | None,
-        typer.Option(
-            "--density",
-            "--densities",
-            metavar="LIST",
-            help="Without a plan, of one made by hand: one, or one a length.",
-        ),
-    ] = None,
+    density: arguments.HandDensity = None,
     crossover: Annotated[
         str | None, typer.Option(metavar="N", help="Without a plan: lengths up to N are dense; 8k by default.")
     ] = None,
     tile: arguments.Tile = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="How often each is timed; medians are shown.")
-    ] = 3,
+    repeats: arguments.Repeats = 3,
     seed: arguments.Seed = 0,
     dtype: arguments.Dtype = None,
     backend: arguments.Backend = None,

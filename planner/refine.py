@@ -42,7 +42,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3
-# At 32 layers and 32K tokens of an 8B model that is about forty passes of a second a round.
+# At 32 layers and 32K tokens of an 8B model that is about twenty passes of a second a round.
 _MOST_GROUPS = 16
 # The first ones, which are of different tasks: fewer where they are long.
 _PROMPTS, _LEAST_PROMPTS, _TOKENS = 4, 2, 1 << 16

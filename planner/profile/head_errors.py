@@ -12,8 +12,7 @@ Rows are all rows of the prompt, or an even sample of runs of query tiles, whose
 the question. In a sample, each run is a batch row: its queries, all keys, and its part of the index. All rows together
 are left as one batch row, since a thousand of them would be as many launches of some backends.
 
-Shapes: X batch rows of M rows each, T query tiles, N runs, H query heads, G KV heads, S rows of the prompt, D head
-size.
+Shapes: X batch rows of M rows each, H query heads, G KV heads, S rows of the prompt, T query tiles, D head size.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def profile(
     Args:
         options: settled (`PlanOptions.settled`).
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
-            removes it once the profile is saved or used.
+            removes it once the plan is written.
         kit: see `calibration_prompts`.
 
     Raises:
