@@ -2,45 +2,17 @@
 
 import errno
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from command_line import sparsekv as sparsekv
 from progress import CtrlC, During
 from short_filler import short_filler as short_filler
-
-from sparsekv.cli.main import main
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def sparsekv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Runs `sparsekv ARGUMENTS` and returns its exit code, standard output and standard error."""
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Outcome(int(stop.value.code or 0), captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
