@@ -35,6 +35,7 @@ from sparsekv.planner.profile.profile_data import (
     check_table,
 )
 from sparsekv.plans.errors import ConflictError, PlanWarning, UsageError
+from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.types import FieldError, Length, Natural, canonical_json, rounded
@@ -150,7 +151,7 @@ class Records:
             if not self._found:
                 path.unlink(missing_ok=True)  # the first record brings the header: no file without one to go on from
             elif sound != text:
-                path.write_text(sound, encoding="utf-8")
+                write_bytes(path, sound.encode())
 
     def _set_aside(self, path: Path) -> None:
         """Renames the file of a run with other options, for when that one is started again, and takes back our own."""

@@ -44,6 +44,12 @@ REJECTED = {
     "unknown status": (("status",), "perfect", "imported"),
     "verified without quality": (("quality",), REMOVED, "quality"),
     "an empty quality": (("quality",), {}, "prefill, decode or both"),
+    "a length measured twice": (
+        ("quality", "prefill", "by_length"),
+        FULL["quality"]["prefill"]["by_length"][:1] * 2,
+        "8192",
+    ),
+    "a length predicted twice": (("cost", "lengths"), FULL["cost"]["lengths"] * 2, "32768"),
     "an empty cache plan": (("kv_cache",), [], "at least 1"),
     "another kind": (("kind",), "sparsekv.profile", "sparsekv.plan"),
     "boolean for an integer": (("model", "attention", 0, "heads"), True, "integer"),
