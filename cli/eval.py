@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.curves import CURVE_OPTIONS, Curve, measure_curve
+from sparsekv.cli.bench_curves import CURVE_OPTIONS, Curve, measure_curve
 from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.schema import Quality, to_data

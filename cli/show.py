@@ -67,13 +67,13 @@ def _print(plan: Plan, full: bool) -> None:
 
 def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:
     try:
-        from sparsekv.planner.report.page import report
+        from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
         raise UsageError(
             f"expected the packages that --html needs, found no {error.name}; "
             "install them: pip install 'sparsekv[report]'"
         ) from error
-    from sparsekv.planner.curve import read_curve
+    from sparsekv.bench.curve_file import read_curve
     from sparsekv.plans.files import write_bytes
 
     points = read_curve(curve) if curve else ()
