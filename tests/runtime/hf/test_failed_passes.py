@@ -1,4 +1,4 @@
-"""A forward pass that fails anywhere, in an operation of a store or behind the last of them, leaves no trace: run again,
+"""A forward pass that fails, in any operation of a store or behind the last of them, leaves no trace: run again,
 it gives the very logits that it would have given."""
 
 import copy
