@@ -268,11 +268,7 @@ def _prefill_grid(plan: Plan, length: int) -> Grid:
     if plan.prefill is None:
         return {layer: (_DENSE,) * heads for layer, heads in widths.items()}
     bucket = plan.prefill.bucket(length)
-    grid = {layer: tuple(map(_pattern, bucket.patterns(layer, heads))) for layer, heads in widths.items()}
-    for reuse in bucket.reuse:
-        taken = _Setting("reuse", (("source", reuse.source), ("heads", reuse.heads)))
-        grid |= {layer: (taken,) * widths[layer] for layer in reuse.layers}
-    return grid
+    return {layer: tuple(map(_pattern, bucket.patterns(layer, heads))) for layer, heads in widths.items()}
 
 
 def _pattern(pattern: Pattern) -> _Setting:

@@ -52,10 +52,6 @@ def layer_rows(
 
 
 def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) -> tuple[HeadRow, ...]:
-    reuse = next((reuse for reuse in bucket.reuse if layer in reuse.layers), None)
-    if reuse is not None:
-        heads = "" if reuse.heads == "same" else f" by the head map {list(reuse.heads)}"
-        return (HeadRow(tuple(range(model.group_of(layer).heads)), "reuse", f"tiles of layer {reuse.source}{heads}"),)
     by_pattern: dict[Pattern, list[int]] = {}
     for head, pattern in enumerate(bucket.patterns(layer, model.group_of(layer).heads)):
         by_pattern.setdefault(pattern, []).append(head)

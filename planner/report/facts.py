@@ -85,8 +85,8 @@ def _map_of(plan: Plan, bucket: PrefillBucket, title: str, after: int, profile: 
             for row in rows:
                 kind = shape.kind if row.kind == "dense" and shape.kind != "full" else row.kind
                 for head in row.heads:
-                    own = None if row.kind == "reuse" else patterns[head]
-                    heads.append(HeadFact(layer, head, kind, row.parameters, *scores.of(layer, head, own, shape)))
+                    of_head = scores.of(layer, head, patterns[head], shape)
+                    heads.append(HeadFact(layer, head, kind, row.parameters, *of_head))
     heads.sort(key=lambda fact: (fact.layer, fact.head))
     return PatternMap(title, length, entry is not None, tuple(heads))
 
@@ -113,12 +113,8 @@ class _Scores:
         self._number = {pattern: number for number, pattern in enumerate(entry.patterns)} if entry else {}
         self._layers = {scores.layer: scores for scores in entry.layers} if entry else {}
 
-    def of(
-        self, layer: int, head: int, pattern: Pattern | None, shape: AttentionGroup
-    ) -> tuple[float | None, float | None]:
-        """Density and damage; None where they are not known. A head without a pattern takes another layer's tiles."""
-        if pattern is None:
-            return None, None
+    def of(self, layer: int, head: int, pattern: Pattern, shape: AttentionGroup) -> tuple[float | None, float | None]:
+        """Density and damage; None where they are not known."""
         if isinstance(pattern, Dense) or self._measured is None:
             return _density(pattern, shape, self._length), None if self._measured is None else 0.0
         scores, number = self._layers.get(layer), self._number.get(in_tokens(pattern, self._measured))
