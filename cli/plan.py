@@ -61,8 +61,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Patterns to search, separated by commas: a_shape, vertical_slash (the default), "
-            "vertical_slash_means, block_sparse, adaptive.",
+            help="Patterns to search, separated by commas: a_shape, vertical_slash (the default), block_sparse.",
         ),
     ] = None,
     tile: arguments.Tile = None,

@@ -27,12 +27,12 @@ from sparsekv.plans.schema import HostName
 from sparsekv.plans.types import LEAST_CHUNK, format_length
 from sparsekv.runtime.settings import DeviceMap
 
-Family = Literal["a_shape", "vertical_slash", "vertical_slash_means", "block_sparse", "adaptive"]
+Family = Literal["a_shape", "vertical_slash", "block_sparse"]
 
 # Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)
 # The others only when asked for, or by a preset.
-KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "vertical_slash_means", "a_shape", "block_sparse", "adaptive")
+KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "a_shape", "block_sparse")
 PRESET_FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
 Phase = Literal["prefill", "decode"]
 Selector = Literal["last", "uniform", "exponential"]

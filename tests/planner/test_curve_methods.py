@@ -82,7 +82,6 @@ def test_every_method_computes_less_than_dense_in_its_own_phase_alone(
     "mode",
     [
         MaxThreshold(0.0, TILE),
-        MaxThreshold(0.0, TILE, corrected=True),
         StepwiseRule(ExactTopK(fraction(1.0))),
         StepwiseRule(ExactTopK(fraction(1.0), "per_kv_head")),
         StepwiseRule(QuestPages(fraction(1.0))),
@@ -93,24 +92,6 @@ def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel
     found = compare(loaded, {"all": mode}, reference)["all"]
     assert max(found.kl) < 1e-4
     assert (found.spent.tiles, found.spent.attended) == (found.spent.causal_tiles, found.spent.cached)
-
-
-def test_means_stand_in_exactly_for_tiles_of_equal_tokens() -> None:
-    """Where all keys of a tile are equal, and all values, the correction leaves no error; without it there is one."""
-    rows, heads, groups, size, tile = 512, 4, 2, 32, TILE.key
-    draws = torch.Generator().manual_seed(0)
-    k_BGKD, v_BGKD = (
-        torch.randn(1, groups, rows // tile, size, generator=draws).repeat_interleave(tile, 2) for _ in "kv"
-    )
-    q_BHSD = torch.randn(1, heads, rows, size, generator=draws)
-    call = AttentionCall(0, q_BHSD, k_BGKD, v_BGKD, Chunk.uniform(1, 0, rows), size**-0.5, None)
-    dense_BHSD = torch.nn.functional.scaled_dot_product_attention(
-        q_BHSD, k_BGKD, v_BGKD, is_causal=True, enable_gqa=True
-    )
-    errors = [
-        (MaxThreshold(2.0, TILE, corrected).attend(call)[0] - dense_BHSD).abs().max() for corrected in (True, False)
-    ]
-    assert errors[0] < 1e-4 < 0.1 < errors[1]
 
 
 def call_of(length: int) -> AttentionCall:

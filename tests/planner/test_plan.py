@@ -184,7 +184,7 @@ def test_what_can_never_be_planned_is_found_out_before_anything_is_measured(load
     [
         ({"target_density": (0.1,)}, "least that was profiled"),
         ({"decode_budget": tokens(1)}, "least that was profiled"),
-        ({"families": ("adaptive",)}, "--families"),
+        ({"families": ("block_sparse",)}, "--families"),
     ],
 )
 def test_what_a_profile_does_not_hold_is_found_out_before_the_device_is_measured(

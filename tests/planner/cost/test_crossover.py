@@ -29,7 +29,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import PrefillPlan
 
-FAMILIES = ("a_shape", "vertical_slash", "block_sparse", "adaptive")
+FAMILIES = ("a_shape", "vertical_slash", "block_sparse")
 HEAD_US = 128 * 129 / 2  # a dense head at 8192 tokens: its causal tiles, a microsecond each
 RAY = {"a_shape": "a", "vertical_slash": "v1", "block_sparse": "b"}
 
