@@ -65,15 +65,8 @@ def plan(
         ),
     ] = None,
     tile: arguments.Tile = None,
-    filter_rule: Annotated[
-        Literal["dp", "omnikv", "fixed"] | None,
-        typer.Option(
-            help="How filter layers are chosen: at the least cost (dp, the default), by OmniKV's rule, or as named by "
-            "--filter-layers."
-        ),
-    ] = None,
     filter_layers: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
+        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18, instead of a search.")
     ] = None,
     decode_budget: Annotated[
         str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
@@ -159,7 +152,6 @@ def plan(
         "preset": preset,
         "families": _read(arguments.names_from, families, "--families"),
         "tile": arguments.tile_from(tile) if tile else None,
-        "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
         "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
         "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,

@@ -221,6 +221,9 @@ class DecodeBudget(Budget):
         return super().__str__() if self.at_most is None else f"{super().__str__()}, at most {self.at_most}"
 
 
+Selector = Literal["last", "uniform", "exponential"]
+
+
 class Segment(Part):
     """Layers that attend to what the layer `filter` chose, to the first `sink` tokens and to the last `recent` ones.
 
@@ -240,7 +243,7 @@ class Segment(Part):
     budget: DecodeBudget
     sink: Natural = 4
     recent: Positive
-    selector: Literal["last", "uniform", "exponential"] = "last"
+    selector: Selector = "last"
     window: Count = 1
     scope: Literal["global", "local"] = "global"
     heads: Literal["max", "per_kv_head"] | HeadMap = "max"

@@ -138,6 +138,25 @@ def test_quest_bounds_no_score_too_low() -> None:
         assert found.seen_BGS[..., position].all()
 
 
+def omnikv_of(kept_JI: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(kept_JI))
+    given = made_up_profile(entry, model=made_up_model(layers=len(kept_JI)))
+    return [(one.filter, one.layers) for one in segments_by_rule(given, entry, "omnikv", fraction(0.1))]
+
+
+def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
+    kept_JI = np.full((32, 32), 0.5)
+    for filter_ in (2, 8, 18):
+        kept_JI[:, filter_] = 0.9
+    assert omnikv_of(kept_JI) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
+
+
+def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
+    kept_JI = np.full((12, 12), 0.5)
+    kept_JI[:, 0] = 1.0
+    assert omnikv_of(kept_JI)[0][0] >= 2
+
+
 @pytest.mark.parametrize("budget", [fraction(0.01), fraction(0.1), tokens(300)])
 def test_rules_give_segments_at_budgets_that_were_not_profiled(budget: Budget) -> None:
     reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
