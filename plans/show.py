@@ -67,11 +67,15 @@ def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) 
 def parameters(patterns: Sequence[Pattern]) -> str:
     """The parameters of patterns of one kind in a line; ranges where they differ."""
     names = [name for name in type(patterns[0]).model_fields if name != "pattern"]
-    return ", ".join(f"{name} {_span([getattr(p, name) for p in patterns])}" for name in names)
+    return ", ".join(f"{name} {span([getattr(p, name) for p in patterns])}" for name in names)
 
 
-def _span(values: Sequence[Any]) -> str:
-    ordered = sorted(set(values), key=_size)
+def span(values: Sequence[Any]) -> str:
+    """One value, or the least and the largest of several; of values without an order, how many."""
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1 and not all(isinstance(value, Budget | int | float) for value in distinct):
+        return f"{len(distinct)} different"
+    ordered = sorted(distinct, key=_size)
     low, high = text_of(ordered[0]), text_of(ordered[-1])
     return low if low == high else f"{low} to {high}"
 
@@ -122,7 +126,8 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
     layers = []
     for layer in range(model.layers):
         rows = _head_rows(bucket, layer, model, full=True)
-        kinds.update({row.kind: len(row.heads) for row in rows})
+        for row in rows:
+            kinds[row.kind] += len(row.heads)
         heads = {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}
         layers.append({"layer": layer, "heads": heads})
     return facts | {"heads": dict(sorted(kinds.items())), "layers": layers}
