@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -15,7 +15,6 @@ from sparsekv.bench.harness import free_memory
 from sparsekv.bench.step_attention import kv_bytes
 from sparsekv.bench.structure import diffuse_pattern
 from sparsekv.planner.filter_layers import hot_set
-from sparsekv.planner.options import SELECTORS, Selector
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape, tokens
@@ -28,6 +27,7 @@ from sparsekv.plans.phases import (
     PrefillBucket,
     PrefillPlan,
     Segment,
+    Selector,
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids, format_length
@@ -37,6 +37,8 @@ from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES, config_of
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
+
+SELECTORS: tuple[Selector, ...] = get_args(Selector)
 
 
 @dataclass(frozen=True, slots=True)

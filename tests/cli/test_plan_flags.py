@@ -72,7 +72,6 @@ def refused(sparsekv, model, out):
         (("--max-kl", "inf"), "divergence"),
         (("--filter-layers", "2-1"), "--filter-layers"),
         (("--filter-layers", ""), "--filter-layers"),
-        (("--filter-rule", "fixed"), "filter layers"),
         (("--families", "c_shape"), "a_shape"),
         (("--families", ","), "--families"),
         (("--tasks", "juggling"), "juggling"),
@@ -112,7 +111,7 @@ def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, mod
         ("--only", "prefill", "--decode-budget", "10%"),
         ("--host", "vllm", "--decode-budget", "10%"),
         ("--host", "vllm", "--cost", "a.cost"),
-        ("--filter-layers", "1", "--filter-rule", "dp"),
+        ("--filter-layers", "1", "--decode-kl", "0.1"),
     ],
     ids=" ".join,
 )
