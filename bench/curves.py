@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsekv.bench.curve_file import CurveRow
 from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
-from sparsekv.planner.eval_results import EvalResult
+from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.evaluation import EvalSamples, evaluate
 from sparsekv.planner.options import Gate, Phase
 from sparsekv.planner.progress import Progress

@@ -29,7 +29,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_measured
-from sparsekv.planner.eval_results import EvalResult, Spent
+from sparsekv.planner.evaluation.results import EvalResult, Spent
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.options import PRESET_FAMILIES, TASKS, PlanOptions
 from sparsekv.planner.plan import compile_plan
@@ -204,17 +204,17 @@ class FrozenIndices:
 
     @property
     def stepwise(self) -> bool:
-        """See `planner.compare.Mode`: prefill alone."""
+        """See `planner.evaluation.Mode`: prefill alone."""
         return False
 
     @property
     def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         return False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.compare.Mode`: every prefill runs on the frozen indices."""
+        """See `planner.evaluation.Mode`: every prefill runs on the frozen indices."""
         self._computed, self._causal = torch.zeros((), device=model.device), 0.0
         with capture_attention(model, self._attend):
             yield lambda: Spent(float(self._computed), self._causal)

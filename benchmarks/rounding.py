@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.planner.compare import compare, dense_reference
-from sparsekv.planner.eval_results import Outcome, Spent, agreement_of
+from sparsekv.planner.evaluation.results import Outcome, Spent, agreement_of
 from sparsekv.planner.options import QUOTE_TASKS
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.tasks import Split, prepare

@@ -15,7 +15,7 @@ from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.schema import Quality, to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.eval_results import EvalResult
+    from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.planner.evaluation import PhaseName
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Measurement, Plan
@@ -100,7 +100,7 @@ def evaluate(
         measure_curve(subject, asked_curve, names, lengths, samples, seed, batch, chunk, device, dtype, as_json)
         return
     asked_backend = arguments.settings(device, dtype, backend).backend
-    from sparsekv.planner.eval_results import measurement_of
+    from sparsekv.planner.evaluation.results import measurement_of
     from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
     from sparsekv.planner.progress import BarProgress

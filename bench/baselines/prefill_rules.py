@@ -29,7 +29,7 @@ from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import ascending
-from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.profile.search_space import PatternRange, Patterns, Prefix, fit_to_target
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern, TileShape
@@ -102,17 +102,17 @@ class MaxThreshold:
 
     @property
     def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         return True
 
     @property
     def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         return False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         computed, causal = torch.zeros((), dtype=torch.float64, device=model.device), 0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:

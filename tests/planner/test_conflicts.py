@@ -11,7 +11,7 @@ from sparsekv.planner.conflicts import READERS, SWITCHES, check_used
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan, plan_model
 from sparsekv.planner.profile.profile_data import for_profile
-from sparsekv.planner.verify import after_a_missed_gate
+from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 

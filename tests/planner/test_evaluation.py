@@ -25,8 +25,8 @@ from sparsekv.planner.compare import (
     forced_logits,
     log_likelihood,
 )
-from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.prompts_at_once import MOST_TEXT
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from sparsekv.planner.eval_results import (
+from sparsekv.planner.evaluation.results import (
     Outcome,
     accuracy_interval,
     agreement_of,
