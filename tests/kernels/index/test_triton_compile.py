@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PROGRAM = """
 import torch
@@ -46,6 +48,7 @@ print(*(name for name, _ in first))
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_without_spilling_and_once_for_all_lengths() -> None:
     # In a process of its own: here, Triton was imported as an interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
