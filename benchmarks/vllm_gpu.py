@@ -74,7 +74,8 @@ def _sections(name: str, args: argparse.Namespace) -> Iterator[Section]:
             "requests": (str(HERE / "vllm_requests.py"),),
             "lists": (
                 "-c",
-                f"{_HIDE}import pytest, vllm; sys.exit(pytest.main(['-m', 'gpu', '-v', '{HERE.parent / _LISTS}']))",
+                f"{_HIDE}import pytest; from sparsekv.runtime.vllm.plugin import register; register(); "
+                f"sys.exit(pytest.main(['-m', 'gpu', '-v', '{HERE.parent / _LISTS}']))",
             ),
         }
         yield Section(name, commands[name], OTHERS[name])
@@ -139,7 +140,7 @@ def _serve(section: str, step: int, backend: str, lengths: tuple[int, ...]) -> N
         plan, words = dummy_plan(model.info, tuple(planned), tuple(planned.values()), TileShape())
         start = time.perf_counter()
         with start_engines(model, dense_up_to(plan, 8192), bench) as engines:
-            _tell(engines_started=round(time.perf_counter() - start), flash=package(), **_memory(engines))
+            _tell(engines_started=round(time.perf_counter() - start), flash=package().module, **_memory(engines))
             if section == "kernels":
                 for way in ("dense", "sparse"):
                     _tell(kernels=way, **_tried(lambda way=way: _kernels(engines[way], model.vocabulary)))
