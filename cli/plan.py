@@ -6,268 +6,45 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Self
 
-import typer
+from pydantic import model_validator
 
-from sparsekv.cli import arguments
+from sparsekv.cli import options
+from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
+from sparsekv.planner.flags import Flag, Options
+from sparsekv.planner.options import DecodeSearch, Gate, Hardware, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.settings import DeviceMap
 
 if TYPE_CHECKING:
     from sparsekv.planner.plan import PlanResult
 
-_File = Path | None
-
-
-def plan(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Alias, hub id or folder.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the plan goes.", show_default=False)],
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            "--length",
-            metavar="LIST",
-            help="Context lengths, such as 4k,16k,32k; by default 4k,8k on a CPU, and up to 128k on a GPU.",
-        ),
-    ] = None,
-    target_density: Annotated[
-        str | None, typer.Option(metavar="SHARES", help="Share of the tiles to compute: one, or one a length.")
-    ] = None,
-    target_speedup: Annotated[
-        float | None,
-        typer.Option(max=1e4, metavar="X", help="Instead of a density: how much faster prefill attention must become."),
-    ] = None,
-    host: Annotated[
-        Literal["transformers", "vllm"],
-        typer.Option(help="What will run the plan, whose prefill is timed; for vllm prefill alone is planned."),
-    ] = "transformers",
-    only: Annotated[Literal["prefill", "decode"] | None, typer.Option(help="Plan this phase alone.")] = None,
-    no_crossover: Annotated[
-        bool, typer.Option("--no-crossover", help="Sparse at every length, also where dense is faster.")
-    ] = False,
-    preset: Annotated[
-        Literal["minference"] | None, typer.Option(help="The search of that publication, as published.")
-    ] = None,
-    families: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Patterns to search, separated by commas: a_shape, vertical_slash (the default), "
-            "vertical_slash_means, block_sparse, adaptive.",
-        ),
-    ] = None,
-    tile: arguments.Tile = None,
-    filter_rule: Annotated[
-        Literal["dp", "omnikv", "fixed"] | None,
-        typer.Option(
-            help="How filter layers are chosen: at the least cost (dp, the default), by OmniKV's rule, or as named by "
-            "--filter-layers."
-        ),
-    ] = None,
-    filter_layers: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
-    ] = None,
-    decode_budget: Annotated[
-        str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
-    ] = None,
-    decode_loss: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=1.0, metavar="SHARE", help="Most attention mass lost to the choice, instead of --decode-kl."
-        ),
-    ] = None,
-    decode_kl: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="NATS", help="Most divergence of decode from dense on calibration prompts."),
-    ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Store the rows of sparse layers in host memory.")] = False,
-    prompts: Annotated[_File, typer.Option(metavar="FILE", help="Own calibration prompts: JSON lines or text.")] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=arguments.MOST,
-            metavar="N",
-            help="Calibration samples a length; by default 3 on a CPU, 8 on a GPU, 5 of more than 64k.",
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help=f"Tasks, separated by commas; by default those that the model can answer, of {arguments.TASKS}.",
-        ),
-    ] = None,
-    max_accuracy_drop: arguments.MaxAccuracyDrop = None,
-    max_kl: arguments.MaxKl = None,
-    max_decode_kl: arguments.MaxDecodeKl = None,
-    min_agreement: arguments.MinAgreement = None,
-    min_exact: arguments.MinExact = None,
-    verify_samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=arguments.MOST, metavar="N", help=arguments.HELD_OUT),
-    ] = None,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Leave the plan unverified.")] = False,
-    profile_out: Annotated[
-        _File,
-        typer.Option(
-            metavar="FILE",
-            help="Save the profile. Until the plan is written, what is profiled is in FILE.partial, or without this "
-            "option in PLAN.profile.partial: the same command goes on from there.",
-        ),
-    ] = None,
-    profile: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved profile.")] = None,
-    cost_out: Annotated[_File, typer.Option(metavar="FILE", help="Save the measured device cost.")] = None,
-    cost: Annotated[_File, typer.Option(metavar="FILE", help="Use a saved device cost.")] = None,
-    seed: arguments.Seed = 0,
-    batch: arguments.Batch = None,
-    prefill_chunk: arguments.Chunk = None,
-    device: arguments.Device = None,
-    device_map: Annotated[
-        DeviceMap | None,
-        typer.Option(help="Spread a model that is too large for one device over all, by accelerate."),
-    ] = None,
-    dtype: arguments.Dtype = None,
-    backend: arguments.Backend = None,
-    as_json: arguments.Json = False,
-) -> None:
-    """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
-    from sparsekv.planner.conflicts import check_used
-    from sparsekv.planner.options import PlanOptions
-
-    check_used(arguments.given(context))
-    resolve_model(model)  # before the files: where there is no model, a plan finds no folder of it either
-    files = PlanFiles(out, profile, profile_out, cost, cost_out, prompts)
-    files.check()
-    from sparsekv.cli.prompts import own_prompts
-
-    asked: dict[str, Any] = {
-        "lengths": _read(arguments.lengths_from, lengths, "--lengths"),
-        "target_density": _read(arguments.shares_from, target_density, "--target-density"),
-        "target_speedup": target_speedup,
-        "host": host,
-        "phases": (only,) if only else None,
-        "crossover": not no_crossover,
-        "preset": preset,
-        "families": _read(arguments.names_from, families, "--families"),
-        "tile": arguments.tile_from(tile) if tile else None,
-        "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
-        "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
-        "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
-        "decode_loss": decode_loss,
-        "decode_kl": decode_kl,
-        "offload": offload,
-        "prompts": own_prompts(prompts) if prompts else None,
-        "samples": samples,
-        "tasks": _read(arguments.tasks_from, tasks, "--tasks"),
-        "gate": arguments.gate_of(
-            max_accuracy_drop=max_accuracy_drop,
-            max_kl=max_kl,
-            max_decode_kl=max_decode_kl,
-            min_agreement=min_agreement,
-            min_exact=min_exact,
-        ),
-        "verify_samples": 0 if no_verify else verify_samples,
-        "seed": seed,
-        "batch": batch,
-        "prefill_chunk": prefill_chunk,
-        "backend": arguments.settings(device, dtype, backend).backend,
-    }
-    wanted = PlanOptions(**{name: value for name, value in asked.items() if value is not None})
-    # Imports torch, which takes seconds: what is wrong with the options was said by now.
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.plan import check_plannable, compile_files, compile_plan, for_host
-    from sparsekv.planner.profile.profile_data import Profile, for_profile
-    from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
-
-    profiled = read_measured(Profile, profile) if profile else None
-    measured = read_measured(DeviceCost, cost) if cost else None
-    if profiled is not None:
-        for_profile(for_host(wanted, measured), profiled)  # says what is not in it before a model is looked for
-    with files.telling_what_is_saved():
-        outputs = {"profile_out": profile_out, "cost_out": cost_out}
-        if profiled and measured and no_verify:
-            result = compile_files(model, wanted, profiled, measured, **outputs)
-        else:
-            loaded = arguments.Subject(model).load(
-                device,
-                dtype,
-                lambda info, hardware: check_plannable(info, wanted, hardware, profiled, measured),
-                device_map,
-            )
-            result = compile_plan(
-                loaded,
-                wanted,
-                profile_in=profiled,
-                cost_in=measured,
-                resume=files.resume,
-                progress=BarProgress(),
-                **outputs,
-            )
-        write_plan(result.plan, out)
-    if profiled is None:
-        files.resume.unlink(missing_ok=True)
-    _tell(result, out, as_json)
-
-
-def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
-    return None if text is None else how(text, flag)
-
-
-def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
-    from sparsekv.plans.schema import to_data
-
-    quality, density, speedup = result.plan.quality, result.prefill_density, result.predicted_speedup
-    if as_json:
-        emit_json(
-            {
-                "path": str(out),
-                "status": result.plan.status,
-                "prefill_density": density,
-                "predicted_speedup": speedup,
-                "filter_layers": list(result.filter_layers),
-                "quality": None if quality is None else to_data(quality),
-                "seconds": round(result.seconds, 3),
-            }
-        )
-    else:
-        if quality is not None:
-            emit(quality_table(quality) + "\n")
-        emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
-        if density is not None:
-            emit(f"prefill is predicted to compute {density:.3f} of the tiles at the longest length")
-        if speedup is not None:
-            emit(f"predicted speedup of attention there: {speedup:.2f}x")
-        if result.filter_layers:
-            emit(f"filter layers of decode: {', '.join(map(str, result.filter_layers))}")
-    for remark in result.remarks:
-        tell(remark)
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFiles:
+class PlanFiles(Options):
     """Where the plan goes, and the files between the steps: in instead of measuring, out to save what was measured."""
 
-    out: Path
-    profile: Path | None = None
-    profile_out: Path | None = None
-    cost: Path | None = None
-    cost_out: Path | None = None
-    prompts: Path | None = None
+    out: Annotated[Path, Flag("Where the plan goes.", ("--out", "-o"), "FILE")]
+    prompts_file: Annotated[
+        Path | None, Flag("Own calibration prompts: JSON lines or text.", ("--prompts",), "FILE")
+    ] = None
+    profile_out: Annotated[
+        Path | None,
+        Flag(
+            "Save the profile. Until the plan is written, what is profiled is in FILE.partial, or without this option "
+            "in PLAN.profile.partial: the same command goes on from there.",
+            metavar="FILE",
+        ),
+    ] = None
+    profile: Annotated[Path | None, Flag("Use a saved profile.", metavar="FILE")] = None
+    cost_out: Annotated[Path | None, Flag("Save the measured device cost.", metavar="FILE")] = None
+    cost: Annotated[Path | None, Flag("Use a saved device cost.", metavar="FILE")] = None
 
     @property
     def resume(self) -> Path:
@@ -275,7 +52,7 @@ class PlanFiles:
         profile = self.profile_out or self.out.with_name(f"{self.out.name}.profile")
         return profile.with_name(f"{profile.name}.partial")
 
-    def check(self) -> None:
+    def check_files(self) -> None:
         """Finds out before hours of work whether the outputs can be written.
 
         Raises:
@@ -286,7 +63,7 @@ class PlanFiles:
             if path is not None:
                 check_writable(path)
         check_writable(self.resume)
-        inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts))
+        inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts_file))
         outputs = (
             ("--out", self.out, "plan"),
             ("--profile-out", self.profile_out, "profile"),
@@ -331,6 +108,126 @@ class PlanFiles:
         if self.profile is not None:
             return f"{self.out} was not written; the profile in {self.profile} is unchanged"
         return f"{self.out} was not written, and nothing was profiled yet"
+
+
+class PlanFlags(PlanFiles, PlanOptions, Output):
+    """What `plan` is asked to do."""
+
+    model: Annotated[str, Flag("Alias, hub id or folder.", metavar="MODEL", is_argument=True)]
+    no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether anything is left to be measured."""
+        return not (self.profile and self.cost and self.no_verify)
+
+    @property
+    def options(self) -> PlanOptions:
+        """How to plan."""
+        from sparsekv.cli.prompts import own_prompts
+
+        given = {name: getattr(self, name) for name in self.model_fields_set & set(PlanOptions.model_fields)}
+        given |= {"prompts": own_prompts(self.prompts_file)} if self.prompts_file else {}
+        given |= {"verify_samples": 0} if self.no_verify else {}
+        return PlanOptions(**given | {"backend": settings_of(self).backend})
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        if self.profile:
+            own = ("preset", "tile", "samples", "prompts_file")
+            self.refuse(own, "a profile brings what it was made with", "profile")
+        if self.cost:
+            self.refuse(("host",), "the device was measured already", "cost")
+        if self.no_verify:
+            chunk = () if self.host == "vllm" and not self.cost else ("prefill_chunk",)
+            unread = (*Gate.model_fields, "verify_samples", "batch", *chunk)
+            self.refuse(unread, "nothing is verified", "no_verify")
+        if self.no_verify and self.profile:
+            self.refuse(("tasks", "seed"), "no prompts are drawn", "profile", "no_verify")
+        if self.no_verify and self.prompts_file:
+            self.refuse(("tasks",), "no tasks are drawn from", "prompts_file", "no_verify")
+        if not self.needs_model:
+            machine = (*Hardware.model_fields, "device_map")
+            self.refuse(machine, "no model runs", "profile", "cost", "no_verify")
+        if self.phases == ("prefill",):
+            self.refuse(DecodeSearch.model_fields, "only prefill is planned", "phases")
+        if self.phases == ("decode",):
+            prefill = (*Search.model_fields, "target_density", "target_speedup")
+            self.refuse(prefill, "only decode is planned", "phases")
+        return self
+
+
+def plan(flags: PlanFlags) -> None:
+    """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
+    resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either
+    flags.check_files()
+    wanted = flags.options
+    # Imports torch, which takes seconds: what is wrong with the options was said by now.
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.data_files import read_measured
+    from sparsekv.planner.plan import check_plannable, compile_files, compile_plan, for_host
+    from sparsekv.planner.profile.profile_data import Profile, for_profile
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.files import write_plan
+
+    profiled = read_measured(Profile, flags.profile) if flags.profile else None
+    measured = read_measured(DeviceCost, flags.cost) if flags.cost else None
+    if profiled is not None:
+        for_profile(for_host(wanted, measured), profiled)  # says what is not in it before a model is looked for
+    with flags.telling_what_is_saved():
+        outputs = {"profile_out": flags.profile_out, "cost_out": flags.cost_out}
+        if profiled and measured and flags.no_verify:
+            result = compile_files(flags.model, wanted, profiled, measured, **outputs)
+        else:
+            loaded = Subject(flags.model).load(
+                flags.typed("device"),
+                flags.typed("dtype"),
+                lambda info, hardware: check_plannable(info, wanted, hardware, profiled, measured),
+                flags.device_map,
+            )
+            result = compile_plan(
+                loaded,
+                wanted,
+                profile_in=profiled,
+                cost_in=measured,
+                resume=flags.resume,
+                progress=BarProgress(),
+                **outputs,
+            )
+        write_plan(result.plan, flags.out)
+    if profiled is None:
+        flags.resume.unlink(missing_ok=True)
+    _tell(result, flags.out, flags.as_json)
+
+
+def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
+    from sparsekv.plans.schema import to_data
+
+    quality, density, speedup = result.plan.quality, result.prefill_density, result.predicted_speedup
+    if as_json:
+        emit_json(
+            {
+                "path": str(out),
+                "status": result.plan.status,
+                "prefill_density": density,
+                "predicted_speedup": speedup,
+                "filter_layers": list(result.filter_layers),
+                "quality": None if quality is None else to_data(quality),
+                "seconds": round(result.seconds, 3),
+            }
+        )
+    else:
+        if quality is not None:
+            emit(quality_table(quality) + "\n")
+        emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
+        if density is not None:
+            emit(f"prefill is predicted to compute {density:.3f} of the tiles at the longest length")
+        if speedup is not None:
+            emit(f"predicted speedup of attention there: {speedup:.2f}x")
+        if result.filter_layers:
+            emit(f"filter layers of decode: {', '.join(map(str, result.filter_layers))}")
+    for remark in result.remarks:
+        tell(remark)
 
 
 def _version_of(path: Path | None) -> tuple[int, int] | None:
@@ -415,3 +312,6 @@ def _tells(head: bytes, kind: str) -> bool:
     field = at_start + rb"""["']?kind["']?\s*:\s*["']?sparsekv\.%b\b""" % kind.encode()
     is_mapping = bool(lines) and re.match(rb"""\s*\{|["']?\w+["']?\s*:""", lines[0]) is not None
     return is_mapping and re.search(field, head, re.MULTILINE) is not None
+
+
+app = options.app(options.command(plan))

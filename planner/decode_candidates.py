@@ -198,7 +198,7 @@ class CandidateSpace:
 
     @property
     def _first_selector(self) -> int:
-        asked = self._options.decode_selectors
+        asked = ("last",)
         return next(number for number, choice in enumerate(self._reuse.selectors) if choice.selector in asked)
 
     def _loss(self, segment: Segment, layer: int) -> float:

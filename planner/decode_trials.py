@@ -24,9 +24,8 @@ from transformers import Cache, DynamicCache
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks, top_mask
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt
-from sparsekv.planner.profile.similarity import WINDOW
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.core.select import selector_weights
 from sparsekv.runtime.hf.cache import SparseLayer, reserve
@@ -63,14 +62,14 @@ class DecodeTrials:
         """What each layer of the model asks for."""
         return self._steps.attend(call) if self._steps else None
 
-    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: PlanOptions) -> Prefix:
+    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: Settled) -> Prefix:
         """Runs a prompt and its continuation densely.
 
         Args:
             steps: most decode steps; fewer where dense ends its text before.
             options: `prefill_chunk` and `decode_selectors`.
         """
-        window = 0 if options.decode_selectors == ("last",) else WINDOW
+        window = 0
         ids_1S = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(self._loaded.model.device)
         first = max(1, prompt.answer_start - 1)
         body_1S, known_1R = ids_1S[:, : first - window], ids_1S[:, first - window : first + steps]

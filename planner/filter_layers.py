@@ -30,8 +30,8 @@ import numpy.typing as npt
 from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -49,7 +49,7 @@ _LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
 WAIT = 1  # layers between a filter and its segment, by OmniKV's rule
 
 
-def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
+def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
     Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
@@ -60,7 +60,7 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     """
     check_filters(profile.model, options)
     check_budget(profile, options)
-    chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
+    chooser = _Chooser(profile, cost, options.but(crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.choose())
     plan = DecodePlan(lengths=buckets)
     layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
@@ -77,10 +77,9 @@ def hot_set(budgets: Iterable[DecodeBudget], longest: int) -> Budget:
     return tokens(max(_LEAST_HOT, 2 * max(budget.resolve(longest) for budget in budgets)))
 
 
-def takes_trials(profile: Profile, options: PlanOptions) -> bool:
+def takes_trials(profile: Profile, options: Settled) -> bool:
     """Whether segments are taken from what was tried out on the model, not by the attention mass that they lose."""
-    by_trials = options.filter_rule == "dp" and options.decode_loss is None
-    return by_trials and any(entry.trials for entry in profile.lengths)
+    return options.tries_decode and any(entry.trials for entry in profile.lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +91,7 @@ class _Statistics:
     loss: Floats  # weighted by importance; infinite where layer j may not attend to the choice of layer i
 
     @classmethod
-    def of(cls, length: int, reuse: Reuse, options: PlanOptions, full: Sequence[int]) -> _Statistics:
+    def of(cls, length: int, reuse: Reuse, options: Settled, full: Sequence[int]) -> _Statistics:
         budget = budget_index(reuse.budgets, options.decode_budget, length)
         loss = lost_mass(reuse, budget, full, options) * shares_of(reuse.importance)[None, :, None]
         return cls(length, _square(reuse, budget), loss)
@@ -107,7 +106,7 @@ Choice = tuple[tuple[Segment, ...], ...]
 _ANY = DecodeBudget(tokens=1)
 
 
-def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
+def _inside(entry: LengthProfile, options: Settled) -> list[DecodeTrial]:
     """The trials of a length inside the gate that use what is asked for; not those that were given up."""
     prompts = max((trial.prompts for trial in entry.trials), default=0)
     most = entry.length if options.any_budget else options.decode_budget.resolve(entry.length)
@@ -117,14 +116,13 @@ def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
         if trial.prompts == prompts
         and trial.kl_bound <= options.decode_bound
         and all(segment.budget.resolve(entry.length) <= most for segment in trial.segments)
-        and all(segment.selector in options.decode_selectors for segment in trial.segments)
     ]
 
 
 class _Chooser:
     """The lengths that have decode statistics, on one device."""
 
-    def __init__(self, profile: Profile, cost: DeviceCost, options: PlanOptions) -> None:
+    def __init__(self, profile: Profile, cost: DeviceCost, options: Settled) -> None:
         model = profile.model
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
@@ -137,12 +135,9 @@ class _Chooser:
 
     def choose(self) -> Choice:
         """What each length attends to."""
-        if self._options.filter_rule == "fixed":
+        if self._options.filter_layers:
             given = following(sorted(self._options.filter_layers), self._full, wait=0)
             return self._where_it_pays(given, range(len(self._lengths)))
-        if self._options.filter_rule == "omnikv":
-            similar = following(similar_layers(self._lengths[-1].kept[0], self._full), self._full, wait=WAIT)
-            return self._where_it_pays(similar, range(len(self._lengths)))
         found = list(self._proven() if self._tried else self._solved())
         return min(found, key=self._spent)
 
@@ -288,7 +283,7 @@ def following(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[F
     return tuple(span for span in spans if span.layers)
 
 
-def check_filters(model: ModelInfo, options: PlanOptions) -> None:
+def check_filters(model: ModelInfo, options: Settled) -> None:
     """Finds out, from the model alone, whether it has the filter layers that are given.
 
     Raises:
@@ -305,7 +300,7 @@ def check_filters(model: ModelInfo, options: PlanOptions) -> None:
         )
 
 
-def check_budget(profile: Profile, options: PlanOptions) -> None:
+def check_budget(profile: Profile, options: Settled) -> None:
     """Finds out whether a profile says what the budget loses.
 
     Raises:
@@ -316,20 +311,20 @@ def check_budget(profile: Profile, options: PlanOptions) -> None:
             budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
 
 
-def check_trials(profile: Profile, options: PlanOptions) -> None:
+def check_trials(profile: Profile, options: Settled) -> None:
     """Refuses a bound on divergence with a profile that says nothing of it.
 
     Raises:
         UsageError: nothing was tried out.
     """
-    if options.decode_kl is not None and options.filter_rule == "dp" and not takes_trials(profile, options):
+    if options.decode_kl is not None and not options.filter_layers and not takes_trials(profile, options):
         raise UsageError(
             "expected a profile with decode trials for --decode-kl, found none in it; profile again (leave --profile "
             "out), or bound the attention mass that is lost instead (--decode-loss)"
         )
 
 
-def lost_mass(reuse: Reuse, budget: int, full: Sequence[int], options: PlanOptions) -> Floats:
+def lost_mass(reuse: Reuse, budget: int, full: Sequence[int], options: Settled) -> Floats:
     """[selector, layer j, layer i]: share of layer j's attention mass that is lost to the choice of layer i; infinite
     where layer j may not attend to it.
 
@@ -341,7 +336,7 @@ def lost_mass(reuse: Reuse, budget: int, full: Sequence[int], options: PlanOptio
     lost = 1.0 - np.minimum(_square(reuse, budget), 1.0)
     for layer in set(range(len(reuse.importance))).difference(full):
         lost[:, layer, :] = lost[:, :, layer] = np.inf
-    lost[[choice.selector not in options.decode_selectors for choice in reuse.selectors]] = np.inf
+    lost[[choice.selector != "last" for choice in reuse.selectors]] = np.inf
     return lost
 
 

@@ -206,7 +206,7 @@ def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -
     number = max(within, key=sizes.__getitem__) if within else sizes.index(min(sizes))
     names = [choice.selector for choice in reuse.selectors]
     selector = names.index("last") if "last" in names else 0
-    options = PlanOptions(decode_selectors=(names[selector],))
+    options = PlanOptions()
     lost_JI = lost_mass(reuse, number, profile.model.full_layers, options)[selector]
     return 1.0 - np.minimum(lost_JI, 1.0), selector
 

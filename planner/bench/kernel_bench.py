@@ -38,8 +38,9 @@ from sparsekv.planner.bench.timing import (
     measure,
     time_dense,
 )
-from sparsekv.planner.options import Family, mandatory_density
+from sparsekv.planner.options import Family
 from sparsekv.planner.progress import Progress, Step, prefill_work
+from sparsekv.planner.targets import mandatory_density
 from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
 from sparsekv.plans.types import format_length

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -18,7 +18,6 @@ from sparsekv.planner.bench.step_attention import kv_bytes
 from sparsekv.planner.bench.structure import diffuse_pattern
 from sparsekv.planner.bench.timing import free_memory
 from sparsekv.planner.filter_layers import hot_set
-from sparsekv.planner.options import SELECTORS, Selector
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -32,6 +31,7 @@ from sparsekv.plans.phases import (
     PrefillBucket,
     PrefillPlan,
     Segment,
+    Selector,
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids, format_length
@@ -41,6 +41,7 @@ from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.model_config import check_supported, describe_config
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
 
+SELECTORS: tuple[Selector, ...] = get_args(Selector)
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "max_position_embeddings"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -23,8 +22,9 @@ from sparsekv.planner.cost.predict import (
     step_us,
 )
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
-from sparsekv.planner.options import ROUNDING, PlanOptions, density_for, lengths_up_to
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.settled import Settled, lengths_up_to
+from sparsekv.planner.targets import ROUNDING, density_for
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import DecodeBudget, DecodePlan, Offload, PrefillPlan, Segment
@@ -35,7 +35,7 @@ from sparsekv.runtime.stores.bank import Reads, allocated_slots
 _HOURS_ON_A_CPU = 32768
 
 
-def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
     """A line for each thing to know about a plan; `options` are those it was compiled with."""
     lines: list[str] = []
     if plan.prefill:
@@ -55,9 +55,7 @@ def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: Devic
     return (*lines, *extrapolation_remarks(plan, profile, cost))
 
 
-def crossover_remarks(
-    profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: PlanOptions
-) -> tuple[str, ...]:
+def crossover_remarks(profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: Settled) -> tuple[str, ...]:
     """A line for each profiled length at which the plan is denser, or less fast, than its target.
 
     Args:
@@ -126,9 +124,7 @@ def _counted(layers: int, heads: int, of: int) -> str:
     return " and ".join(parts)
 
 
-def dense_decode_remarks(
-    profile: Profile, cost: DeviceCost, decode: DecodePlan, options: PlanOptions
-) -> tuple[str, ...]:
+def dense_decode_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan, options: Settled) -> tuple[str, ...]:
     """A line for each reason why decode does not use its budget at a profiled length, with the lengths.
 
     Args:
@@ -139,7 +135,7 @@ def dense_decode_remarks(
     dense = [entry.length for entry in profile.lengths if entry.reuse and decode.bucket(entry.length).dense]
     if not dense:
         return ()
-    anyway = choose_filter_layers(profile, cost, replace(options, crossover=False))
+    anyway = choose_filter_layers(profile, cost, options.but(crossover=False))
     slower = [length for length in dense if not anyway.bucket(length).dense]
     lossy = [length for length in dense if length not in slower]
     budget = f"its budget ({options.decode_budget}) is not used"
@@ -147,13 +143,13 @@ def dense_decode_remarks(
         f"decode at {_listed(slower)} runs dense, {budget}: it is not predicted to be faster there on {cost.device} "
         f"({cost.backend}, {cost.dtype}); --no-crossover keeps it sparse"
     ]
-    why = f"the {options.filter_rule} rule found no layers that could share a choice"
+    why = "the filter layers that were given have no layers to serve"
     if takes_trials(profile, options):
         why = (
             f"none of the filter layers tried is known to stay within {options.decode_bound:g} nats of dense there; "
             "change --decode-kl or --decode-budget"
         )
-    elif options.filter_rule == "dp":
+    elif not options.filter_layers:
         why = (
             f"no choice of fewer tokens than all is known to lose at most {options.loss_bound:g} of the attention "
             "there; change --decode-loss or --decode-budget"
@@ -163,7 +159,7 @@ def dense_decode_remarks(
 
 
 def no_sparse_decode_remarks(
-    profile: Profile, cost: DeviceCost, decode: DecodePlan, options: PlanOptions
+    profile: Profile, cost: DeviceCost, decode: DecodePlan, options: Settled
 ) -> tuple[str, ...]:
     """Of decode that is dense at every length because that is faster: from which length on it would gain.
 
@@ -175,7 +171,7 @@ def no_sparse_decode_remarks(
     longest = profile.lengths[-1].length
     if decode.sparse_layers or not options.crossover:
         return ()
-    segments = choose_filter_layers(profile, cost, replace(options, crossover=False)).bucket(longest).segments
+    segments = choose_filter_layers(profile, cost, options.but(crossover=False)).bucket(longest).segments
     if not segments:  # no choice is good enough, however long it takes
         return ()
 
@@ -195,7 +191,7 @@ def _grown(segment: Segment, budget: Budget, length: int) -> Segment:
 
 
 def no_sparse_prefill_remarks(
-    profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: PlanOptions
+    profile: Profile, cost: DeviceCost, prefill: PrefillPlan, options: Settled
 ) -> tuple[str, ...]:
     """Of a prefill that is dense at every length: from which length on it would gain.
 
@@ -209,7 +205,7 @@ def no_sparse_prefill_remarks(
         return ()
     tables = ScoreTables.of(entry)
     try:
-        anyway = choice_of(allocate(profile, cost, replace(options, crossover=False)).bucket(entry.length), tables)
+        anyway = choice_of(allocate(profile, cost, options.but(crossover=False)).bucket(entry.length), tables)
     except UsageError:  # where nothing is to be dense, no candidates come to the target
         return ()
     assert anyway is not None, "allocated from this very profile"
@@ -277,7 +273,7 @@ def _listed(lengths: Sequence[int]) -> str:
     return ", ".join(map(format_length, lengths))
 
 
-def unpriced_remarks(profile: Profile, cost: DeviceCost, options: PlanOptions) -> tuple[str, ...]:
+def unpriced_remarks(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[str, ...]:
     """Of filter layers that were tried over their own choice, where the device cost has no price of that."""
     trials = [trial for entry in profile.lengths for trial in entry.trials] if takes_trials(profile, options) else []
     tried = any(segment.filter_is_sparse for trial in trials for segment in trial.segments)
@@ -289,7 +285,7 @@ def unpriced_remarks(profile: Profile, cost: DeviceCost, options: PlanOptions) -
     )
 
 
-def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan, options: PlanOptions) -> tuple[str, ...]:
+def offload_remarks(profile: Profile, cost: DeviceCost, decode: DecodePlan, options: Settled) -> tuple[str, ...]:
     """What of decode with rows in host memory was not planned, or could not be predicted, and why."""
     if decode.offload is None:
         if options.offload and decode.sparse_layers:

@@ -27,8 +27,10 @@ from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.kernels.prefill.means import compensated_heads, tiles_with_means
 from sparsekv.kernels.tiles import Chunk, TileIndex, density
-from sparsekv.planner.options import Family, PlanOptions, mandatory_density
+from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import Candidate
+from sparsekv.planner.settled import Settled
+from sparsekv.planner.targets import mandatory_density
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 PUBLISHED_LAST_Q = 64
@@ -139,9 +141,9 @@ def adaptive_range(score: ScoreKind) -> PatternRange:
 _MASSES = (*(1.0 - 2.0 ** (-n / 32) for n in range(1, 32 * 20)), 1.0)
 
 
-def search_space(options: PlanOptions, length: int) -> tuple[PatternRange, ...]:
+def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
     """What to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
-    ranges = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
+    ranges = _own(options.tile, length) if options.preset is None else _published(options.tile)
     return tuple(one for one in ranges if one.family in options.families)
 
 
@@ -158,17 +160,17 @@ class Aim:
         return Candidate(family=self.patterns.family, range=self.patterns.name, density=self.density)
 
 
-def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
+def aims(options: Settled, length: int) -> tuple[Aim, ...]:
     """Every candidate of a length: each pattern range at each density of the ladder, ascending."""
     return tuple(Aim(one, share) for one in search_space(options, length) for share in _densities(options, length))
 
 
-def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
+def _densities(options: Settled, length: int) -> tuple[float, ...]:
     """The ladder: multiples of the target between what mandatory tiles take and all tiles."""
     if options.preset is not None:
-        return (_published_density(length, options.tile_shape),)
+        return (_published_density(length, options.tile),)
     target = options.target_density[options.lengths.index(length)]
-    least = min(mandatory_density(length, options.tile_shape, family) for family in options.families)
+    least = min(mandatory_density(length, options.tile, family) for family in options.families)
     shares = {round(target * level, 4) for level in options.levels}
     return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))
 
