@@ -7,7 +7,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PACKAGES := plans kernels runtime planner cli
+PACKAGES := plans kernels runtime planner bench cli
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 VLLM := .venv-vllm

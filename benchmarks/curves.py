@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from sparsekv.planner.curve import CurvePoint, read_curve
+from sparsekv.bench.curve_file import CurvePoint, read_curve
 from sparsekv.plans.types import format_length
 
 _LEAST = 1e-9  # nats: what is less is rounding

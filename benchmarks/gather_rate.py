@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from sparsekv.planner.bench.link import link_rate
+from sparsekv.bench.link import link_rate
 from sparsekv.runtime.stores.pinned import HostMemory
 
 

@@ -1,7 +1,7 @@
 """Attention calls over random tiles beside the dense kernels of this machine; `check_kernels.py` prints them.
 
 Tiles are drawn at random below the diagonal. Densities and rates count whole tiles, the diagonal's too, and single
-columns by their width. Calls are timed in turn (sparsekv.planner.bench.timing). On a CPU the emulator stands in for
+columns by their width. Calls are timed in turn (sparsekv.bench.harness). On a CPU the emulator stands in for
 flash-attn-4: then numbers mean nothing, and this only shows that the script runs.
 """
 
@@ -15,6 +15,7 @@ import flash_emulator
 import torch
 from attention_cases import Seen
 
+from sparsekv.bench.harness import FLASH_ATTN, dense_calls, dense_flops, measure, time_dense
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.prefill.flash import call
 from sparsekv.kernels.prefill.flash.backend import Passes
@@ -22,7 +23,6 @@ from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle
 from sparsekv.kernels.prefill.flash.lists import lower
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.bench.timing import FLASH_ATTN, dense_calls, dense_flops, measure, time_dense
 from sparsekv.plans.patterns import TileShape
 
 TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)

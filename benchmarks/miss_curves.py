@@ -28,8 +28,8 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from sparsekv.bench.random_model import HandDecode
 from sparsekv.kernels.decode.slots import AGEING, USE
-from sparsekv.planner.bench.random_model import HandDecode
 from sparsekv.planner.tasks import TASKS, Split, make_sample, prepare
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.patterns import Budget, fraction, tokens

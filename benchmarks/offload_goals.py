@@ -90,9 +90,10 @@ class Made:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, BenchModel, HandDecode, hand_plan
+        from sparsekv.bench.random_model import BenchModel, HandDecode, hand_plan
         from sparsekv.plans.patterns import TileShape, tokens
         from sparsekv.runtime.hf.describe import describe_model
+        from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
 
         shape = PUBLIC_SHAPES["llama3-8b-1m"] | {"max_position_embeddings": length + 64, "num_hidden_layers": layers}
         if tiny:
@@ -132,7 +133,7 @@ _TINY = {
 
 
 def _prefill(args: argparse.Namespace) -> None:
-    from sparsekv.planner.bench.timing import free_memory
+    from sparsekv.bench.harness import free_memory
 
     cases = ((131_072, 0.08, (2, 8, 18), 32, 3), (1 << 20, 0.03, (0,), 8, 2))
     for length, density, filters, layers, repeats in ((2048, 0.5, (0,), 4, 1),) if args.tiny else cases:
@@ -146,7 +147,7 @@ def _in_turn(made: Made, length: int, repeats: int) -> dict[str, Any]:
     """Seconds of a prefill, medians, after one each that does not count."""
     import torch
 
-    from sparsekv.planner.bench.timing import wait_for
+    from sparsekv.bench.harness import wait_for
     from sparsekv.runtime.hf.apply import apply
     from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -172,8 +173,8 @@ def _in_turn(made: Made, length: int, repeats: int) -> dict[str, Any]:
 
 
 def _auto(args: argparse.Namespace) -> None:
-    from sparsekv.planner.bench.decode_bench import DecodeBench, greedy
-    from sparsekv.planner.bench.offload_bench import OffloadRuns
+    from sparsekv.bench.decode import DecodeBench, greedy
+    from sparsekv.bench.offload import OffloadRuns
 
     length = 2048 if args.tiny else 1 << 20
     made = Made.of(length, 0.03, (2, 8, 18), 32, args.tiny)
@@ -200,7 +201,7 @@ def _auto(args: argparse.Namespace) -> None:
 def _longest(args: argparse.Namespace) -> None:
     import torch
 
-    from sparsekv.planner.bench.timing import free_memory
+    from sparsekv.bench.harness import free_memory
     from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
     from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -265,7 +266,7 @@ def _generate(model: Any, ids_1S: Any, cache: Any, answer: int) -> list[float]:
     import torch
     from transformers.generation.streamers import BaseStreamer
 
-    from sparsekv.planner.bench.decode_bench import greedy
+    from sparsekv.bench.decode import greedy
 
     arrived: list[float] = []
 
@@ -285,7 +286,7 @@ def _generate(model: Any, ids_1S: Any, cache: Any, answer: int) -> list[float]:
 def _requests(args: argparse.Namespace) -> None:
     import torch
 
-    from sparsekv.planner.bench.decode_bench import greedy
+    from sparsekv.bench.decode import greedy
     from sparsekv.runtime.hf.apply import apply
     from sparsekv.runtime.stores.pinned import HostMemory
 
@@ -316,7 +317,7 @@ def _held(memory: Any) -> dict[str, int]:
     """Bytes once no request is under way: all blocks of host memory are free for the next one."""
     import torch
 
-    from sparsekv.planner.bench.timing import wait_for
+    from sparsekv.bench.harness import wait_for
 
     gc.collect()
     wait_for(device := _device())

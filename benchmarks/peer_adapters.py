@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from sparsekv.planner.bench.planted import Planted
+from sparsekv.bench.planted import Planted
 
 Attention = Callable[[], torch.Tensor]
 

@@ -32,12 +32,12 @@ from pathlib import Path
 import torch
 from peer_adapters import PEERS, Peer, Ready
 
+from sparsekv.bench.harness import DensePeers, dense_calls, free_memory, in_short, measure, time_dense
+from sparsekv.bench.kernels import families_of
+from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
 from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import TileIndex, density
-from sparsekv.planner.bench.kernel_bench import families_of
-from sparsekv.planner.bench.planted import Planted, causal_scores, plant, sample_rows
-from sparsekv.planner.bench.timing import DensePeers, dense_calls, free_memory, in_short, measure, time_dense
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length, parse_lengths
 

@@ -25,11 +25,11 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from sparsekv.bench.harness import measure, replayed
+from sparsekv.bench.prefill import PrefillBench, bench_prefill
+from sparsekv.bench.random_model import BenchModel, random_model
+from sparsekv.bench.step_attention import StepAttention
 from sparsekv.kernels.backends import choose_backend
-from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
-from sparsekv.planner.bench.random_model import BenchModel, random_model
-from sparsekv.planner.bench.step_attention import StepAttention
-from sparsekv.planner.bench.timing import measure, replayed
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan

@@ -27,11 +27,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparsekv.planner.bench.decode_bench import OURS, DecodeBench, DecodeRuns
-from sparsekv.planner.bench.random_model import HandDecode, config_of, describe_named, random_model
-from sparsekv.planner.bench.serve_bench import served_model
+from sparsekv.bench.decode import OURS, DecodeBench, DecodeRuns
+from sparsekv.bench.random_model import HandDecode, describe_named, random_model
+from sparsekv.bench.serve import served_model
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.types import format_length, parse_lengths
+from sparsekv.runtime.hf.public_shapes import config_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 
 NEW_TOKENS = 64

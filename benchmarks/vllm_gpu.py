@@ -114,8 +114,7 @@ def _serve(section: str, step: int, backend: str, lengths: tuple[int, ...]) -> N
         sys.modules["flash_attn"] = None  # type: ignore[assignment]  # see _HIDE
     import torch
 
-    from sparsekv.kernels.prefill.flash.limits import package
-    from sparsekv.planner.bench.serve_bench import (
+    from sparsekv.bench.serve import (
         Load,
         ServeBench,
         bench_serve,
@@ -124,6 +123,7 @@ def _serve(section: str, step: int, backend: str, lengths: tuple[int, ...]) -> N
         served_model,
         start_engines,
     )
+    from sparsekv.kernels.prefill.flash.limits import package
     from sparsekv.plans.patterns import TileShape
 
     loads = {
@@ -169,7 +169,7 @@ def _kernels(llm: Any, vocabulary: int) -> dict[str, Any]:
     """Milliseconds of the kernels that take longest in one prompt of 32K."""
     from torch.profiler import ProfilerActivity, profile
 
-    from sparsekv.runtime.vllm.serving import serve
+    from sparsekv.bench.serving import serve
 
     prompt = [[1 + 7919 * n % (vocabulary - 1) for n in range(32768)]]
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:

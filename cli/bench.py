@@ -13,11 +13,11 @@ from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.bench.decode_bench import DecodeRow
-    from sparsekv.planner.bench.kernel_bench import KernelRow
-    from sparsekv.planner.bench.offload_bench import OffloadRow
-    from sparsekv.planner.bench.prefill_bench import PrefillRow
-    from sparsekv.planner.bench.timing import DensePeers
+    from sparsekv.bench.decode import DecodeRow
+    from sparsekv.bench.harness import DensePeers
+    from sparsekv.bench.kernels import KernelRow
+    from sparsekv.bench.offload import OffloadRow
+    from sparsekv.bench.prefill import PrefillRow
 
 app = typer.Typer(
     help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.",
@@ -85,7 +85,7 @@ def kernels(
     given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
     densities = arguments.shares_from(density, "--density")
     hardware, precision = arguments.device_and_dtype(device, dtype)
-    from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
+    from sparsekv.bench.kernels import PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
     bench = KernelBench(
@@ -162,8 +162,8 @@ def prefill(
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     hardware, precision = arguments.device_and_dtype(device, dtype)
     wanted = given or arguments.lengths_from(_PREFILL_LENGTHS[hardware.type], "--lengths")
-    from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
-    from sparsekv.planner.bench.random_model import BenchModel, hand_plan, random_model
+    from sparsekv.bench.prefill import PrefillBench, bench_prefill
+    from sparsekv.bench.random_model import BenchModel, hand_plan, random_model
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.targets import density_for
     from sparsekv.runtime.model_config import dtype_name
@@ -264,8 +264,8 @@ def decode(
     if not used and allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     hardware, precision = arguments.device_and_dtype(device, dtype)
-    from sparsekv.planner.bench.decode_bench import RANDOM_NOTE, DecodeBench, bench_decode, check_decode
-    from sparsekv.planner.bench.random_model import BenchModel, HandDecode, describe_named, random_model
+    from sparsekv.bench.decode import RANDOM_NOTE, DecodeBench, bench_decode, check_decode
+    from sparsekv.bench.random_model import BenchModel, HandDecode, describe_named, random_model
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.patterns import tokens
     from sparsekv.runtime.model_config import dtype_name
@@ -300,7 +300,7 @@ def decode(
             "`plan --offload`, or make one by hand: --budget 2k"
         )
     if shares:
-        from sparsekv.planner.bench.offload_bench import check_miss_rate
+        from sparsekv.bench.offload import check_miss_rate
 
         check_miss_rate(info, plans, bench)
     if random_weights:
@@ -313,7 +313,7 @@ def decode(
         loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))
         subject = BenchModel(loaded.model, loaded.info, model, "loaded")
     if offload is not None:
-        from sparsekv.planner.bench.offload_bench import bench_offload
+        from sparsekv.bench.offload import bench_offload
 
         found = list(bench_offload(subject, plans, words, bench, offload, shares[0] if shares else None, BarProgress()))
         _print_offload(found, as_json)

@@ -12,7 +12,7 @@ from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.bench.serve_bench import ServeRow
+    from sparsekv.bench.serve import ServeRow
 
 _LENGTHS = {"cuda": "32k,128k", "cpu": "4k"}
 _CROSSOVER = "8k"
@@ -63,7 +63,7 @@ def serve(
         raise UsageError(
             "expected --plan, or --density, --crossover and --tile of a plan made by hand, found both; choose one"
         )
-    from sparsekv.planner.bench.serve_bench import (
+    from sparsekv.bench.serve import (
         Load,
         ServeBench,
         bench_serve,
@@ -80,7 +80,7 @@ def serve(
     wanted = given or arguments.lengths_from(_LENGTHS[hardware.type], "--lengths")
     loads = tuple(Load(length, answer, at_once, requests or at_once) for length in wanted)
     bench = ServeBench(loads, hardware, precision, repeats, budget, named, seed)
-    from sparsekv.planner.bench.random_model import hand_plan
+    from sparsekv.bench.random_model import hand_plan
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.targets import density_for
 

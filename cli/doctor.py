@@ -93,7 +93,7 @@ def doctor(
     placing = arguments.Placing.named(offload, kv_host_layers)
     subject = arguments.Subject.named(model, plan, None)
     tell_if_idle(placing, subject.plan.decode if subject.plan else None)
-    from sparsekv.planner.bench.random_model import config_of
+    from sparsekv.runtime.hf.public_shapes import config_of
 
     config, notes = config_of(model)
     estimate = MemoryEstimate.of(

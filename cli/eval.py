@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli import options
 from sparsekv.cli.arguments import Output, Subjects, settings_of
-from sparsekv.cli.curves import CURVE_OPTIONS, CurveFlags, check_length, measure_curve
+from sparsekv.cli.bench_curves import CURVE_OPTIONS, CurveFlags, check_length, measure_curve
 from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import TASKS, Drawn, Hardware

@@ -11,7 +11,7 @@ import typer
 from sparsekv.cli import options
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ def _print(plan: Plan, full: bool) -> None:
 
 def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:
     try:
-        from sparsekv.planner.report.page import report
+        from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
         raise UsageError(
             f"expected the packages that --html needs, found no {error.name}; "
             "install them: pip install 'sparsekv[report]'"
         ) from error
-    from sparsekv.planner.curve import read_curve
+    from sparsekv.bench.curve_file import read_curve
     from sparsekv.plans.files import write_bytes
 
     points = read_curve(curve) if curve else ()

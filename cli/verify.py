@@ -10,10 +10,10 @@ from pydantic import Field
 from sparsekv.cli import options
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
-from sparsekv.cli.plan import check_writable
+from sparsekv.cli.plan_files import check_writable
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import HELD_OUT, TASKS, Drawn, Gated, Hardware, PlanOptions
-from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -55,14 +55,18 @@ def verify(flags: VerifyFlags) -> None:
     Exit 1 when a mean misses its gate. Exit 0 when all meet theirs, also where samples or their 95% bounds are too
     little to call the plan verified.
     """
+    from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
+
     subject = flags.subject
-    found = subject.need_plan()
-    file = _own_file(subject) if flags.write else None
+    found, file, before = subject.need_plan(), None, ""
+    if flags.write:
+        file = _own_file(subject)
+        before = read_text(file)
+        found = parse_plan(before, str(file))
     asked = flags.options(found)
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
-    from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
     def check(info: ModelInfo, hardware: str) -> None:
@@ -87,7 +91,11 @@ def verify(flags: VerifyFlags) -> None:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
         recorded = verdict.recorded(found)
-        write_plan(recorded, file)
+        try:
+            rewrite_plan(recorded, file, before)
+        except SparseKVError as error:
+            error.with_facts(**facts).add_note("what was measured is printed, and in no file")
+            raise
         tell(f"{file}: written as {recorded.status}")
     if flags.as_json:
         emit_json(facts)

@@ -14,15 +14,29 @@ MAY_IMPORT = {
     "kernels": {"plans"},
     "runtime": {"plans", "kernels"},
     "planner": {"plans", "kernels", "runtime"},
-    "cli": {"plans", "kernels", "runtime", "planner"},
+    "bench": {"plans", "kernels", "runtime", "planner"},
+    "cli": {"plans", "kernels", "runtime", "planner", "bench"},
 }
+# The only files that import bench/, when their command runs.
+MEASURE = {"cli/bench.py", "cli/bench_curves.py", "cli/bench_serve.py", "cli/show.py"}
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
 HOSTS = {"transformers", "vllm"}
 # Inside runtime/: what knows no host.
 HOSTLESS = {"runtime/core": {"runtime/core"}, "runtime/stores": {"runtime/stores"}}
-# One name in two folders: a pattern with two builders, a backend with two phases, a command over its module.
-SHARED_NAMES = {"__init__", "a_shape", "adaptive", "block_sparse", "vertical_slash", "cpu", "triton"}
+# One name in two folders: a pattern with two builders, a backend with two phases, a phase and its bench, a command over
+# its module.
+SHARED_NAMES = {
+    "__init__",
+    "a_shape",
+    "adaptive",
+    "block_sparse",
+    "vertical_slash",
+    "cpu",
+    "triton",
+    "prefill",
+    "decode",
+}
 COMMANDS = {"bench", "diff", "doctor", "eval", "main", "plan", "run", "schema", "seal", "show", "validate", "verify"}
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
@@ -83,6 +97,8 @@ def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
         ("runtime", "from sparsekv import planner"),
         ("runtime", "from ..plans import budget"),
         ("planner", "from sparsekv.cli.main import main"),
+        ("planner", "import sparsekv.bench.harness"),
+        ("bench", "from sparsekv.cli.output import columns"),
         ("cli", "from plans.patterns import tokens"),
     ],
 )
@@ -93,6 +109,19 @@ def test_the_rule_catches_each_kind_of_breach(package: str, line: str) -> None:
 def test_the_rule_lets_the_allowed_arrows_through() -> None:
     assert breaches("planner", "from sparsekv.runtime.hf.apply import apply\nimport torch") == []
     assert breaches("cli", "from sparsekv import __version__") == []
+    assert breaches("bench", "from sparsekv.planner.plan import compile_plan") == []
+
+
+def imports_of_bench(tree: ast.AST) -> Iterator[str]:
+    return (module for module, _ in imported(tree) if f"{module}.".startswith("sparsekv.bench."))
+
+
+def test_only_the_commands_that_measure_import_bench_and_only_when_they_run() -> None:
+    users = {path for path in SOURCES if path.parts[len(ROOT.parts)] != "bench"}
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in users}
+    assert {name for name, tree in trees.items() if any(imports_of_bench(tree))} <= MEASURE
+    at_import = [node for name in MEASURE for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [module for node in at_import for module in imports_of_bench(node)] == []
 
 
 def test_the_environment_is_read_in_one_settings_module() -> None:

@@ -55,6 +55,7 @@ class SparseLayer(CacheLayerMixin):
 
     def _start(self) -> None:
         self.is_initialized = False
+        self.needs_grad = False  # whether autograd made any of the cached keys and values
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
 
@@ -62,7 +63,7 @@ class SparseLayer(CacheLayerMixin):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.state, memo))
-        copied.is_initialized = self.is_initialized
+        copied.is_initialized, copied.needs_grad = self.is_initialized, self.needs_grad
         copied.store = deepcopy(self.store, memo)
         copied.reserved = self.reserved
         return copied
@@ -76,6 +77,7 @@ class SparseLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
         check_owner_open(self.owner)
+        self.needs_grad |= key_states.requires_grad or value_states.requires_grad
         self.store.append(key_states, value_states)
         self.is_initialized = True
         return key_states, value_states

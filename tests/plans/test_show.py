@@ -94,6 +94,10 @@ def test_the_summary_is_json_with_every_layer() -> None:
     assert found["decode"]["lengths"][1]["segments"][0]["filter"] == 1
 
 
+def test_heads_of_one_kind_with_other_parameters_in_a_layer_are_all_counted() -> None:
+    assert summary(large_plan(2, 32, 1))["prefill"][0]["heads"] == {"vertical_slash": 2 * 32}
+
+
 def test_absent_phases_are_dense() -> None:
     lines = shown(small_plan(prefill=None, decode=None))
     assert "Prefill: dense at every length" in lines

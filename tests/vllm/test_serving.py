@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekv.planner.bench.serve_bench import Engines, Load, ServeBench, ServedModel, bench_serve
+from sparsekv.bench.serve import Engines, Load, ServeBench, ServedModel, bench_serve
+from sparsekv.bench.serving import serve
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import serving_stats
-from sparsekv.runtime.vllm.serving import serve
 
 
 def test_no_more_requests_than_asked_for_run_at_once_and_all_are_answered(

@@ -15,17 +15,18 @@ from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+from sparsekv.bench.random_model import hand_plan
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.means import add_means, means_bytes
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, hand_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, VerticalSlash, fraction, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
 from sparsekv.runtime.stores.pinned import Block
 
 GIB = 1 << 30
