@@ -78,5 +78,5 @@ def _option(one: Spelled) -> Any:
 def _read_type(one: Spelled) -> Any:
     """What the command line reads: numbers, words, files and choices as they are, all else as text."""
     is_text = any(isinstance(part, BeforeValidator) for part in one.field.metadata)
-    read = one.flag.reads or (str if is_text else one.field.annotation)
+    read: Any = one.flag.reads or (str if is_text else one.field.annotation)
     return read if one.field.is_required() or get_origin(read) is list else read | None

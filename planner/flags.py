@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from inspect import get_annotations
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -49,8 +50,8 @@ class Spelled(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """As they are typed."""
-        dashed = self.name.replace("_", "-")
-        return self.flag.names or ((f"--no-{dashed}",) if self.field.default is True else (f"--{dashed}",))
+        off = "no-" if self.field.default is True else ""
+        return self.flag.names or (f"--{off}{self.name.replace('_', '-')}",)
 
 
 class Options(BaseModel):
@@ -127,15 +128,16 @@ class Options(BaseModel):
         """
         unread = next((name for name in names if name not in switches and self.is_given(name)), None)
         if unread is not None:
-            others = " and ".join(self.flag_of(name, getattr(self, name, None)) for name in switches)
-            raise UsageError(f"expected {self.flag_of(unread)} or {others}, found both: {because}; leave one out")
+            given, *others = (self.flag_of(name, getattr(self, name, None)) for name in (unread, *switches))
+            raise UsageError(f"expected {given} or {' and '.join(others)}, found both: {because}; leave one out")
 
     @classmethod
     def _told(cls, error: ValidationError) -> str:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
-            return f"expected options of {', '.join(cls.model_fields)}, found {name!r:.40}"
+            near = get_close_matches(name, cls.model_fields, 1) or list(cls.model_fields)
+            return f"expected an option such as {near[0]}, found {name!r:.40}"
         if first["type"] == "value_error":
             return f"{cls.flag_of(name)}: {first['ctx']['error']}"
         expected = first["msg"].replace("Input should be", "expected")

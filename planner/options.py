@@ -30,7 +30,7 @@ from sparsekv.plans.patterns import fraction
 from sparsekv.plans.schema import HostName
 from sparsekv.runtime.settings import DeviceMap
 
-Family = Literal["vertical_slash", "a_shape", "block_sparse"]
+Family = Literal["vertical_slash", "vertical_slash_means", "a_shape", "block_sparse", "adaptive"]
 KNOWN_FAMILIES: tuple[Family, ...] = get_args(Family)
 # Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)

@@ -22,6 +22,7 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
+from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import tightened_remarks
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, Offload, Segment
@@ -88,12 +89,12 @@ def test_layers_that_run_dense_are_counted_and_the_density_they_make_is_told() -
 
 
 def test_a_target_that_nobody_set_is_named_as_the_default_until_it_is_raised() -> None:
-    profile, default = slower_layer(0.32), PlanOptions(lengths=(8192,)).settled(131072, "cpu")
+    profile, default = slower_layer(0.32), settle(PlanOptions(lengths=(8192,)), 131072, "cpu")
     cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
     prefill = allocate(profile, cost, options_for(target_density=(0.3,)))
     (line,) = crossover_remarks(profile, cost, prefill, default)
     assert "more than the default target of 0.3572:" in line
-    (line,) = crossover_remarks(profile, cost, prefill, replace(default, target_density=(0.46,)))
+    (line,) = crossover_remarks(profile, cost, prefill, default.but(target_density=(0.46,)))
     assert "more than the target of 0.46:" in line
 
 
@@ -104,7 +105,7 @@ def test_the_target_of_a_preset_is_exceeded_with_a_remark_too() -> None:
     layers = (entry.layers[0], entry.layers[1].model_copy(update=update), entry.layers[2])
     profile = made_up_profile(entry.model_copy(update={"layers": layers})).model_copy(update={"preset": "minference"})
     cost = made_up_cost(prefill_sparse=Line(prices=(0.67 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
-    options = PlanOptions(preset="minference").settled(131072, "cpu")
+    options = settle(PlanOptions(preset="minference"), 131072, "cpu")
     (line,) = remarks(profile, cost, options)
     assert "more than the target of 0.3" in line
 
@@ -247,7 +248,7 @@ def compiled(cost: DeviceCost, *, context: int = 8192, **options) -> tuple[str, 
     """The remarks of a plan of 8192 tokens."""
     entry = profile_with().lengths[0].model_copy(update={"reuse": made_up_reuse(np.ones((3, 3)))})
     profile = made_up_profile(entry, model=made_up_model(context=context))
-    asked = replace(TARGET, **options)
+    asked = TARGET.but(**options)
     return plan_remarks(compile_once(profile.model, asked, profile, cost), asked, profile, cost)
 
 
@@ -315,10 +316,10 @@ def test_a_longer_context_is_said_to_be_extrapolated_with_the_lengths_that_plan_
 
 
 def test_what_was_given_up_to_meet_the_gate_is_told() -> None:
-    asked = PlanOptions(lengths=(4096, 8192), target_density=(0.4, 0.3)).settled(8192, "cpu")
+    asked = settle(PlanOptions(lengths=(4096, 8192), target_density=(0.4, 0.3)), 8192, "cpu")
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192)))
     assert tightened_remarks(asked, asked, profile) == ()
-    (prefill,) = tightened_remarks(asked, replace(asked, target_density=(0.4, 0.45)), profile)
+    (prefill,) = tightened_remarks(asked, asked.but(target_density=(0.4, 0.45)), profile)
     assert "prefill at 8k is planned for a density of 0.45: with the 0.3 that was asked for" in prefill
-    (decode,) = tightened_remarks(asked, replace(asked, decode_loss=0.01), profile)
+    (decode,) = tightened_remarks(asked, asked.but(decode_loss=0.01), profile)
     assert "loss of 0.01 and a budget of 0.1 of the context" in decode

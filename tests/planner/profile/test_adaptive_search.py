@@ -21,6 +21,7 @@ from sparsekv.planner.profile.search_space import (
     fit_to_target,
     search_space,
 )
+from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, Dense
 from sparsekv.runtime.hf.load import LoadedModel
@@ -97,7 +98,7 @@ def test_rows_that_need_unequally_many_tiles_are_won_by_adaptive(prefix: Prefix)
 
 def test_adaptive_is_searched_when_asked_for_and_not_in_the_published_search() -> None:
     def families(**asked: object) -> set[str]:
-        options = PlanOptions(lengths=(4096,), **asked).settled(4096, "cpu")
+        options = settle(PlanOptions(lengths=(4096,), **asked), 4096, "cpu")
         return {ray.family for ray in search_space(options, 4096)}
 
     assert families() == set(FAMILIES)
@@ -109,7 +110,7 @@ def test_adaptive_is_searched_when_asked_for_and_not_in_the_published_search() -
 
 def test_a_profile_of_adaptive_alone_is_allocated_to_every_head(loaded: LoadedModel) -> None:
     options = quick_options(families=("adaptive",), phases=("prefill",), target_density=(0.75,))
-    options = options.settled(loaded.info.context_length, "cpu")
+    options = settle(options, loaded.info.context_length, "cpu")
     found = profile(loaded, options)
     bucket = allocate(found, made_up_cost(), options).bucket(options.lengths[0])
     patterns = [pattern for layer in range(loaded.info.layers) for pattern in bucket.patterns(layer, 4)]
