@@ -28,7 +28,7 @@ class Flag:
     """How the command line takes a field.
 
     Attributes:
-        names: the flag and other names for it; by default the name of the field (`--no-NAME` where it is on).
+        names: the flag and other names for it; by default the name of the field, after "no-" where it is on.
         reads: the type that the command line reads, where that is not the field's.
         is_argument: it is not a flag, but a word of its own.
     """
