@@ -39,7 +39,7 @@ from sparsekv.planner.compare import Mode, PlanMode
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions, Task
 from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.planner.profile.search_space import a_shape_range, last_q_for, vertical_slash_range
@@ -83,7 +83,7 @@ class CurveInputs:
     preset: Profile | None = None
     densities: tuple[float, ...] = ()
     budgets: tuple[float, ...] = BUDGETS
-    task: str = "quote_text"
+    task: Task = "quote_text"
     seed: int = 0
 
     @property
@@ -241,9 +241,9 @@ def _cumulative(score: ScoreKind, knob: str, inputs: CurveInputs, length: int) -
         yield f"{knob} {mass:g}", _same(inputs, Adaptive(score=score, mass=mass, max_tiles=fraction(1.0)))
 
 
-def _max_threshold(corrected: bool, inputs: CurveInputs, length: int) -> Modes:
+def _max_threshold(inputs: CurveInputs, length: int) -> Modes:
     for alpha in _ALPHAS:
-        yield f"alpha {alpha:g}", MaxThreshold(alpha, inputs.tile, corrected)
+        yield f"alpha {alpha:g}", MaxThreshold(alpha, inputs.tile)
 
 
 def _same(inputs: CurveInputs, pattern: Pattern) -> PlanMode:
@@ -317,8 +317,7 @@ METHODS: Mapping[Phase, Mapping[str, Method]] = {
         "minference": Method(_preset, "preset"),
         "xattention": Method(partial(_cumulative, "antidiagonal", "tau")),
         "flexprefill": Method(partial(_cumulative, "pooled", "gamma")),
-        "flashprefill": Method(partial(_max_threshold, False)),
-        "flashprefill_mean": Method(partial(_max_threshold, True)),
+        "flashprefill": Method(_max_threshold),
     },
     "decode": {
         "plan": Method(partial(_the_plan, "decode"), "plan"),

@@ -27,6 +27,7 @@ from sparsekv.plans.phases import (
     PrefillBucket,
     PrefillPlan,
     Segment,
+    Selector,
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids, format_length
@@ -37,7 +38,6 @@ from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES, config_of
 from sparsekv.runtime.model_config import describe_config
 from sparsekv.runtime.stores.pinned import available_bytes, has_room
 
-Selector = Literal["last", "uniform", "exponential"]
 SELECTORS: tuple[Selector, ...] = get_args(Selector)
 
 

@@ -358,7 +358,7 @@ def settings(device: str | None = None, dtype: str | None = None, backend: str |
     """
     from sparsekv.runtime.settings import check_device, read_settings
 
-    flags = {"device": device, "dtype": dtype, "backend": backend}
+    flags: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend}
     found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
     try:
         check_device(found.device)

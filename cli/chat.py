@@ -168,8 +168,8 @@ class Session:
 class Conversation:
     """What was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
 
-    Each turn prefills only what is new; one behind a turn that failed prefills everything again. `handle` is that of the plan where `session` has one applied; `turns` is
-    whether there may be more than one, up to the model's context.
+    Each turn prefills only what is new; one behind a turn that failed prefills everything again. `handle` is that of
+    the plan where `session` has one applied; `turns` is whether there may be more than one, up to the model's context.
     """
 
     session: Session

@@ -113,15 +113,17 @@ def plan(flags: PlanFlags) -> None:
 
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     from sparsekv.plans.schema import to_data
+    from sparsekv.plans.show import verdict
 
-    quality, density, speedup = result.plan.quality, result.prefill_density, result.predicted_speedup
+    quality, remarks = result.plan.quality, list(result.remarks)
+    unproven = quality is not None and result.plan.status != "verified"  # the first remark says why
     if as_json:
         emit_json(
             {
                 "path": str(out),
                 "status": result.plan.status,
-                "prefill_density": density,
-                "predicted_speedup": speedup,
+                "prefill_density": result.prefill_density,
+                "predicted_speedup": result.predicted_speedup,
                 "filter_layers": list(result.filter_layers),
                 "quality": None if quality is None else to_data(quality),
                 "seconds": round(result.seconds, 3),
@@ -130,14 +132,9 @@ def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     else:
         if quality is not None:
             emit(quality_table(quality) + "\n")
-        emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
-        if density is not None:
-            emit(f"prefill is predicted to compute {density:.3f} of the tiles at the longest length")
-        if speedup is not None:
-            emit(f"predicted speedup of attention there: {speedup:.2f}x")
-        if result.filter_layers:
-            emit(f"filter layers of decode: {', '.join(map(str, result.filter_layers))}")
-    for remark in result.remarks:
+        lines = verdict(result.plan, str(out), remarks.pop(0) if unproven else "")
+        emit("\n".join((f"{out}: written in {result.seconds:.0f} s", *lines)))
+    for remark in remarks:
         tell(remark)
 
 

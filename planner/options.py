@@ -28,9 +28,9 @@ from sparsekv.planner.flags import (
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction
 from sparsekv.plans.schema import HostName
-from sparsekv.runtime.settings import DeviceMap
+from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
-Family = Literal["vertical_slash", "vertical_slash_means", "a_shape", "block_sparse", "adaptive"]
+Family = Literal["vertical_slash", "a_shape", "block_sparse"]
 KNOWN_FAMILIES: tuple[Family, ...] = get_args(Family)
 # Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)
@@ -238,13 +238,8 @@ class Hardware(Options):
     """Where a model runs, in what precision, by which kernels."""
 
     device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], Flag("Precision, or what fits the machine.")
-    ] = "auto"
-    backend: Annotated[
-        Literal["auto", "flash", "triton", "cpu", "reference"],
-        Flag("Kernel backend, or the fastest that can run; see `doctor`."),
-    ] = "auto"
+    dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
+    backend: Annotated[Backend, Flag("Kernel backend, or the fastest that can run; see `doctor`.")] = "auto"
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):

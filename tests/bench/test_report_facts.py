@@ -72,9 +72,9 @@ def test_every_kind_of_layer_has_its_cells_and_every_range_is_named() -> None:
     cells = {(fact.layer, fact.head): fact for fact in maps[0].heads}
     assert len(cells) == 8 * 4 + 8
     assert [cells[layer, 0].pattern for layer in range(9)] == [
-        "a_shape", "a_shape", "adaptive", "adaptive", "reuse", "reuse", "reuse", "dense", "linear",
+        "a_shape", "a_shape", "adaptive", "adaptive", "dense", "sliding", "dense", "dense", "linear",
     ]  # fmt: skip
-    assert cells[5, 0].density is cells[8, 0].density is None
+    assert cells[8, 0].density is None
     assert lines == ("up to 12,288: dense", "above 131,072: as up to 131,072")
     assert pattern_maps(small_plan(prefill=None), None) == ((), ("every length: dense",))
 
@@ -115,6 +115,13 @@ def test_the_quality_table_has_every_measured_number() -> None:
     assert prefill["niah_single"] == ["0.99", "0.985", "-0.01235 to 0.0025", "200"]
     assert {row[0] for row in rows} == {"prefill", "decode", "both"}
     assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
+
+
+def test_a_task_named_as_a_measured_number_hides_it_in_no_quality_table() -> None:
+    measured = full_plan().quality.prefill
+    task = measured.tasks["niah_single"]
+    named = Quality(prefill=measured.model_copy(update={"tasks": {"kl": task}}))
+    assert [row[4] for row in quality_table(named) if row[2] == "kl"] == ["1.5e-05", "0.985"]
 
 
 def test_the_agreement_table_has_every_phase_length_and_task() -> None:

@@ -13,6 +13,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 from plans_samples import small_plan
 from typer.main import get_command
 
@@ -53,6 +54,13 @@ def test_each_kind_of_failure_has_its_message_and_exit_code(capsys, error, code,
     captured = capsys.readouterr()
     assert captured.err.startswith(message)
     assert captured.out == ""
+
+
+def test_host_memory_that_torch_cannot_allocate_is_no_bug(capsys):
+    with pytest.raises(RuntimeError) as failure:
+        torch.empty(1 << 60)
+    assert report(failure.value, "plan") == 1
+    assert "--debug" not in capsys.readouterr().err
 
 
 def test_an_interrupt_says_what_was_kept(capsys):

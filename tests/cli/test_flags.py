@@ -82,7 +82,10 @@ def test_what_other_commands_call_the_same_thing_is_taken_too(command, names):
 
 
 def test_samples_of_calibration_and_of_verification_are_two_options():
-    assert sorted(one.opts for one in parameters_of("plan") if "samples" in one.name) == [["--samples"], ["--verify-samples"]]
+    assert sorted(one.opts for one in parameters_of("plan") if "samples" in one.name) == [
+        ["--samples"],
+        ["--verify-samples"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,13 @@ def test_a_damaged_profile_is_refused_by_name(profile: Profile, tmp_path: Path, 
         read_measured(Profile, path)
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [3, 5])
 def test_a_profile_of_another_schema_is_to_be_made_again(profile: Profile, tmp_path: Path, version: int) -> None:
     path = tmp_path / "p.json"
     write_measured(profile, path)
-    path.write_text(path.read_text().replace('"schema_version":3', f'"schema_version":{version}'))
+    path.write_text(path.read_text().replace('"schema_version":4', f'"schema_version":{version}'))
     with pytest.raises(
-        PlanError, match=r"profile of schema 3 in .*p\.json, found at schema_version: .*; make it again"
+        PlanError, match=r"profile of schema 4 in .*p\.json, found at schema_version: .*; make it again"
     ):
         read_measured(Profile, path)
 
@@ -162,8 +162,8 @@ def _put(value, *path):
         (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "candidates"), "patterns: expected 11 rows, found 12"),
         (_put([], "lengths", 0, "reuse", "budgets"), "lengths.0.reuse.budgets: "),
         (_put(lambda own: own[:2], "lengths", 0, "reuse", "importance"), "reuse.importance: expected 3 layers"),
-        (_put([[0.5]], "lengths", 0, "reuse", "kept", 0, 1), "reuse.kept: expected a lower triangle of 3 layers"),
-        (_put(lambda own: own[:1], "lengths", 0, "reuse", "kept"), "reuse.kept: expected 2 rows, found 1"),
+        (_put([[0.5]], "lengths", 0, "reuse", "kept", 1), "reuse.kept: expected a lower triangle of 3 layers"),
+        (_put(lambda own: own[:1], "lengths", 0, "reuse", "kept"), "reuse.kept: expected 3 rows, found 1"),
         (_put("x" * 100_000, "dtype"), "dtype: "),
         (_put({"x" * 100_000: 1}, "versions"), "versions.xxx"),
     ],
@@ -186,8 +186,8 @@ def test_lengths_that_do_not_go_together_are_refused(profile: Profile) -> None:
     longer = short.model_copy(update={"length": 8192})
     for change, said in (
         ({"layers": (), "candidates": ()}, "layers at every length or at none"),
-        ({"reuse": None}, "the same sink, recent, budgets and selectors"),
-        ({"reuse": short.reuse.model_copy(update={"sink": 9})}, "the same sink, recent, budgets and selectors"),
+        ({"reuse": None}, "the same sink, recent and budgets"),
+        ({"reuse": short.reuse.model_copy(update={"sink": 9})}, "the same sink, recent and budgets"),
     ):
         data = profile.model_copy(update={"lengths": (short, longer.model_copy(update=change))})
         with pytest.raises(PlanError, match=rf"lengths\.1\..*{said}"):

@@ -128,7 +128,7 @@ def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(loaded: Load
         ({"refine_rounds": 1}, (), "profile", 7),
         ({"phases": ("prefill",)}, (), "profile", 4),
         ({"phases": ("decode",), "verify_samples": 0}, (), "profile", 4),
-        ({"filter_rule": "omnikv", "decode_kl": None, "refine_rounds": 1}, ("cost",), "profile", 5),
+        ({"filter_layers": (0,), "decode_kl": None, "refine_rounds": 1}, ("cost",), "profile", 5),
         ({"refine_rounds": 1}, ("profile",), "cost", 4),
         ({"verify_samples": 0}, ("profile", "cost"), "allocate", 2),
     ],
@@ -167,8 +167,8 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, me
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"filter_rule": "fixed", "filter_layers": (99,)}, "below the last such layer, 2, found 99"),
-        ({"filter_rule": "fixed", "filter_layers": (2,)}, "found 2"),
+        ({"filter_layers": (99,)}, "below the last such layer, 2, found 99"),
+        ({"filter_layers": (2,)}, "found 2"),
         ({"tasks": ("perplexity", "kv_retrieval"), "lengths": (32,), "target_density": ()}, "kv_retrieval at 32"),
         ({"lengths": (8192,)}, "context"),
     ],
@@ -185,7 +185,7 @@ def test_what_can_never_be_planned_is_found_out_before_anything_is_measured(load
     [
         ({"target_density": (0.1,)}, "least that was profiled"),
         ({"decode_budget": tokens(1)}, "least that was profiled"),
-        ({"families": ("adaptive",)}, "--families"),
+        ({"families": ("block_sparse",)}, "--families"),
     ],
 )
 def test_what_a_profile_does_not_hold_is_found_out_before_the_device_is_measured(

@@ -119,7 +119,7 @@ def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
 
 
 def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel, folder: Path) -> None:
-    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "adaptive"))
+    options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "vertical_slash"))
     searched = profile(loaded, settle(options, 4096, "cpu"))
     narrow = options.but(families=("a_shape",))
     with pytest.raises(UsageError, match=r"of a_shape for the heads at 1024 tokens, found none for \d+ of 12"):

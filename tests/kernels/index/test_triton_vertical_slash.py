@@ -53,7 +53,7 @@ def check(layer: Layer) -> None:
         "rows without queries or tokens",
         "the whole context, off the grid",
         "the whole context, a ragged last row",
-    ],  # fmt: skip
+    ],
 )
 def test_triton_builds_the_index_of_torch_in_poisoned_memory(patterns, chunk, tile, kv_heads, window) -> None:
     check(make_layer(patterns, chunk, tile, kv_heads=kv_heads, window=window, spare=40, seed=3))

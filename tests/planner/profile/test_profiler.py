@@ -84,7 +84,7 @@ def test_more_of_a_range_does_less_damage_on_the_whole(whole: Profile) -> None:
 def test_a_layer_keeps_its_own_best_tokens_better_than_nothing(whole: Profile) -> None:
     reuse = whole.lengths[0].reuse
     assert reuse is not None
-    own = [reuse.kept[0][-1][j][j] for j in range(3)]
+    own = [reuse.kept[-1][j][j] for j in range(3)]
     assert all(0.0 < value <= 1.0 for value in own)
     assert all(value > 0 for value in reuse.importance)
 

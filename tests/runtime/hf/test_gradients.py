@@ -13,7 +13,8 @@ from sparsekv.runtime.hf.apply import apply
 @pytest.fixture
 def model():
     made = tiny_model()
-    with apply(made, plan_for(made, every_head(made, AShape(sink=tokens(64), window=tokens(64))), decode_plan(segment(0, (1, 2), 8)))):
+    prefill = every_head(made, AShape(sink=tokens(64), window=tokens(64)))
+    with apply(made, plan_for(made, prefill, decode_plan(segment(0, (1, 2), 8)))):
         yield made
 
 

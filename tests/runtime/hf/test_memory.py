@@ -11,18 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
+from tiny_plans import decode_plan, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from sparsekv.bench.random_model import hand_plan
-from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.decode.slots import SlotTable
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.means import add_means, means_bytes
-from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import TileShape, fraction, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
@@ -138,30 +134,6 @@ def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
         with Peak() as peak:
             model(random_tokens(1, 1), past_key_values=cache)
     assert said / 2 < peak.most < said
-
-
-@pytest.mark.parametrize("length", [1000, 20_000])
-def test_means_of_what_is_skipped_take_no_more_than_was_said(length):
-    tile, chunk, heads = TileShape(), Chunk.uniform(1, 0, length), (0, 1, 3)
-    q_BHSD, k_BGKD, v_BGKD = (torch.randn(1, count, length, 32) for count in (4, 2, 2))
-    pattern = VerticalSlash(vertical=tokens(30), slash=tokens(5), max_tiles=tokens(384))
-    index = build_index((pattern,) * 4, q_BHSD, k_BGKD, chunk, tile, scale=1.0)
-    found = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=1.0, want_lse=True, backend="cpu")
-    said = means_bytes(1, len(heads), length, length, 32, tile)
-    with Peak() as peak:
-        add_means(q_BHSD, k_BGKD, v_BGKD, found, index, chunk, heads, scale=1.0)
-    assert said / 2 < peak.most < said
-
-
-def test_a_plan_with_means_takes_more(model, size):
-    plain, means = (
-        VerticalSlash(pattern=name, vertical=tokens(9), slash=tokens(3), max_tiles=tokens(384))
-        for name in ("vertical_slash", "vertical_slash_means")
-    )
-    plans = [every_head(model, pattern) for pattern in (plain, means)]
-    estimates = [MemoryModel(size, plan, None, True) for plan in plans]
-    lean, full = (one.use(Request(4000), one.permitted).prefill for one in estimates)
-    assert full > lean
 
 
 # Peak memory of the sparse rows of "Long prompts" in benchmarks/RESULTS.md, on an H200.
