@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +129,14 @@ def _planned(loaded: LoadedModel, options: PlanOptions, out: Path, name: str) ->
 
 def _ablations(bench: Bench, options: PlanOptions) -> Iterator[tuple[str, Plan]]:
     for family in PRESET_FAMILIES:
-        alone = replace(options, families=(family,), phases=("prefill",))
+        alone = options.but(families=(family,), phases=("prefill",))
         yield f"only {family}", _planned(bench.loaded, alone, bench.out, f"only_{family}")
     yield "minference preset", _preset(bench, options.lengths)
 
 
 def _preset(bench: Bench, lengths: tuple[int, ...]) -> Plan:
-    preset = replace(
-        PlanOptions(lengths=lengths, crossover=False, verify_samples=0, phases=("prefill",)), preset="minference"
+    preset = PlanOptions(lengths=lengths, crossover=False, verify_samples=0, phases=("prefill",)).but(
+        preset="minference"
     )
     return _planned(bench.loaded, preset, bench.out, "minference")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sparsekv.cli import arguments
+from sparsekv.cli.bench_serve import serve
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import UsageError
 
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
     from sparsekv.bench.prefill import PrefillRow
 
 app = typer.Typer(
-    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.", no_args_is_help=True
+    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
+app.command("serve", short_help="Requests through vLLM, by a plan and dense.")(serve)
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}
 _WIDEST = 1024  # heads, their size, layers: as in a plan
@@ -158,8 +164,8 @@ def prefill(
     wanted = given or arguments.lengths_from(_PREFILL_LENGTHS[hardware.type], "--lengths")
     from sparsekv.bench.prefill import PrefillBench, bench_prefill
     from sparsekv.bench.random_model import BenchModel, hand_plan, random_model
-    from sparsekv.planner.options import density_for
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.targets import density_for
     from sparsekv.runtime.model_config import dtype_name
 
     if random_weights:

@@ -81,8 +81,8 @@ def serve(
     loads = tuple(Load(length, answer, at_once, requests or at_once) for length in wanted)
     bench = ServeBench(loads, hardware, precision, repeats, budget, named, seed)
     from sparsekv.bench.random_model import hand_plan
-    from sparsekv.planner.options import density_for
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.targets import density_for
 
     words = "given"
     with served_model(model, random_weights, bench.longest) as subject:
