@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner_models import loaded_tiny, quick_options
+from planner_models import loaded_tiny, made_up_cost, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -251,6 +251,8 @@ def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: Loaded
     found = profile(loaded, settle(options, 4096, "cpu"))
     assert found.preset == "minference"
     assert {candidate.density for candidate in found.lengths[0].candidates} == {1.0}
-    plan = compile_plan(loaded, quick_options(verify_samples=0, target_density=()), profile_in=found).plan
+    plan = compile_plan(
+        loaded, quick_options(verify_samples=0, target_density=()), profile_in=found, cost_in=made_up_cost()
+    ).plan
     assert plan.provenance.preset == "minference"
     assert plan.prefill.tile.key == 64
