@@ -15,7 +15,7 @@ from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from sparsekv.bench.random_model import hand_plan
+from sparsekv.bench.hand_plans import hand_plan
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.kernels.index.build import build_index
