@@ -7,7 +7,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -188,6 +188,7 @@ def plan(
     from sparsekv.planner.data_files import read_measured
     from sparsekv.planner.plan import check_plannable, compile_files, compile_plan, for_host
     from sparsekv.planner.profile.profile_data import Profile, for_profile
+    from sparsekv.planner.profile.resume import only_run
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.files import write_plan
 
@@ -195,7 +196,7 @@ def plan(
     measured = read_measured(DeviceCost, cost) if cost else None
     if profiled is not None:
         for_profile(for_host(wanted, measured), profiled)  # says what is not in it before a model is looked for
-    with files.telling_what_is_saved():
+    with nullcontext() if profiled else only_run(files.resume), files.telling_what_is_saved():
         outputs = {"profile_out": profile_out, "cost_out": cost_out}
         if profiled and measured and no_verify:
             result = compile_files(model, wanted, profiled, measured, **outputs)
@@ -216,8 +217,8 @@ def plan(
                 **outputs,
             )
         write_plan(result.plan, out)
-    if profiled is None:
-        files.resume.unlink(missing_ok=True)
+        if profiled is None:
+            files.resume.unlink(missing_ok=True)
     _tell(result, out, as_json)
 
 

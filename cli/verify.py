@@ -10,7 +10,7 @@ import typer
 from sparsekv.cli import arguments
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan import check_writable
-from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -54,9 +54,14 @@ def verify(
     Exit 1 when a mean misses its gate. Exit 0 when all meet theirs, also where samples or their 95% bounds are too
     little to call the plan verified.
     """
+    from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
+
     subject = arguments.Subject.named(target, plan, model)
-    found = subject.need_plan()
-    file = _own_file(subject) if write else None
+    found, file, before = subject.need_plan(), None, ""
+    if write:
+        file = _own_file(subject)
+        before = read_text(file)
+        found = parse_plan(before, str(file))
     from sparsekv.planner.options import TASKS, PlanOptions
 
     own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
@@ -80,7 +85,6 @@ def verify(
     )
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.verify import verify as measure
-    from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
     def check(info: ModelInfo, hardware: str) -> None:
@@ -105,7 +109,11 @@ def verify(
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
         recorded = verdict.recorded(found)
-        write_plan(recorded, file)
+        try:
+            rewrite_plan(recorded, file, before)
+        except SparseKVError as error:
+            error.with_facts(**facts).add_note("what was measured is printed, and in no file")
+            raise
         tell(f"{file}: written as {recorded.status}")
     if as_json:
         emit_json(facts)

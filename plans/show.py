@@ -126,7 +126,8 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
     layers = []
     for layer in range(model.layers):
         rows = _head_rows(bucket, layer, model, full=True)
-        kinds.update({row.kind: len(row.heads) for row in rows})
+        for row in rows:
+            kinds[row.kind] += len(row.heads)
         heads = {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}
         layers.append({"layer": layer, "heads": heads})
     return facts | {"heads": dict(sorted(kinds.items())), "layers": layers}

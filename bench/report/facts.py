@@ -320,7 +320,7 @@ def quality_table(quality: Quality) -> list[list[str]]:
     for phase, measured in to_data(quality).items():
         at = ", ".join(map(format_length, measured["lengths"]))
         values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
-        for name, value in (values | measured.get("tasks", {})).items():
+        for name, value in (*values.items(), *measured.get("tasks", {}).items()):
             rows.append([phase, at, *_quality_cells(name, value)])
     return rows
 

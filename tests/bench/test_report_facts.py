@@ -117,6 +117,13 @@ def test_the_quality_table_has_every_measured_number() -> None:
     assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
 
 
+def test_a_task_named_as_a_measured_number_hides_it_in_no_quality_table() -> None:
+    measured = full_plan().quality.prefill
+    task = measured.tasks["niah_single"]
+    named = Quality(prefill=measured.model_copy(update={"tasks": {"kl": task}}))
+    assert [row[4] for row in quality_table(named) if row[2] == "kl"] == ["1.5e-05", "0.985"]
+
+
 def test_the_agreement_table_has_every_phase_length_and_task() -> None:
     quality = full_plan().quality
     header, *rows = agreement_table(quality)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import pytest
 from command_line import sparsekv as sparsekv
-from progress import CtrlC
+from progress import CtrlC, During
 from short_filler import short_filler as short_filler
 
 
@@ -59,6 +59,16 @@ def ctrl_c_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextM
             yield
 
     return pressed
+
+
+@pytest.fixture
+def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+    """What is to happen, once, after the first step of a stage."""
+
+    def set_up(stage: str, happens: Callable[[], object]) -> None:
+        monkeypatch.setattr("sparsekv.planner.progress.BarProgress", lambda: During(stage, happens))
+
+    return set_up
 
 
 @pytest.fixture

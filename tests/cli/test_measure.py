@@ -285,11 +285,30 @@ def test_ctrl_c_while_measuring_ends_with_130_and_leaves_the_plan(sparsekv, copy
     assert (copy / "sparsekv.yaml").read_bytes() == before
 
 
+@pytest.mark.parametrize("edit", ["budget", "comment", "removal"])
+def test_verify_overwrites_no_plan_that_was_edited_while_it_ran(sparsekv, copy, during, edit):
+    path = copy / "sparsekv.yaml"
+    text = path.read_text()
+    edited = {"budget": text.replace("tokens: 64", "tokens: 65"), "comment": f"# mine\n{text}", "removal": None}[edit]
+    assert edited != text
+
+    def change() -> None:
+        path.unlink() if edited is None else path.write_text(edited)
+
+    during("evaluate", change)
+    done = sparsekv(*call_on("verify", copy, path), *LOOSE, "--write", "--json")
+    assert (done.code, done.data["error"]["kind"]) == ((2, "UsageError") if edited is None else (1, "ConflictError"))
+    assert str(path) in done.err
+    assert done.data["quality"]["prefill"]["tasks"]
+    assert (path.read_text() if path.exists() else None) == edited
+
+
 def test_verify_leaves_the_plan_where_the_disk_is_full(sparsekv, copy, full_disk):
     before = (copy / "sparsekv.yaml").read_bytes()
     full_disk()
     done = sparsekv(*call_on("verify", copy, copy / "sparsekv.yaml"), *LOOSE, "--write", "--json")
     assert done.code == 2
     assert "No space left" in done.data["error"]["message"]
+    assert done.data["quality"]["prefill"]["tasks"]  # what was measured is not lost
     assert (copy / "sparsekv.yaml").read_bytes() == before
     assert not list(copy.glob("*.tmp")) + list(copy.glob(".*.tmp"))

@@ -233,6 +233,21 @@ def test_a_full_disk_while_profiling_says_that_the_run_can_go_on(sparsekv, model
     assert not out.exists()
 
 
+def test_a_second_run_into_the_files_of_one_that_profiles_is_refused_before_it_loads_a_model(
+    sparsekv, model, priced, out, during, tmp_path
+):
+    refused, unreadable = [], tmp_path / "model"
+    unreadable.mkdir()
+    (unreadable / "config.json").write_text("{}")
+    call = ("-o", out, *FAST, *priced, "--no-verify", "--seed")
+    during("profile", lambda: refused.append(sparsekv("plan", unreadable, *call, 1)))
+    assert sparsekv("plan", model, *call, 0).code == 0
+    (second,) = refused
+    assert (second.code, second.out) == (1, "")
+    assert str(out.with_name("plan.yaml.profile.partial")) in second.err
+    assert sorted(out.parent.iterdir()) == [unreadable, out]
+
+
 def test_a_profile_of_another_model_exits_with_3(sparsekv, measured, tmp_path, out):
     other = save_model(tiny_model(seed=3, context=2048), tmp_path / "other")
     done = sparsekv("plan", other, "-o", out, *measured)
