@@ -245,9 +245,9 @@ def _cumulative(score: ScoreKind, knob: str, inputs: CurveInputs, length: int) -
         yield f"{knob} {mass:g}", _same(inputs, Adaptive(score=score, mass=mass, max_tiles=fraction(1.0)))
 
 
-def _max_threshold(corrected: bool, inputs: CurveInputs, length: int) -> Modes:
+def _max_threshold(inputs: CurveInputs, length: int) -> Modes:
     for alpha in _ALPHAS:
-        yield f"alpha {alpha:g}", MaxThreshold(alpha, inputs.tile, corrected)
+        yield f"alpha {alpha:g}", MaxThreshold(alpha, inputs.tile)
 
 
 def _same(inputs: CurveInputs, pattern: Pattern) -> PlanMode:
@@ -321,8 +321,7 @@ METHODS: Mapping[Phase, Mapping[str, Method]] = {
         "minference": Method(_preset, "preset"),
         "xattention": Method(partial(_cumulative, "antidiagonal", "tau")),
         "flexprefill": Method(partial(_cumulative, "pooled", "gamma")),
-        "flashprefill": Method(partial(_max_threshold, False)),
-        "flashprefill_mean": Method(partial(_max_threshold, True)),
+        "flashprefill": Method(_max_threshold),
     },
     "decode": {
         "plan": Method(partial(_the_plan, "decode"), "plan"),

@@ -60,9 +60,9 @@ def main() -> None:
             share = stats.decode_share if stats else 1.0
             print(f"| {mode} | {format_length(length)} | {share:.3f} | {cells} |", flush=True)
             if stats is not None and stats.miss_share is not None:
-                pairs = [pair for name in RETRIEVAL_TASKS for pair in zip(found["decode"][name], found[mode][name])]
-                same = sum(one == other for one, other in pairs)
-                print(f"{same} of {len(pairs)} answers are, token for token, those on the device; "
+                own, others = ([ids for some in found[one].values() for ids in some] for one in ("decode", mode))
+                same = sum(map(tuple.__eq__, own, others))
+                print(f"{same} of {len(own)} answers are, token for token, those on the device; "
                       f"{100 * stats.miss_share:.1f}% of chosen tokens fetched")  # fmt: skip
 
 

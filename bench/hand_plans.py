@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import cast, get_args
 
 import torch
 
@@ -13,7 +13,6 @@ from sparsekv.bench.structure import diffuse_pattern
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.filter_layers import hot_set
-from sparsekv.planner.options import SELECTORS, Selector
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape, tokens
@@ -26,6 +25,7 @@ from sparsekv.plans.phases import (
     PrefillBucket,
     PrefillPlan,
     Segment,
+    Selector,
 )
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, format_ids
@@ -138,9 +138,11 @@ class HandDecode:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.selectors if name not in SELECTORS]
+        unknown = [name for name in self.selectors if name not in get_args(Selector)]
         if unknown or not self.selectors:
-            raise UsageError(f"expected selectors of {', '.join(SELECTORS)}, found {(unknown or ['none'])[0]!r:.40}")
+            raise UsageError(
+                f"expected selectors of {', '.join(get_args(Selector))}, found {(unknown or ['none'])[0]!r:.40}"
+            )
         windowed = [name for name in self.selectors if name != "last"]
         if windowed and self.window is None:
             raise UsageError(f"expected --window N beside the selector {windowed[0]}, found none; add --window 16")

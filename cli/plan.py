@@ -61,20 +61,12 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Patterns to search, separated by commas: a_shape, vertical_slash (the default), "
-            "vertical_slash_means, block_sparse, adaptive.",
+            help="Patterns to search, separated by commas: a_shape, vertical_slash (the default), block_sparse.",
         ),
     ] = None,
     tile: arguments.Tile = None,
-    filter_rule: Annotated[
-        Literal["dp", "omnikv", "fixed"] | None,
-        typer.Option(
-            help="How filter layers are chosen: at the least cost (dp, the default), by OmniKV's rule, or as named by "
-            "--filter-layers."
-        ),
-    ] = None,
     filter_layers: Annotated[
-        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18.")
+        str | None, typer.Option(metavar="LAYERS", help="These filter layers, such as 2,8,18, instead of a search.")
     ] = None,
     decode_budget: Annotated[
         str | None, typer.Option(metavar="BUDGET", help="Tokens that filter layers choose: 2048, or a share: 10%.")
@@ -160,7 +152,6 @@ def plan(
         "preset": preset,
         "families": _read(arguments.names_from, families, "--families"),
         "tile": arguments.tile_from(tile) if tile else None,
-        "filter_rule": filter_rule or (None if filter_layers is None else "fixed"),
         "filter_layers": _read(arguments.layers_from, filter_layers, "--filter-layers"),
         "decode_budget": _read(arguments.budget_from, decode_budget, "--decode-budget"),
         "decode_loss": decode_loss,
@@ -228,15 +219,17 @@ def _read(how: Callable[[str, str], Any], text: str | None, flag: str) -> Any:
 
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     from sparsekv.plans.schema import to_data
+    from sparsekv.plans.show import verdict
 
-    quality, density, speedup = result.plan.quality, result.prefill_density, result.predicted_speedup
+    quality, remarks = result.plan.quality, list(result.remarks)
+    unproven = quality is not None and result.plan.status != "verified"  # the first remark says why
     if as_json:
         emit_json(
             {
                 "path": str(out),
                 "status": result.plan.status,
-                "prefill_density": density,
-                "predicted_speedup": speedup,
+                "prefill_density": result.prefill_density,
+                "predicted_speedup": result.predicted_speedup,
                 "filter_layers": list(result.filter_layers),
                 "quality": None if quality is None else to_data(quality),
                 "seconds": round(result.seconds, 3),
@@ -245,14 +238,9 @@ def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
     else:
         if quality is not None:
             emit(quality_table(quality) + "\n")
-        emit(f"{out}: {result.plan.status}, in {result.seconds:.0f} s")
-        if density is not None:
-            emit(f"prefill is predicted to compute {density:.3f} of the tiles at the longest length")
-        if speedup is not None:
-            emit(f"predicted speedup of attention there: {speedup:.2f}x")
-        if result.filter_layers:
-            emit(f"filter layers of decode: {', '.join(map(str, result.filter_layers))}")
-    for remark in result.remarks:
+        lines = verdict(result.plan, str(out), remarks.pop(0) if unproven else "")
+        emit("\n".join((f"{out}: written in {result.seconds:.0f} s", *lines)))
+    for remark in remarks:
         tell(remark)
 
 

@@ -52,17 +52,18 @@ def show(
     elif html is not None:
         emit(f"{html}: the page of {found.model.id}, {found.status}")
     else:
-        _print(found, full)
+        _print(found, full, str(plan))
 
 
-def _print(plan: Plan, full: bool) -> None:
+def _print(plan: Plan, full: bool, place: str) -> None:
     from rich.console import Console
 
-    from sparsekv.plans.show import describe
+    from sparsekv.plans.show import describe, verdict
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(plan, full):
         console.print(part)
+    emit("\n".join(("", *verdict(plan, place))))
 
 
 def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:

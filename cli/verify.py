@@ -104,7 +104,7 @@ def verify(
         emit(quality_table(verdict.quality))
     if not verdict.passed:
         raise GateError("gate missed: " + "; ".join(verdict.reasons)).with_facts(**facts)
-    (tell if as_json else emit)(_met(verdict))
+    (tell if as_json else emit)(_met(verdict, found, subject))
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
@@ -119,10 +119,12 @@ def verify(
         emit_json(facts)
 
 
-def _met(verdict: Verification) -> str:
-    if verdict.conclusive:
-        return "gate met: verified"
-    return "\n".join(("gate met by what was measured, too little to call the plan verified:", *verdict.reasons))
+def _met(result: Verification, plan: Plan, subject: arguments.Subject) -> str:
+    from sparsekv.plans.show import verdict
+
+    first, *others = result.reasons or ("",)
+    file = str(subject.path or plan.model.id)
+    return "\n".join((*verdict(result.recorded(plan), file, first), *others))
 
 
 def _own_file(subject: arguments.Subject) -> Path:

@@ -12,7 +12,7 @@ real one from below, which gives the proven gap.
 
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
-`crossover_remarks` tells; without a crossover the target bounds the whole.
+`plan_remarks` tells; without a crossover the target bounds the whole.
 """
 
 from __future__ import annotations

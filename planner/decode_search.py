@@ -142,8 +142,7 @@ def measure_decode(
 
 def tries_decode(model: ModelInfo, options: PlanOptions) -> bool:
     """Whether there is anything to search, of options that are settled."""
-    by_trials = options.filter_rule == "dp" and options.decode_loss is None
-    return "decode" in options.phases and by_trials and len(model.full_layers) > 1
+    return "decode" in options.phases and options.tries_decode and len(model.full_layers) > 1
 
 
 def upper_bound(values: Sequence[float]) -> float:

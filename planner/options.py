@@ -27,18 +27,14 @@ from sparsekv.plans.schema import HostName
 from sparsekv.plans.types import LEAST_CHUNK, format_length
 from sparsekv.runtime.settings import DeviceMap
 
-Family = Literal["a_shape", "vertical_slash", "vertical_slash_means", "block_sparse", "adaptive"]
+Family = Literal["a_shape", "vertical_slash", "block_sparse"]
 
 # Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)
 # The others only when asked for, or by a preset.
-KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "vertical_slash_means", "a_shape", "block_sparse", "adaptive")
+KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "a_shape", "block_sparse")
 PRESET_FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
 Phase = Literal["prefill", "decode"]
-Selector = Literal["last", "uniform", "exponential"]
-FilterRule = Literal["dp", "omnikv", "fixed"]
-SELECTORS: tuple[Selector, ...] = get_args(Selector)
-FILTER_RULES: tuple[FilterRule, ...] = get_args(FilterRule)
 Preset = Literal["minference"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
@@ -145,14 +141,12 @@ class PlanOptions:
         decode_budget: tokens that a filter layer chooses for the layers of its segment; of a fraction, no more than it
             comes to at the longest planned length. Where budgets are tried out, any other than the default is the most.
         decode_sink, decode_recent: the first and the last tokens that those layers attend to besides.
-        decode_selectors: how the last queries may weigh in the choice; all but "last" keep a window of queries.
         decode_kl: most mean divergence of decode steps from dense on calibration prompts, in nats, by the 95% upper
-            bound of the mean; of the "dp" rule, where the model is at hand or the profile has trials. None: 0.003, or
+            bound of the mean; where the model is at hand or the profile has trials. None: 0.003, or
             what the gate asks of decode where that is less.
         decode_loss: instead of `decode_kl`, most attention mass lost to token selection, as a share of all layers
             weighted by importance: nothing is tried out on the model. None: 0.02, where nothing can be.
-        filter_rule: how filter layers are chosen: "dp", "omnikv" (its paper's rule) or "fixed".
-        filter_layers: the layers of the "fixed" rule.
+        filter_layers: these layers choose, instead of those found at the least cost.
         offload: whether the layers of segments keep their rows in host memory.
         batch: most prompts evaluated at once; None: as many as surely fit at a length, one on a CPU.
         prefill_chunk: most tokens of a prompt given to the model at once in verification, and in what is timed of vLLM;
@@ -189,10 +183,8 @@ class PlanOptions:
     decode_budget: Budget = DECODE_BUDGET
     decode_sink: int = 4
     decode_recent: int = 128
-    decode_selectors: tuple[Selector, ...] = ("last",)
     decode_kl: float | None = None
     decode_loss: float | None = None
-    filter_rule: FilterRule = "dp"
     filter_layers: tuple[int, ...] = ()
     offload: bool = False
     batch: int | None = None
@@ -224,6 +216,11 @@ class PlanOptions:
     def loss_bound(self) -> float:
         """`decode_loss`, or its default."""
         return _DECODE_LOSS if self.decode_loss is None else self.decode_loss
+
+    @property
+    def tries_decode(self) -> bool:
+        """Whether decode segments are tried out on the model, where it is at hand."""
+        return not self.filter_layers and self.decode_loss is None
 
     @property
     def any_budget(self) -> bool:
@@ -421,9 +418,6 @@ def _check(options: PlanOptions) -> None:
         expect(0.0 <= share <= 1.0, "a least agreement, a share, of 0 to 1", share)
     expect(options.decode_sink >= 0, "zero or more sink tokens", options.decode_sink)
     expect(options.decode_recent >= 1, "at least one recent token", options.decode_recent)
-    known_selectors = bool(options.decode_selectors) and set(options.decode_selectors) <= set(SELECTORS)
-    expect(known_selectors, f"selectors of {_told(SELECTORS)}", options.decode_selectors)
-    expect(options.filter_rule in FILTER_RULES, f"a filter rule of {_told(FILTER_RULES)}", options.filter_rule)
     expect(options.preset in (None, *PRESETS), f"a preset of {_told(PRESETS)}", options.preset)
     expect(options.decode_budget.tokens != 0, "a decode budget of one token or more", options.decode_budget)
     expect(options.batch is None or options.batch >= 1, "a batch of one or more", options.batch)
@@ -435,8 +429,6 @@ def _check(options: PlanOptions) -> None:
         expect(len(set(given)) == len(given), f"each of the {name.replace('_', ' ')} once", given)
     expect(0.0 <= options.loss_bound <= 1.0, "a decode loss, a share, of 0 to 1", options.decode_loss)
     expect(0.0 <= options.decode_bound < math.inf, "a decode divergence of zero or more nats", options.decode_kl)
-    fixed = options.filter_rule == "fixed"
-    expect(fixed == bool(options.filter_layers), "filter layers exactly with the fixed rule", options.filter_layers)
 
 
 def _told(found: object) -> str:

@@ -408,7 +408,7 @@ def _head_shape(model: ModelInfo) -> HeadShape:
 
 
 def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Provenance:
-    by_trials, by_loss = takes_trials(measured, options), options.filter_rule == "dp"
+    by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
         "target_speedup": options.target_speedup,
@@ -416,7 +416,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
         "decode_loss": options.loss_bound if by_loss and not by_trials else None,
         "decode_kl": options.decode_bound if by_trials else None,
-        "filter_rule": options.filter_rule,
+        "filter_rule": "dp" if by_loss else "fixed",
         "max_accuracy_drop": options.gate.max_accuracy_drop,
         "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},
         "min_agreement": options.gate.min_agreement,

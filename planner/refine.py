@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
@@ -190,10 +190,7 @@ class _Run:
         q_BHSD, k_BGSD, v_BGSD = call.q_BHSD, call.k_BGKD, call.v_BGKD
         chunk, keys = Chunk.uniform(1, 0, end), (k_BGSD[:, :, :end], v_BGSD[:, :, :end])
         index = build_index(patterns, q_BHSD[:, :, :end], keys[0], chunk, self._tile, scale=call.scale)
-        means = compensated_heads(patterns)
-        prompt = attend_with_means(
-            q_BHSD[:, :, :end], *keys, index, chunk, means, scale=call.scale, backend=self._backend
-        )
+        prompt = prefill_attention(q_BHSD[:, :, :end], *keys, index, chunk, scale=call.scale, backend=self._backend)
         rest = Chunk.uniform(1, end, call.chunk.longest)
         answer = dense_attention(q_BHSD[:, :, end:], k_BGSD, v_BGSD, rest, scale=call.scale).out_BHSD
-        return torch.cat([prompt, answer], 2)
+        return torch.cat([prompt.out_BHSD, answer], 2)

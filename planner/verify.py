@@ -343,7 +343,7 @@ def _more(options: PlanOptions, phases: Set[str]) -> Iterator[str]:
         else:
             yield "raise --target-density"
     if "decode" in phases:
-        yield "choose other --filter-layers" if options.filter_rule == "fixed" else "raise --decode-budget"
+        yield "choose other --filter-layers" if options.filter_layers else "raise --decode-budget"
 
 
 def tightened(
@@ -386,7 +386,7 @@ def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
         tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
         inside = [bound for bound in tried if bound <= options.decode_bound]
         return replace(options, decode_kl=max(inside) / 2) if inside else options
-    if options.filter_rule == "dp" and options.loss_bound > _LEAST_LOSS:
+    if not options.filter_layers and options.loss_bound > _LEAST_LOSS:
         return replace(options, decode_loss=options.loss_bound * _LOSS_STEP)
     longest = profile.lengths[-1]
     budgets: tuple[Budget, ...] = longest.reuse.budgets if longest.reuse else ()

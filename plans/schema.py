@@ -240,10 +240,6 @@ def _unsupported(plan: Plan) -> Iterator[str]:
     for number, group in enumerate(plan.model.attention):
         if group.kind == "linear":
             yield f"model.attention[{number}]: linear attention (layers {format_ids(group.layers)})"
-    for number, bucket in enumerate(plan.prefill.lengths if plan.prefill else ()):
-        if bucket.reuse:
-            layers = ", ".join(format_ids(reuse.layers) for reuse in bucket.reuse)
-            yield f"prefill.lengths[{number}].reuse: tiles reused by layers {layers}"
     for number, rule in enumerate(plan.kv_cache or ()):
         if rule.keep != "all":
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"

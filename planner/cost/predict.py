@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.options import Family, density_for, mandatory_a_row
+from sparsekv.planner.options import Family, mandatory_a_row
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape, in_tokens
@@ -185,14 +185,6 @@ def shares_at(
     there_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH))
     both_LH = np.where(choice == ABSENT, 0.0, at_length(tiles_LH + columns_LH))
     return there_LH, both_LH - there_LH
-
-
-def at_usual_density(tables: ScoreTables, length: int) -> ScoreTables:
-    """The tables as they may be at a length that was not profiled: densities fall with length as the defaults do."""
-    share = density_for(length) / density_for(tables.entry.length)
-    names = ("tiles_LCH", "columns_LCH", "density_LCH")
-    scaled = {name: getattr(tables, name) * share for name in names}
-    return replace(tables, entry=tables.entry.model_copy(update={"length": length}), **scaled)
 
 
 def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:

@@ -21,7 +21,6 @@ from sparsekv.plans.patterns import Budget, Pattern, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import (
-    Count,
     Digest,
     FieldError,
     Index,
@@ -47,13 +46,6 @@ TileShare = Annotated[float, Field(strict=True, ge=LEAST_SHARE, le=1.0, allow_in
 
 Row = tuple[Measured, ...]
 Table = tuple[Row, ...]
-
-
-class SelectorChoice(Part):
-    """A way to weigh the rows before a decode step in the choice of tokens."""
-
-    selector: Literal["last", "uniform", "exponential"]
-    window: Count
 
 
 class Candidate(Part):
@@ -129,35 +121,35 @@ def check_table(table: Sequence[Sequence[Any]], rows: int, columns: int, name: s
 
 
 class TokenChoice(Part):
-    """How decode statistics choose tokens: each selector, with each budget, among all between the first `sink` and the
-    last `recent` tokens, which are attended to in any case."""
+    """How decode statistics choose tokens by the newest query: with each budget, among all between the first `sink` and
+    the last `recent` tokens, which are attended to in any case."""
 
     sink: Natural
     recent: Positive
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1)]
-    selectors: Annotated[tuple[SelectorChoice, ...], Field(min_length=1)]
 
 
 class Reuse(TokenChoice):
     """How well the tokens that layer i chooses serve layer j, at one length.
 
-    `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass on the first `sink` tokens, the choice of layer i
-    (with selector s and budget b) and the last `recent` tokens; worst row of a prompt, mean over prompts.
+    `kept[b][j][i]`, i <= j: the share of layer j's attention mass on the first `sink` tokens, the choice of layer i
+    (with budget b) and the last `recent` tokens; worst row of a prompt, mean over prompts.
     `importance[j]`: how much attention of layer j moves the residual, || attention output || / (|| attention output ||
     + || residual ||).
     """
 
     importance: tuple[PartOfAll, ...]
-    kept: tuple[tuple[Table, ...], ...]
+    kept: tuple[Table, ...]
 
     def check(self, layers: int) -> None:
-        """Raises FieldError unless there is an entry for each layer, selector and budget."""
+        """Raises FieldError unless there is an entry for each layer and budget."""
         if len(self.importance) != layers:
             raise FieldError(f"expected {layers} layers of the model, found {len(self.importance)}", "importance")
-        check_table(self.kept, len(self.selectors), len(self.budgets), "kept")
+        if len(self.kept) != len(self.budgets):
+            raise FieldError(f"expected {len(self.budgets)} rows, found {len(self.kept)}", "kept")
         triangle = [j + 1 for j in range(layers)]
-        if not all([len(row) for row in table] == triangle for tables in self.kept for table in tables):
-            raise FieldError(f"expected a lower triangle of {layers} layers for each selector and budget", "kept")
+        if not all([len(row) for row in table] == triangle for table in self.kept):
+            raise FieldError(f"expected a lower triangle of {layers} layers for each budget", "kept")
 
 
 class DecodeTrial(Part):
@@ -252,7 +244,7 @@ class Profile(Part):
     """What one profiling run found, and what it was run with."""
 
     kind: Literal["sparsekv.profile"] = "sparsekv.profile"
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     model: ModelInfo
     device: Text
     dtype: DtypeName
@@ -283,12 +275,9 @@ def _check_alike(first: LengthProfile, entry: LengthProfile) -> None:
     """Every length has the same phases, and one way to choose tokens, as one plan serves them all."""
     if bool(entry.layers) != bool(first.layers):
         raise FieldError("expected scores of layers at every length or at none", "layers")
-    choices = [
-        one.reuse and (one.reuse.sink, one.reuse.recent, one.reuse.budgets, one.reuse.selectors)
-        for one in (first, entry)
-    ]
+    choices = [one.reuse and (one.reuse.sink, one.reuse.recent, one.reuse.budgets) for one in (first, entry)]
     if choices[0] != choices[1]:
-        raise FieldError("expected the same sink, recent, budgets and selectors at every length", "reuse")
+        raise FieldError("expected the same sink, recent and budgets at every length", "reuse")
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:

@@ -204,7 +204,7 @@ class Pass:
         self._reuse.choose(call.layer, layer)
         moved = float(layer.moved)
         residual = float(hidden_BSE[0, list(self._prompt.decode_rows)].float().norm())
-        kept = tuple(map(as_table, self._reuse.kept(layer, range(call.layer + 1))))
+        kept = as_table(self._reuse.kept(layer, range(call.layer + 1)))
         return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}
 
     def _prefill(self, found: Sensitivity, records: Records) -> dict[str, Any]:

@@ -21,7 +21,8 @@ def resources(*arguments: str) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize("capability", ["80", "89", "90", "100", "120"])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90", "120"])
 def test_index_building_does_not_spill_registers(capability: str) -> None:
     found = resources("--capability", capability, "--kernel", "index", "blocks")
     assert {"stats_kernel", "lines_kernel", "select_kernel", "rows_kernel", "choose_kernel"} <= {
@@ -31,6 +32,7 @@ def test_index_building_does_not_spill_registers(capability: str) -> None:
     assert not [built for built in found if built["spilled_bytes"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_prefill_decode_and_damage_do_not_spill_registers(capability: str) -> None:
     found = resources("--capability", capability, "--kernel", "prefill", "decode", "damage")

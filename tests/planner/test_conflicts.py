@@ -28,13 +28,13 @@ DECODE_ONLY = made_up_profile(
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"target_density": (0.3,), "preset": "minference"}, ("--target-density", "--preset minference", "both")),
-        ({"target_speedup": 2.0, "preset": "minference"}, ("--target-speedup", "--preset minference", "both")),
-        ({"target_density": (0.3,), "target_speedup": 2.0}, ("--target-density", "--target-speedup", "both")),
-        ({"tile": "64", "profile": "a"}, ("--tile", "--profile", "both")),
-        ({"preset": "minference", "profile": "a"}, ("--preset", "--profile", "both")),
-        ({"prompts": "p", "profile": "a"}, ("--prompts", "--profile", "both")),
-        ({"samples": 2, "profile": "a"}, ("--samples", "--profile", "both")),
+        ({"target_density": (0.3,), "preset": "minference"}, ("--target-density", "--preset minference")),
+        ({"target_speedup": 2.0, "preset": "minference"}, ("--target-speedup", "--preset minference")),
+        ({"target_density": (0.3,), "target_speedup": 2.0}, ("--target-density", "--target-speedup")),
+        ({"tile": "64", "profile": "a"}, ("--tile", "--profile")),
+        ({"preset": "minference", "profile": "a"}, ("--preset", "--profile")),
+        ({"prompts": "p", "profile": "a"}, ("--prompts", "--profile")),
+        ({"samples": 2, "profile": "a"}, ("--samples", "--profile")),
         ({"tasks": "x", "profile": "a", "no_verify": True}, ("--tasks", "--profile", "--no-verify", "beside")),
         ({"tasks": "x", "prompts": "p", "no_verify": True}, ("--tasks", "--prompts", "--no-verify")),
         ({"seed": 1, "profile": "a", "no_verify": True}, ("--seed", "--profile", "--no-verify")),
@@ -50,20 +50,17 @@ DECODE_ONLY = made_up_profile(
         ({"families": ("a_shape",), "only": "decode"}, ("--families", "--only decode")),
         ({"decode_budget": "10%", "only": "prefill"}, ("--decode-budget", "--only prefill")),
         ({"offload": True, "only": "prefill"}, ("--offload", "--only prefill")),
-        ({"decode_loss": 0.1, "filter_rule": "omnikv"}, ("--decode-loss", "--filter-rule omnikv")),
-        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("--decode-kl", "--decode-loss", "both")),
-        ({"decode_kl": 0.1, "filter_rule": "omnikv"}, ("--decode-kl", "--filter-rule omnikv")),
+        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("--decode-kl", "--decode-loss")),
         ({"decode_loss": 0.1, "filter_layers": (2,)}, ("--decode-loss", "--filter-layers")),
-        ({"filter_layers": (2,), "filter_rule": "dp"}, ("--filter-layers", "--filter-rule dp")),
         ({"filter_layers": (2,), "only": "prefill"}, ("--filter-layers", "--only prefill")),
         ({"max_kl": 0.1, "no_verify": True}, ("--max-kl", "--no-verify")),
         ({"prefill_chunk": 512, "no_verify": True}, ("--prefill-chunk", "--no-verify")),
-        ({"host": "vllm", "cost": "c"}, ("--host", "--cost", "both")),
+        ({"host": "vllm", "cost": "c"}, ("--host", "--cost")),
         ({"host": "vllm", "decode_budget": "10%"}, ("--decode-budget", "--host vllm")),
         ({"host": "vllm", "offload": True}, ("--offload", "--host vllm")),
         (
             {"host": "vllm", "prefill_chunk": 512, "cost": "c", "no_verify": True},
-            ("--host", "--cost", "both"),
+            ("--host", "--cost"),
         ),
     ],
 )
@@ -84,7 +81,6 @@ def test_an_option_that_nothing_would_read_is_refused_with_those_that_cancel_it(
         {"tile": "128", "preset": "minference"},
         {"samples": 3, "prompts": "p"},
         {"backend": "cpu", "profile": "a", "no_verify": True},  # the device cost is measured with it
-        {"decode_loss": 0.1, "filter_rule": "dp"},
         {"decode_budget": "10%", "only": "decode"},
         {"host": "vllm", "prefill_chunk": 512, "no_verify": True},  # chunks are timed
         {"host": "vllm", "only": "prefill"},
@@ -110,7 +106,7 @@ def test_the_library_refuses_a_preset_beside_a_target_before_it_loads_anything(t
 
 
 def test_what_is_filled_in_by_default_contradicts_nothing() -> None:
-    for asked in ({"preset": "minference"}, {"target_speedup": 2.0}, {"filter_rule": "omnikv"}, {"verify_samples": 0}):
+    for asked in ({"preset": "minference"}, {"target_speedup": 2.0}, {"verify_samples": 0}):
         settled = PlanOptions(**asked).settled(8192, "cpu")
         assert settled.settled(8192, "cpu") == settled
 
@@ -161,7 +157,7 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
         ({"target_speedup": 2.0}, {"prefill"}, ("--target-speedup",), ("--target-density",)),
         ({"phases": ("decode",)}, {"decode", "both"}, ("--decode-budget",), ("--target",)),
         ({"phases": ("prefill",)}, {"prefill"}, ("--target-density",), ("--decode",)),
-        ({"filter_rule": "fixed", "filter_layers": (1,)}, {"decode"}, ("--filter-layers",), ("--decode-budget",)),
+        ({"filter_layers": (1,)}, {"decode"}, ("--filter-layers",), ("--decode-budget",)),
         ({"gate": Gate(max_kl=0.1)}, {"prefill"}, ("--max-kl",), ()),
     ],
 )

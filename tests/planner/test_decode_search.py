@@ -26,7 +26,6 @@ from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.profile.similarity import WINDOW
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.model import check_fit
 from sparsekv.plans.patterns import fraction
@@ -152,7 +151,7 @@ def test_a_larger_budget_is_expected_to_diverge_less_also_between_and_beyond_the
     reuse = made_up_reuse(np.ones((LAYERS, LAYERS)))
     assert [budget.fraction for budget in reuse.budgets] == [0.05, 0.1, 0.2]
     tables = tuple(tuple((1.0 - lost,) * (j + 1) for j in range(LAYERS)) for lost in (0.16, 0.08, 0.04))
-    reuse = reuse.model_copy(update={"kept": (tables,) * len(reuse.selectors)})
+    reuse = reuse.model_copy(update={"kept": tables})
     space = CandidateSpace(MODEL, LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse), PlanOptions())
     expected = [space.expected((segment(0, (3,), share),), np.ones(LAYERS)) for share in (0.025, 0.05, 0.07, 0.1, 0.4)]
     assert expected == pytest.approx([0.32, 0.16, 0.16 * 5 / 7, 0.08, 0.02], rel=0.03)
@@ -230,7 +229,6 @@ def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, pro
         assert trials.divergences((few,), [prefix] * 3, most=kl / 2) == [kl]  # given up after the first
 
 
-@pytest.mark.parametrize("selector", ["last", "exponential"])
 @pytest.mark.parametrize(
     ("heads", "layers"),
     [
@@ -242,32 +240,24 @@ def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, pro
     ],
 )
 def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
-    loaded: LoadedModel, prompt: CalibrationPrompt, selector: str, heads: Any, layers: tuple[int, ...]
+    loaded: LoadedModel, prompt: CalibrationPrompt, heads: Any, layers: tuple[int, ...]
 ) -> None:
-    window = 1 if selector == "last" else WINDOW
-    changes = {"heads": heads, "selector": selector, "window": window}
-    sparse = segment(0, layers, 0.02, 1024).model_copy(update=changes)
-    options = replace(SETTLED, decode_selectors=(selector,))
+    sparse = segment(0, layers, 0.02, 1024).model_copy(update={"heads": heads})
     with decode_trials(loaded) as trials:
-        prefix = trials.prefilled(prompt, 4, options)
+        prefix = trials.prefilled(prompt, 4, SETTLED)
         (kl,) = trials.divergences((sparse,), [prefix])
-    fed = prefix.rows_1R[0].tolist()
-    end = len(fed) - 4
-    assert fed[:end] == prompt.ids[prompt.answer_start - 1 - end : prompt.answer_start - 1].tolist()
+    assert prefix.rows_1R.shape[1] == 4
     buckets = (DecodeBucket(up_to=None, segments=(sparse,)),)
     plan = Plan(status="unverified", model=loaded.info, decode=DecodePlan(lengths=buckets))
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start - 1].astype(np.int64))[None]
     with apply(loaded.model, plan) as handle, torch.no_grad():
         cache = handle.new_cache(1024)
-        for piece in ids_1S.split([ids_1S.shape[1] - end, end] if end else [ids_1S.shape[1]], 1):
-            loaded.model(input_ids=piece, past_key_values=cache)
-        steps = [
-            loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R[:, end:].split(1, 1)
-        ]
-    single_TV = torch.cat(steps, 1)[0].float().log_softmax(-1)
-    kl_T = (prefix.dense_TV.exp() * (prefix.dense_TV - single_TV)).sum(-1)
+        loaded.model(input_ids=ids_1S, past_key_values=cache)
+        steps = [loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R.split(1, 1)]
+    single_RV = torch.cat(steps, 1)[0].float().log_softmax(-1)
+    kl_R = (prefix.dense_RV.exp() * (prefix.dense_RV - single_RV)).sum(-1)
     assert kl > 1e-6
-    assert kl == pytest.approx(float(kl_T.mean()), rel=1e-2)
+    assert kl == pytest.approx(float(kl_R.mean()), rel=1e-2)
 
 
 def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned(

@@ -81,6 +81,21 @@ def test_the_exact_line_is_named_for(case: str) -> None:
     assert f"line {line_of(before)}:" in refusal(TEXT.replace(before, after, 1))
 
 
+@pytest.mark.parametrize(
+    ("written", "instead", "name"),
+    [
+        ("    - {up_to: null, extra", '      reuse: [{layers: "4", source: 2}]\n    - {up_to: null, extra', "reuse"),
+        ("pattern: vertical_slash,", "pattern: vertical_slash_means,", "vertical_slash_means"),
+    ],
+)
+def test_a_plan_with_what_was_removed_is_refused_with_its_name_and_the_command_that_recompiles(
+    written: str, instead: str, name: str
+) -> None:
+    message = refusal(TEXT.replace(written, instead))
+    assert name in message
+    assert "sparsekv plan MODEL -o" in message
+
+
 def test_many_faults_are_counted_not_listed() -> None:
     message = refusal(TEXT.replace("{", "{zzz: 1, "))
     assert message.count("zzz: unknown field") <= 5

@@ -10,7 +10,7 @@ from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.show import describe, summary
+from sparsekv.plans.show import describe, summary, verdict
 
 
 def shown(plan: Plan, full: bool = False) -> list[str]:
@@ -96,6 +96,17 @@ def test_the_summary_is_json_with_every_layer() -> None:
 
 def test_heads_of_one_kind_with_other_parameters_in_a_layer_are_all_counted() -> None:
     assert summary(large_plan(2, 32, 1))["prefill"][0]["heads"] == {"vertical_slash": 2 * 32}
+
+
+@pytest.mark.parametrize(
+    ("plan", "command"), [(full_plan(), "sparsekv run"), (small_plan(), "sparsekv verify")], ids=["verified", "not"]
+)
+def test_the_verdict_names_what_is_gained_the_status_and_the_next_command(plan: Plan, command: str) -> None:
+    lines = verdict(plan, "a.yaml")
+    assert len(lines) <= 5
+    assert plan.status in lines[2]
+    assert f"{command} --plan a.yaml" in lines[-1]
+    assert ("4.00x" in lines[0]) == (plan.cost is not None)
 
 
 def test_absent_phases_are_dense() -> None:

@@ -56,7 +56,7 @@ def made_up_cost(**changes: Any) -> DeviceCost:
         tile=TILE,
         prefill_dense=Line(prices=(0.0, 1.0)),
         prefill_sparse=Line(prices=(0.0, 0.0, 1.0, 1.0)),
-        index={"a_shape": free, "vertical_slash": free, "block_sparse": free, "adaptive": free},
+        index={"a_shape": free, "vertical_slash": free, "block_sparse": free},
         decode_dense=Line(prices=(0.0, 0.001)),
         decode_sparse=Line(prices=(0.0, 0.001)),
         decode_choose=Line(prices=(0.0, 0.0001)),

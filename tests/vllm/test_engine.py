@@ -151,7 +151,7 @@ def test_a_chunk_that_fails_runs_dense_and_is_counted_and_the_engine_goes_on(
 def test_without_a_plan_the_engine_is_as_without_us(plain: Any, dense: Oracle, prompts: Prompts) -> None:
     outputs = generate(plain, [prompts[700], prompts[2000]])
     assert [same(output, dense(prompts[n], ())) for output, n in zip(outputs, (700, 2000), strict=True)] == [True, True]
-    with pytest.raises(UsageError, match="engine that runs a plan"):
+    with pytest.raises(UsageError, match="engine"):
         serving_stats(plain)
 
 

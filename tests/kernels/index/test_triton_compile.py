@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch
 from sparsekv.bench.kernel_resources import SHARED, compiling_for, resources
@@ -44,6 +46,7 @@ print(*(name for name, _ in first))
 """
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_without_spilling_and_once_for_all_lengths() -> None:
     # In a process of its own: here, Triton was imported as an interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -242,6 +241,6 @@ def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats(kind: 
         found[name] = profile(loaded, options).lengths[0].reuse
     floats, packed = found["floats"], found["packed"]
     np.testing.assert_allclose(packed.importance, floats.importance, rtol=1e-5)
-    for one, other in zip(chain.from_iterable(packed.kept), chain.from_iterable(floats.kept), strict=True):
+    for one, other in zip(packed.kept, floats.kept, strict=True):
         for row, wanted in zip(one, other, strict=True):
             np.testing.assert_allclose(row, wanted, rtol=1e-5)

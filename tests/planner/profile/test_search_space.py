@@ -18,7 +18,6 @@ from sparsekv.planner.profile.search_space import (
     Patterns,
     Prefix,
     a_shape_range,
-    adaptive_range,
     aims,
     block_sparse_range,
     fit_to_target,
@@ -174,7 +173,7 @@ def test_heads_fitted_together_get_what_each_gets_alone(prefix: Prefix) -> None:
     targets = [share * prefix.causal_tiles for share in (0.15, 0.3, 0.6)]
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(ranges, targets, strict=True))]
     assert fit_to_target(prefix, ranges, targets) == tuple(alone)
-    mixed = (adaptive_range("pooled"), adaptive_range("pooled"), vertical_slash_range(4096, 0))
+    mixed = (block_sparse_range(TILE.key), block_sparse_range(TILE.key), vertical_slash_range(4096, 0))
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(mixed, targets, strict=True))]
     assert fit_to_target(prefix, mixed, targets) == tuple(alone)
 
@@ -234,7 +233,7 @@ def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
 
 
 def test_candidates_fitted_side_by_side_come_out_as_each_by_itself(prefix: Prefix) -> None:
-    ranges = (vertical_slash_range(1000, 1000), block_sparse_range(TILE.key), adaptive_range("pooled"))
+    ranges = (vertical_slash_range(1000, 1000), block_sparse_range(TILE.key), a_shape_range(64, 4096))
     prefix = prefix.with_lines([64])
     alone = [fit_all(prefix, one, TARGET * prefix.causal_tiles) for one in ranges]
     beside = [one for _ in range(prefix.heads) for one in ranges]

@@ -5,12 +5,8 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.means import tiles_with_means
-from sparsekv.kernels.reference import reference_with_means
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, VerticalSlash, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 
 A_SHAPE = AShape(sink=tokens(10), window=tokens(30))
 
@@ -23,30 +19,6 @@ def logits(model, tokens_BS, *cuts):
             cache = out.past_key_values
             seen.append(out.logits)
     return torch.cat(seen, 1)
-
-
-LINES = {"vertical": tokens(9), "slash": tokens(3), "max_tiles": tokens(192)}
-
-
-def test_prefill_takes_what_a_compensated_head_skips_as_means():
-    model, prompt = tiny_model(), random_tokens(2, 650)
-    plain, means = (VerticalSlash(pattern=name, **LINES) for name in ("vertical_slash", "vertical_slash_means"))
-    patterns, seen = (plain, means) * 2, []
-
-    def by_definition(call: AttentionCall) -> torch.Tensor:
-        tensors, options = (call.q_BHSD, call.k_BGKD), {"scale": call.scale}
-        index = build_index(patterns, *tensors, call.chunk, TileShape(query=64, key=64), **options)
-        seen.append(float(tiles_with_means(index, call.chunk, (1, 3)).sum()))
-        found = reference_with_means(*tensors, call.v_BGKD, index, call.chunk, (1, 3), **options)
-        return found.out_BHSD
-
-    with capture_attention(model, by_definition):
-        expected = logits(model, prompt)
-    with apply(model, plan_for(model, every_head(model, plain, means))) as handle:
-        torch.testing.assert_close(logits(model, prompt), expected, atol=2e-4, rtol=2e-4)
-    assert handle.stats().prefill_tiles_computed == pytest.approx(sum(seen))
-    with apply(model, plan_for(model, every_head(model, plain))):
-        assert not torch.allclose(logits(model, prompt), expected, atol=1e-2)
 
 
 def test_density_counts_every_head_and_layer():
