@@ -29,7 +29,7 @@ from sparsekv.runtime.settings import DeviceMap
 
 Family = Literal["a_shape", "vertical_slash", "block_sparse"]
 
-# Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
+# Searched by default: the family that no other one improved on in any model measured (docs/experiments.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)
 # The others only when asked for, or by a preset.
 KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "a_shape", "block_sparse")
