@@ -4,18 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
+MODULE = "sparsekv.bench.kernel_resources"
 
 
 def resources(*arguments: str) -> list[dict[str, object]]:
     # In a process of its own: here, Triton was imported as an interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json", *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", MODULE, "--json", *arguments], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, object]] = json.loads(done.stdout)

@@ -15,7 +15,7 @@ from tiny_plans import decode_plan, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from sparsekv.bench.random_model import hand_plan
+from sparsekv.bench.hand_plans import hand_plan
 from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens
@@ -136,7 +136,7 @@ def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
     assert said / 2 < peak.most < said
 
 
-# Peak memory of the sparse rows of "Long prompts" in benchmarks/RESULTS.md, on an H200.
+# Peak memory of the sparse rows of "Long prompts" in docs/results.md, on an H200.
 @pytest.mark.parametrize(
     ("length", "density", "host_layers", "peak"),
     [(1 << 15, 0.2, 0, 20.9), (1 << 17, 0.08, 0, 34.5), (1 << 19, 0.04, 0, 89.4), (1 << 20, 0.03, 12, 117.7)],
