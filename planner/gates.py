@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from sparsekv.planner.evaluation import PhaseName
 from sparsekv.planner.evaluation.results import EvalResult, TaskResult, accuracy_interval, merged, pooled
-from sparsekv.planner.options import FEWEST_SAMPLES, Gate
+from sparsekv.planner.options import Gate
+from sparsekv.planner.settled import FEWEST_SAMPLES
 from sparsekv.plans.schema import Agreement, Measurement
 from sparsekv.plans.types import format_length
 

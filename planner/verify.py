@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from sparsekv.planner.evaluation import EvalSamples, PhaseName, PlanMode, evaluate
 from sparsekv.planner.evaluation.results import EvalResult, measurement_of
 from sparsekv.planner.gates import misses_of, too_few, unproven, worst_lengths
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.phases import DecodeBucket, PrefillBucket
@@ -60,7 +60,7 @@ class Verification:
 def verify(
     loaded: LoadedModel,
     plan: Plan,
-    options: PlanOptions,
+    options: Settled,
     progress: Progress | None = None,
     kit: Kit | None = None,
     *,
@@ -91,7 +91,7 @@ def verify(
     return _verdict(plan, {phase: results[phase] for phase in phases}, options)
 
 
-def _verdict(plan: Plan, results: Mapping[PhaseName, Sequence[EvalResult]], options: PlanOptions) -> Verification:
+def _verdict(plan: Plan, results: Mapping[PhaseName, Sequence[EvalResult]], options: Settled) -> Verification:
     """What the results of each phase, one a length, say of a plan by its gates."""
     for phase, parts in results.items():
         _check_finite(parts, phase)
@@ -120,7 +120,7 @@ def _check_finite(results: Sequence[EvalResult], phase: str) -> None:
         )
 
 
-def held_out_samples(options: PlanOptions) -> EvalSamples:
+def held_out_samples(options: Settled) -> EvalSamples:
     """What a plan is verified on; `options` are settled."""
     return EvalSamples(
         options.tasks,
