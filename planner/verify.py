@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsekv.planner.evaluation import EvalSamples, PhaseName, PlanMode, evaluate
+from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.evaluation.results import EvalResult, measurement_of
 from sparsekv.planner.gates import misses_of, too_few, unproven, worst_lengths
 from sparsekv.planner.progress import Progress
@@ -86,7 +86,7 @@ def verify(
     phases = planned_phases(plan)
     if not phases:
         raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
-    modes = {phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in phases}
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in phases}
     results = evaluate(loaded, modes, held_out_samples(options), kit, progress)
     return _verdict(plan, {phase: results[phase] for phase in phases}, options)
 

@@ -22,10 +22,10 @@ Shapes: B batch, S tokens of a prompt, A tokens of the answer, G tokens of dense
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat, starmap
@@ -52,7 +52,7 @@ from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.apply import Handle
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache import handed_over
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -205,8 +205,8 @@ def _prefilled_alike(modes: Mapping[str, Mode], dense_serves: bool) -> dict[Hash
     """Groups that share a prefill. Modes whose decode is dense come last: they can go on from any cache."""
     found: dict[Hashable, dict[str, Mode]] = defaultdict(dict)
     for name, mode in sorted(modes.items(), key=lambda item: _decodes_densely(item[1])):
-        key = mode.prefilled_by if isinstance(mode, _Applied) else None
-        found[name if key is None or (key == DENSE and not dense_serves) else key][name] = mode
+        key: Hashable = mode.prefilled_by if isinstance(mode, _Applied) else name
+        found[key if key != DENSE or dense_serves else name][name] = mode
     return found
 
 
@@ -257,9 +257,7 @@ class _Run:
         greedy_BG = batch.answer_BA[:, :0]
         with without_plans():
             if greedy:
-                copied = deepcopy(prompts.cache) if tokens > 1 else None
-                greedy_BG = continued(model, Prefilled(prompts.logits_BKV, copied), tokens)
-                del copied
+                greedy_BG = continued(model, deepcopy(prompts) if tokens > 1 else prompts, tokens)
             logits_BAV = after_prompt(model, prompts, batch.answer_BA, stepwise=False)
         check_numbers(model, "logits", logits_BAV)
         log_BAV, counted_BG = logits_BAV.log_softmax(-1), until_end(model, greedy_BG)
@@ -269,8 +267,9 @@ class _Run:
 
     def through(self, modes: Mapping[str, Mode], source: _Source | None = None) -> Iterator[Measured]:
         """Measures modes that go on from one prefill: the source, which is used up, or that of the first of them."""
-        for left, (name, mode) in zip(reversed(range(len(modes))), modes.items(), strict=True):
-            read, spent, source = self._predicted(mode, source, last=left == 0)
+        names = list(modes)
+        for name, mode in modes.items():
+            read, spent, source = self._predicted(mode, source, last=name == names[-1])
             yield name, self.batch.samples, self.outcomes(read, int(mode.dense_prefill)), spent
 
     @torch.no_grad()
@@ -314,9 +313,10 @@ class _Run:
 
     def _cache(self, mode: Mode, source: _Source, *, final: bool) -> Cache:
         """One to feed a text to; the last one is that of the source itself, or takes it over layer by layer."""
+        given: Cache = source.prompts.cache
         if source.owner is mode and not _decodes_densely(mode):
-            return source.prompts.cache if final else deepcopy(source.prompts.cache)
-        layers = _keys_and_values(source.prompts.cache, self.batch.prompt_BS.shape[1], final)
+            return given if final else deepcopy(given)
+        layers = handed_over(given if final else copy(given), self.batch.prompt_BS.shape[1])
         assert isinstance(mode, _Applied)
         if not mode.dense_decode:
             return mode.handle.cache_of(layers)
@@ -347,17 +347,3 @@ class _Run:
         picked_BG = logits_BAV[:, :tokens].argmax(-1)
         same: list[bool | None] = ((picked_BG == self.greedy_BG) | ~self.counted_BG).all(1).tolist()
         return same
-
-
-def _keys_and_values(cache: Cache, tokens: int, final: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of the first tokens of every layer, [B, G, S, D] each; at last the cache lets go of each layer that is taken."""
-    layers: deque[Any] = deque(cache.layers)
-    if final:
-        cache.layers = []
-    while layers:
-        layer = layers.popleft()
-        if isinstance(layer, SparseLayer):
-            cached: Any = layer.store.keys
-            yield layer.store.view(cached.new_full(cached.shape[:1], tokens, dtype=torch.int32)).contiguous(tokens)
-        else:
-            yield layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
