@@ -33,24 +33,19 @@ class _Limit:
     miss: str
     doubt: str
 
-    def is_missed(self, value: float | None) -> bool:
-        return value is not None and (value > self.bound if self.above else value < self.bound)
+    def is_missed(self, value: float) -> bool:
+        return value > self.bound if self.above else value < self.bound
 
-    def value(self, found: Agreement) -> float | None:
-        value: float | None = getattr(found, self.figure)
-        return value
+    def told(self, value: float | None) -> str:
+        """The miss; empty where there is none, or no value."""
+        return "" if value is None or not self.is_missed(value) else self.miss.format(value=value, bound=self.bound)
 
-    def best(self, found: Agreement) -> float | None:
-        """The favourable end of the 95% interval."""
-        return self._end(found, int(not self.above), None)
-
-    def worst(self, found: Agreement) -> float | None:
-        """The unfavourable end; a single sample, which is too few, has not all."""
-        return self._end(found, int(self.above), found.kl if self.above else None)
-
-    def _end(self, found: Agreement, end: int, missing: float | None) -> float | None:
+    def end(self, found: Agreement, *, worst: bool) -> float | None:
+        """The favourable or unfavourable end of the 95% interval; a single sample, which is too few, has not all."""
         interval: tuple[float, float] | None = getattr(found, f"{self.figure}_interval")
-        return interval[end] if interval else missing
+        if interval is None:
+            return found.kl if worst and self.above else None
+        return interval[1 if self.above == worst else 0]
 
 
 def _limits(gate: Gate, phase: PhaseName) -> tuple[_Limit, ...]:
@@ -81,16 +76,10 @@ def misses_of(results: Sequence[EvalResult], gate: Gate, phase: PhaseName = "bot
     together, or by one task at all or one of its lengths beyond doubt.
     """
     limits, found = _limits(gate, phase), merged(results).agreement
-    means = [(limit, limit.value(found)) for limit in limits]
-    lines = [limit.miss.format(value=value, bound=limit.bound) for limit, value in means if limit.is_missed(value)]
+    lines = [line for limit in limits if (line := limit.told(getattr(found, limit.figure)))]
     if not lines and len(results) > 1:
-        for result in results:
-            ends = [(limit, limit.best(result.agreement)) for limit in limits]
-            lines += [
-                f"{limit.miss.format(value=value, bound=limit.bound)}, at {_names(result)}"
-                for limit, value in ends
-                if limit.is_missed(value)
-            ]
+        ends = ((result, limit.end(result.agreement, worst=False), limit) for result in results for limit in limits)
+        lines = [f"{line}, at {_names(result)}" for result, best, limit in ends if (line := limit.told(best))]
     return lines + _accuracy_misses(results, gate)
 
 
@@ -104,7 +93,7 @@ def unproven(measured: Measurement, gate: Gate, phase: PhaseName) -> str:
     """The 95% bounds of a phase that do not meet its gate at some length, the worst of each; empty if all do."""
     told = []
     for limit in _limits(gate, phase):
-        ends = [(limit.worst(part.agreement), format_length(part.length)) for part in measured.by_length]
+        ends = [(limit.end(part.agreement, worst=True), format_length(part.length)) for part in measured.by_length]
         outside = [(value, at) for value, at in ends if value is not None and limit.is_missed(value)]
         if outside:
             value, at = (max if limit.above else min)(outside, key=lambda end: end[0])

@@ -86,11 +86,9 @@ def _more_careful(options: Settled, profile: Profile) -> Settled:
     longest = profile.lengths[-1]
     budgets: tuple[Budget, ...] = longest.reuse.budgets if longest.reuse else ()
     spent = options.decode_budget.resolve(longest.length)
-    larger = sorted((b.resolve(longest.length), position) for position, b in enumerate(budgets))
-    return next(
-        (options.but(decode_budget=budgets[position]) for size, position in larger if size > spent),
-        options,
-    )
+    larger = [budget for budget in budgets if budget.resolve(longest.length) > spent]
+    least = min(larger, key=lambda budget: budget.resolve(longest.length), default=options.decode_budget)
+    return options.but(decode_budget=least)
 
 
 def tightened_remarks(asked: Settled, used: Settled, profile: Profile) -> tuple[str, ...]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.tasks import TASKS, Kit, Sample
+from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
-from sparsekv.plans.errors import UsageError
-from sparsekv.plans.types import LEAST_CHUNK
 from sparsekv.runtime.model_config import attention_groups
 
 # Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer.
@@ -52,21 +50,12 @@ class EvalSamples:
     seed: int = 0
     prefill_chunk: int | None = None
 
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.tasks) - set(TASKS))
-        if unknown:
-            raise UsageError(f"expected tasks of {', '.join(sorted(TASKS))}, found {', '.join(unknown)}")
-        if self.prefill_chunk is not None and self.prefill_chunk < LEAST_CHUNK:
-            raise UsageError(
-                f"expected a prefill chunk of at least {LEAST_CHUNK} tokens, found {self.prefill_chunk}; thousands are "
-                "sensible"
-            )
-
     def check_fit(self, kit: Kit) -> None:
         """Finds out, without running a model, whether every task fits every length.
 
         Raises:
             PromptError: one does not.
+            UsageError: an unknown task.
         """
         for length, task in product(self.lengths, self.tasks):
             next(held_out(kit, task, length, 1, self.seed))
@@ -122,7 +111,8 @@ def prompts_at_once(model: PreTrainedModel, length: int) -> int:
     total: int = torch.cuda.get_device_properties(model.device).total_memory
     here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
     left = total - sum(weight.numel() * weight.element_size() for weight in here)
-    fitting = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + _bytes_to_score(model))
+    to_score = _SCORES * 4 * _SCORED * cast(Any, model.config).vocab_size
+    fitting = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
 
@@ -135,9 +125,3 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
     widest: int = held + 3 * config.intermediate_size
     return (cached + max(cached, widest)) * model.dtype.itemsize
-
-
-def _bytes_to_score(model: PreTrainedModel) -> int:
-    """The scores of the vocabulary for the tokens of one answer, as often as evaluation holds them."""
-    config: Any = model.config
-    return int(_SCORES * 4 * _SCORED * config.vocab_size)

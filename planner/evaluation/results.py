@@ -140,7 +140,7 @@ class EvalResult:
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """Of the plan, over all tasks."""
-        return tuple(outcome for task in self.tasks.values() for outcome in task.sparse)
+        return pooled(self.tasks.values()).sparse
 
     @property
     def kl(self) -> float:
