@@ -49,22 +49,14 @@ class _Limit:
 
 
 def _limits(gate: Gate, phase: PhaseName) -> tuple[_Limit, ...]:
+    moved = "next-token distributions moved by {value:.4g} nats, more than {bound:g}"
+    likeliest = "the likeliest token was dense's at {value:.1%} of positions, fewer than {bound:.1%}"
+    kept = "{value:.1%} of dense's own greedy texts were kept, fewer than {bound:.1%}"
+    agreement = "agreement {value:.1%} at {at} (gate {bound:.1%})"
     return (
-        _Limit(
-            *("kl", gate.kl_bound(phase), True),
-            "next-token distributions moved by {value:.4g} nats, more than {bound:g}",
-            "divergence may be {value:.3g} nats at {at} (gate {bound:g})",
-        ),
-        _Limit(
-            *("top1", gate.min_agreement, False),
-            "the likeliest token was dense's at {value:.1%} of positions, fewer than {bound:.1%}",
-            "top-1 agreement {value:.1%} at {at} (gate {bound:.1%})",
-        ),
-        _Limit(
-            *("exact", gate.min_exact, False),
-            "{value:.1%} of dense's own greedy texts were kept, fewer than {bound:.1%}",
-            "exact agreement {value:.1%} at {at} (gate {bound:.1%})",
-        ),
+        _Limit("kl", gate.kl_bound(phase), True, moved, "divergence may be {value:.3g} nats at {at} (gate {bound:g})"),
+        _Limit("top1", gate.min_agreement, False, likeliest, f"top-1 {agreement}"),
+        _Limit("exact", gate.min_exact, False, kept, f"exact {agreement}"),
     )
 
 

@@ -111,8 +111,8 @@ def prompts_at_once(model: PreTrainedModel, length: int) -> int:
     total: int = torch.cuda.get_device_properties(model.device).total_memory
     here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
     left = total - sum(weight.numel() * weight.element_size() for weight in here)
-    to_score = _SCORES * 4 * _SCORED * cast(Any, model.config).vocab_size
-    fitting = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
+    to_score: int = _SCORES * 4 * _SCORED * cast(Any, model.config).vocab_size
+    fitting: int = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
     return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
 
 

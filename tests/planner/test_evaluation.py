@@ -251,13 +251,19 @@ def test_samples_of_any_origin_are_told_in_their_order(loaded: LoadedModel) -> N
 
 
 @pytest.mark.parametrize(
-    ("phases", "prefills"), [(PHASES, 2), (("prefill",), 2), (("decode",), 1), (("decode", "both"), 2)]
+    ("phases", "case", "prefills"),
+    [
+        (PHASES, "on the device", 2),
+        (("prefill",), "on the device", 2),
+        (("decode",), "on the device", 1),
+        (("decode", "both"), "on the device", 2),
+        (PHASES, "a selector of older queries", 3),  # which decode has from a prefill of its own
+    ],
 )
-def test_a_prompt_is_prefilled_once_dense_and_once_sparse(loaded, phases, prefills) -> None:
-    """In two batches."""
+def test_a_prompt_is_prefilled_once_dense_and_once_sparse(loaded, phases, case, prefills) -> None:
     with passes(loaded) as seen:
-        compare(loaded, modes_of(sparse_plan(loaded), phases), drawn(), batch=2)
-    assert seen[PROMPT] == 2 * prefills
+        compare(loaded, modes_of(sparse_plan(loaded, CASES[case][0]), phases), drawn(), batch=2)
+    assert seen[PROMPT] == 2 * prefills  # in two batches
 
 
 def test_many_plans_decode_from_one_dense_prefill_as_each_does_alone(loaded: LoadedModel) -> None:
@@ -268,12 +274,6 @@ def test_many_plans_decode_from_one_dense_prefill_as_each_does_alone(loaded: Loa
     assert seen[PROMPT] == 2
     for name, mode in modes.items():
         assert found[name] == compare(loaded, {name: mode}, drawn(), batch=2)[name]
-
-
-def test_decode_prefills_where_its_selector_looks_at_older_queries(loaded: LoadedModel) -> None:
-    with passes(loaded) as seen:
-        compare(loaded, modes_of(sparse_plan(loaded, CASES["a selector of older queries"][0])), drawn(1))
-    assert seen[PROMPT] == 3
 
 
 def test_decode_prefills_where_the_dense_cache_has_dropped_tokens(windowed: LoadedModel) -> None:
@@ -333,16 +333,16 @@ def test_the_model_is_dense_after_an_interruption(loaded: LoadedModel) -> None:
 
 def test_what_cannot_be_measured_is_found_out_before_any_forward_pass(loaded: LoadedModel, kit: Kit) -> None:
     other = PlanMode(sparse_plan(loaded_tiny(layers=2), decode_plan(segment(0, (1,), 8))))
-    twice = EvalSamples(("perplexity", "kv_retrieval"), (LENGTH, 32), 1)  # only perplexity fits 32 tokens
+    asked = EvalSamples(("perplexity", "kv_retrieval"), (LENGTH,), 1)
     with passes(loaded) as seen:
         with pytest.raises(PlanMismatchError):
-            evaluate(loaded, {"both": other}, replace(twice, lengths=(LENGTH,)), kit)
-        with pytest.raises(PromptError, match="kv_retrieval"):
-            evaluate(loaded, {}, twice, kit)
+            evaluate(loaded, {"both": other}, asked, kit)
+        with pytest.raises(PromptError, match="kv_retrieval"):  # perplexity fits 32 tokens
+            evaluate(loaded, {}, replace(asked, lengths=(LENGTH, 32)), kit)
         with pytest.raises(UsageError):
-            replace(twice, prefill_chunk=4)
+            evaluate(loaded, {}, replace(asked, prefill_chunk=4), kit)
         with pytest.raises(UsageError, match="chess"):
-            replace(twice, tasks=("chess",))
+            evaluate(loaded, {}, replace(asked, tasks=("perplexity", "chess")), kit)
         with pytest.raises(PromptError):
             compare(loaded, {}, drawn(1, answer=0))
     assert not seen
@@ -377,14 +377,6 @@ def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: Loa
     assert found["both"].prefill_density < 0.8
     assert all(found[phase].kl > 1e-4 for phase in PHASES)
     assert found[DENSE].kl == 0.0
-
-
-@pytest.mark.parametrize("options", [{"batch": 4}, {"prefill_chunk": 100}])
-def test_batches_and_chunks_score_as_single_whole_prompts_do(loaded: LoadedModel, kit: Kit, options) -> None:
-    keep = NARROW if "batch" in options else BlockSparse(keep=EVERYTHING)
-    modes = modes_of(plan_for(loaded.model, every_head(loaded.model, keep), CHOICE), ("both",))
-    one, other = (scored(loaded, modes, kit, samples=4, **asked)["both"].outcomes for asked in ({}, options))
-    np.testing.assert_allclose([o.nll for o in one], [o.nll for o in other], rtol=1e-4)
 
 
 def test_lengths_are_measured_apart_and_progress_ends_where_it_said(loaded: LoadedModel, kit: Kit) -> None:
