@@ -8,7 +8,10 @@ Shapes: B batch, g lists of a row, N listed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import no_type_check
+from unittest.mock import patch
 
 import torch
 import triton
@@ -16,6 +19,7 @@ import triton.language as tl
 
 from sparsekv.kernels.decode.selection import Selection
 from sparsekv.runtime.core.program import SegmentProgram
+from sparsekv.runtime.core.state import DecodeState
 
 _STEP = 0x5E3779B1  # odd, so that multiples of it pass through all numbers below a power of two
 
@@ -56,6 +60,20 @@ class MissRate:
                 STEP=_STEP, BLOCK_N=triton.next_power_of_2(most), num_warps=8,
             )  # fmt: skip
         return Selection(list_BgN, selection.counts_B, selection.sink, selection.recent)
+
+
+@contextmanager
+def swapped_choices(miss_rate: MissRate | None) -> Iterator[None]:
+    """Steps that are captured inside follow the lists of a miss rate in place of their choices, unless it is None."""
+    real = DecodeState.choose
+
+    def choose(self: DecodeState, segment: SegmentProgram, selection: Selection | None) -> None:
+        if miss_rate is not None and selection is not None:
+            selection = miss_rate(segment, selection)
+        real(self, segment, selection)
+
+    with patch.object(DecodeState, "choose", choose):
+        yield
 
 
 @no_type_check

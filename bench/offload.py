@@ -22,7 +22,7 @@ from transformers import Cache, StoppingCriteria
 from sparsekv.bench.decode import WARM_UP_TOKENS, DecodeBench, DecodeRuns, greedy
 from sparsekv.bench.harness import free_memory, is_out_of_memory, repeat_in_turn, try_each, wait_for
 from sparsekv.bench.link import LinkRate, link_rate
-from sparsekv.bench.miss_rate import MissRate, span_of
+from sparsekv.bench.miss_rate import MissRate, span_of, swapped_choices
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.kernels.decode.selection import ALL
 from sparsekv.planner.progress import Progress
@@ -169,7 +169,10 @@ class OffloadRuns(DecodeRuns):
             Whatever the model raises: out of memory, a kernel that does not run here.
         """
         free_memory(self.model.device)
-        with self.applied(mode, plan, length) as handle, greedy(self.model):
+        share, cached = self.miss_rate, cached_tokens(self.bench, length)
+        swapped = swapped_choices(None if share is None else MissRate(share, cached))
+        with swapped, self.applied(mode, plan) as handle, greedy(self.model):
+            self._check_captured(handle)
             cache = self.filled(handle, length, batch)
             milliseconds = self.token_ms(cache, batch, handle.reset_stats)
             stats, why_not = handle.stats(), self.why_not(handle)
@@ -184,9 +187,9 @@ class OffloadRuns(DecodeRuns):
         self.generate(cache, batch, WARM_UP_TOKENS + self.bench.new_tokens, stopping_criteria=[clock])
         return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3
 
-    def applied(self, mode: OffloadMode, plan: Plan, length: int) -> Handle:
-        """The plan at work, with choices as the miss rate has them."""
-        handle = apply(
+    def applied(self, mode: OffloadMode, plan: Plan) -> Handle:
+        """The plan at work."""
+        return apply(
             self.model,
             plan,
             prefill=False,
@@ -196,16 +199,10 @@ class OffloadRuns(DecodeRuns):
             offload=mode,
             memory=self.memory,
         )
-        if self.miss_rate is not None:
-            self._swap_choices(handle, length)
-        return handle
 
-    def _swap_choices(self, handle: Handle, length: int) -> None:
-        if handle.steps is None:
-            handle.close()
+    def _check_captured(self, handle: Handle) -> None:
+        if self.miss_rate is not None and handle.steps is None:
             raise UsageError("expected captured steps for --miss-rate, found none on this device; leave it out")
-        assert self.miss_rate is not None
-        handle.steps.revise = MissRate(self.miss_rate, cached_tokens(self.bench, length))
 
     def _link(self, cache: Cache) -> tuple[LinkRate | None, int]:
         """Its rate, and how many layers are in host memory."""

@@ -41,8 +41,8 @@ from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.phases import PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length, parse_lengths
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 _FULL: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 

@@ -180,7 +180,7 @@ def _auto(args: argparse.Namespace) -> None:
     made = Made.of(length, 0.03, (2, 8, 18), 32, args.tiny)
     bench = DecodeBench((length,), new_tokens=8 if args.tiny else 192)
     runs = OffloadRuns(made.subject, {"last": made.plan}, bench, None if args.tiny else 0.1)
-    with closing(runs.memory), runs.applied("auto", made.plan, length) as handle, greedy(made.subject.model):
+    with closing(runs.memory), runs.applied("auto", made.plan) as handle, greedy(made.subject.model):
         cache = runs.filled(handle, length, 1, answer=bench.new_tokens)
         milliseconds = runs.token_ms(cache, 1, handle.reset_stats)
         stats, replay = handle.stats(), runs.replay_ms(handle)

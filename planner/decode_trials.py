@@ -30,9 +30,9 @@ from sparsekv.planner.profile.similarity import WINDOW
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.core.select import selector_weights
 from sparsekv.runtime.hf.cache import SparseLayer, reserve
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 from sparsekv.runtime.stores.device import DeviceStore
 
 

@@ -4,8 +4,8 @@ Queries, keys and values are random: what kernels cost depends on tiles and leng
 the chunk that ends at a length is timed, with its past.
 
 Steps over rows in host memory are timed on CUDA by the kernels of captured steps, over a few layers that follow one
-choice (runtime/hf/captured.py), elsewhere as single launches. Choices that a captured step has no slots for are cut to
-the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait for the
+choice (runtime/hf/graph_stores.py), elsewhere as single launches. Choices that a captured step has no slots for are
+cut to the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait for the
 host and take longer; they have no price of their own (remarks.py tells of them). Here rows are fetched beside attention
 alone, in a whole step beside the rest of the layers as well, which may cost less.
 
@@ -45,7 +45,7 @@ from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.captured import StepStores
+from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
 from sparsekv.runtime.stores.bank import HostStore, Reads
 from sparsekv.runtime.stores.pinned import HostMemory

@@ -327,7 +327,7 @@ def _read_back(profile: Profile, cost: DeviceCost, decode: DecodePlan, offload: 
 
 
 def _not_captured(segments: Sequence[Segment], offload: Offload, length: int) -> Iterator[str]:
-    """Why steps at a length run as single launches (`obstacle` in runtime/hf/captured.py), where they do."""
+    """Why steps at a length run as single launches (`obstacle` in runtime/hf/graph_stores.py), where they do."""
     for segment in segments:
         if segment.chosen_tokens(length) is None or not set(offload.layers).intersection(segment.layers):
             continue

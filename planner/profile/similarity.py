@@ -24,7 +24,7 @@ from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
 from sparsekv.plans.patterns import fraction
 from sparsekv.runtime.core.select import selector_weights
-from sparsekv.runtime.hf.capture import AttentionCall
+from sparsekv.runtime.hf.observe import AttentionCall
 
 # The observation window of OmniKV's released configuration.
 WINDOW = 16

@@ -24,7 +24,7 @@ from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.attach import ChangeCheck, attach, check_attachable
+from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
@@ -99,7 +99,7 @@ class PlanEngine:
         if not can_capture(self._device, self._backend):
             return ()
         if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self, self._program, self.host_reads)
+            self.graphs = StepGraphs(self._model_type, self._program, self.host_reads)
         return (self.graphs,)
 
     def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -155,10 +155,8 @@ class Handle:
         self._engine = engine
         self._layouts = layouts_of(model)
         self._memory = memory
-        self._attach: Callable[[], Callable[[], None]] | None = partial(
-            attach, model, engine, memory.chunking, ChangeCheck(model)
-        )
-        self._undo = self._attach()
+        self._model: PreTrainedModel | None = model
+        self._undo = attach(model, engine, memory.chunking)
 
     @property
     def backend(self) -> BackendChoice:
@@ -188,12 +186,12 @@ class Handle:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called; False of a suspended handle, which `resume()` puts to work again."""
-        return self._attach is None
+        return self._model is None
 
     def close(self) -> None:
         """Restores the model. Caches made under this handle cannot be used any more. Again is fine."""
         self._undo()
-        self._attach = None  # nor keeps the model alive
+        self._model = None  # nor keeps it alive
         self._engine.release()
 
     def suspend(self) -> None:
@@ -208,9 +206,14 @@ class Handle:
             UsageError: the handle was closed, a plan is at work, this one or another, or the model is no longer as it
                 was when this one was applied.
         """
-        if self._attach is None:
+        if self._model is None:
             raise UsageError("expected a suspended handle, found one that was closed; call apply again")
-        self._undo = self._attach()
+        if layouts_of(self._model) != self._layouts:
+            raise UsageError(
+                "expected the layers that the plan was applied to, found others, or on another device, or of another "
+                "dtype; close the handle before changing the model, and call apply again"
+            )
+        self._undo = attach(self._model, self._engine, self._memory.chunking)
         self._engine.open = True
 
     def new_cache(

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.hf.architecture import architecture_of
 from sparsekv.runtime.hf.load import load_config
-from sparsekv.runtime.model_config import check_supported
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -75,5 +75,5 @@ def config_of(name: str, shapes: Mapping[str, dict[str, Any]] = PUBLIC_SHAPES) -
         if alias not in shapes:
             error.add_note(f"Shapes known without a config: {', '.join(shapes)}")
             raise
-    check_supported(shapes[alias]["model_type"])
+    architecture_of(shapes[alias]["model_type"])
     return AutoConfig.for_model(**shapes[alias]), ["its shape is from a table: no config to be had"]

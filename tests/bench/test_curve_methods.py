@@ -32,8 +32,8 @@ from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall
 
 LENGTH = 1024
 

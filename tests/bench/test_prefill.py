@@ -15,9 +15,9 @@ from sparsekv.bench.random_model import random_model as make
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.patterns import AShape, TileShape, tokens
+from sparsekv.runtime.hf.architecture import ARCHITECTURES
 from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
-from sparsekv.runtime.model_config import SUPPORTED
 
 CPU, TILE = torch.device("cpu"), TileShape(query=64, key=64)
 STATIC = AShape(sink=tokens(64), window=tokens(64))
@@ -303,7 +303,7 @@ def test_a_known_shape_stands_in_where_no_config_can_be_had():
 def test_public_shapes_are_of_aliases_and_of_supported_architectures():
     types = {alias.name: alias.model_type for alias in ALIASES}
     for name, shape in PUBLIC_SHAPES.items():
-        assert types[name] == shape["model_type"] in SUPPORTED
+        assert types[name] == shape["model_type"] in ARCHITECTURES
         assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
     assert {"llama3-8b", "llama3.1-8b", "qwen2.5-7b-1m", "qwen3-8b", "yi-9b-200k"} <= PUBLIC_SHAPES.keys()
 

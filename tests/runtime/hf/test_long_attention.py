@@ -16,8 +16,8 @@ from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, Verti
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.capture import capture_attention
 from sparsekv.runtime.hf.long_inputs import Chunking
+from sparsekv.runtime.hf.observe import capture_attention
 
 CUT = Chunking(above=20, rows=17, output_bytes=1)  # a group of heads at a time
 WHOLE = Chunking(above=1 << 30)

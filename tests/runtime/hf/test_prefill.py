@@ -12,7 +12,7 @@ from sparsekv.kernels.prefill.means import tiles_with_means
 from sparsekv.kernels.reference import reference_with_means
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 SINK, WINDOW, TILE = 10, 30, 64
 A_SHAPE = AShape(sink=tokens(SINK), window=tokens(WINDOW))

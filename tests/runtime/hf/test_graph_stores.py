@@ -15,8 +15,8 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import DecodeBudget
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf import captured
-from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf import graph_stores
+from sparsekv.runtime.hf.graph_stores import StepStores, kinds_of, obstacle
 from sparsekv.runtime.stores.bank import HostStore, Reads
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import HostReads
@@ -131,7 +131,7 @@ OPS = st.sampled_from(
 @given(ops=st.lists(OPS, min_size=4, max_size=9), first=st.sampled_from([40, 120]))
 def test_every_step_reads_what_was_given(ops, first: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured, "stream_for", lambda device: LateStream())
+        patch.setattr(graph_stores, "stream_for", lambda device: LateStream())
         memory = LateMemory()
         caches, steps = [Cache(memory), Cache(memory)], Steps()
         for number, cache in enumerate(caches):
