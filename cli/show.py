@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,17 +53,18 @@ def show(
     elif html is not None:
         emit(f"{html}: the page of {found.model.id}, {found.status}")
     else:
-        _print(found, full)
+        _print(found, full, str(plan))
 
 
-def _print(plan: Plan, full: bool) -> None:
+def _print(plan: Plan, full: bool, place: str) -> None:
     from rich.console import Console
 
-    from sparsekv.plans.show import describe
+    from sparsekv.plans.show import describe, verdict
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(plan, full):
         console.print(part)
+    emit("\n".join(("", *verdict(plan, place))))
 
 
 def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:
@@ -97,3 +99,6 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
             f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
         )
     return found
+
+
+app = options.app(show)

@@ -17,7 +17,7 @@ attend, I layers that choose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -30,8 +30,7 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.planner.decode_candidates import anchor_layers
 from sparsekv.planner.eval_results import Spent
-from sparsekv.planner.filter_layers import WAIT, following, lost_mass, segment_of, similar_layers
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget
@@ -171,6 +170,8 @@ def _attend(call: AttentionCall, seen_BGS: torch.Tensor) -> torch.Tensor:
 # --- filter layers by the rules of others -----------------------------------------------------------------------------
 
 FilterRuleName = Literal["omnikv", "kascade", "even"]
+_FIRST_DENSE = 2
+_LAYERS_A_FILTER = 32 / 3  # OmniKV's choice for 32 layers has three filters
 
 
 def segments_by_rule(
@@ -187,28 +188,57 @@ def segments_by_rule(
     """
     reuse, full = entry.reuse, profile.model.full_layers
     assert reuse is not None
-    kept_JI, selector = _similarities(profile, reuse, budget, entry.length)
+    kept_JI = _similarities(profile, reuse, budget, entry.length)
     count = max(1, round(_ANCHORS_A_LAYER * len(full)))
     if rule == "omnikv":
-        filters = similar_layers(kept_JI, full)
+        found = _after_wait(similar_layers(kept_JI, full), full)
     elif rule == "kascade":
-        filters = anchor_layers(kept_JI, reuse.importance, full, count)
+        found = following(anchor_layers(kept_JI, reuse.importance, full, count), full)
     else:
-        filters = tuple(full[1 + (len(full) - 1) * number // count] for number in range(count))
-    found = following(filters, full, WAIT if rule == "omnikv" else 0)
-    return tuple(segment_of(replace(one, selector=selector), reuse, budget, entry.length) for one in found)
+        found = following([full[1 + (len(full) - 1) * number // count] for number in range(count)], full)
+    return tuple(segment_of(one, reuse, budget, entry.length) for one in found)
 
 
-def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -> tuple[np.ndarray, int]:
-    """[J, I] by the newest query, or by the first selector profiled; and which selector that is."""
+def _after_wait(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegment, ...]:
+    """With the first layer after each filter left dense."""
+    waiting = {filter_ + 1 for filter_ in filters}
+    found = (
+        replace(one, layers=tuple(layer for layer in one.layers if layer not in waiting))
+        for one in following(filters, full)
+    )
+    return tuple(one for one in found if one.layers)
+
+
+def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Filter layers by OmniKV's similarity.
+
+    Args:
+        kept_JI: share of layer j's attention mass that the choice of layer i holds.
+        full: the layers with full attention, which alone choose and are served; all of them when None.
+
+    Returns:
+        For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
+        apart, the first two layers excepted.
+    """
+    layers = len(kept_JI)
+    count = max(1, round(layers / _LAYERS_A_FILTER))
+    stretch = max(1, layers // (count + 1))
+    among = range(layers) if full is None else full
+    stretches = {i: [j for j in among if i < j <= i + stretch] for i in among if i >= min(_FIRST_DENSE, layers - 2)}
+    served = {i: float(np.mean(kept_JI[after, i])) for i, after in stretches.items() if after}
+    chosen: list[int] = []
+    for layer in sorted(served, key=lambda i: (-served[i], i)):
+        if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
+            chosen.append(layer)
+    return tuple(sorted(chosen))
+
+
+def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -> Floats:
+    """[J, I]"""
     sizes = [one.resolve(length) for one in reuse.budgets]
     within = [number for number, size in enumerate(sizes) if size <= budget.resolve(length)]
     number = max(within, key=sizes.__getitem__) if within else sizes.index(min(sizes))
-    names = [choice.selector for choice in reuse.selectors]
-    selector = names.index("last") if "last" in names else 0
-    options = PlanOptions(decode_selectors=(names[selector],))
-    lost_JI = lost_mass(reuse, number, profile.model.full_layers, options)[selector]
-    return 1.0 - np.minimum(lost_JI, 1.0), selector
+    return 1.0 - np.minimum(lost_mass(reuse, number, profile.model.full_layers), 1.0)
 
 
 def decode_plan(model: ModelInfo, segments: tuple[Segment, ...]) -> Plan:

@@ -7,8 +7,6 @@ lines instead. FlashPrefill's rule exists here only:
 
     a row tile computes the key tiles whose estimated share is at least alpha times that of its best one
 
-With the mean correction (its second version) every key tile that is left out still takes part in the softmax, as its
-mean key and mean value, counted as often as it has keys. Reading these is counted: a left out tile costs one key.
 The shares are those of pooled queries and keys (kernels/index/tile_scores.py).
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S queries, T row tiles, R row tiles of one
@@ -25,12 +23,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.kernels.backends import choose_backend
+from sparsekv.kernels.backends import choose_backend, prefill_attention
 from sparsekv.kernels.index.block_sparse import tile_limits
 from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
-from sparsekv.kernels.prefill.means import attend_with_means, tiles_with_means
-from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
+from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import ascending
 from sparsekv.planner.eval_results import Spent
 from sparsekv.planner.profile.search_space import PatternRange, Patterns, Prefix, fit_to_target
@@ -98,12 +95,10 @@ class MaxThreshold:
 
     Attributes:
         alpha: least share of a key tile, relative to the best of its row; 0 computes every tile.
-        corrected: whether tiles that are left out take part as their means.
     """
 
     alpha: float
     tile: TileShape
-    corrected: bool = False
 
     @property
     def stepwise(self) -> bool:
@@ -141,18 +136,16 @@ class MaxThreshold:
         """The output [B, H, S, D], and tiles computed."""
         kept_BHTM = self._choose(call)
         index, head_dim = _index_of(kept_BHTM, self.tile), call.q_BHSD.shape[3]
-        means = range(call.q_BHSD.shape[1]) if self.corrected else ()
-        out_BHSD = attend_with_means(
+        found = prefill_attention(
             call.q_BHSD,
             call.k_BGKD,
             call.v_BGKD,
             index,
             call.chunk,
-            means,
             scale=call.scale,
             backend=choose_backend(call.q_BHSD.device, call.q_BHSD.dtype, head_dim, "auto", self.tile).name,
         )
-        return out_BHSD, tiles_with_means(index, call.chunk, means).sum()
+        return found.out_BHSD, computed_tiles(index).sum()
 
     def _choose(self, call: AttentionCall) -> torch.Tensor:
         """Tiles that are computed: bool [B, H, T, M]."""

@@ -18,10 +18,8 @@ FAMILIES = {
     "dense": "#7f7f7f",
     "a_shape": "#4c9be8",
     "vertical_slash": "#e8a33d",
-    "vertical_slash_means": "#b5651d",
     "block_sparse": "#4db38a",
     "adaptive": "#b07cd8",
-    "reuse": "#d46a9f",
     "sliding": "#8c6d5a",
     "linear": "#c9c9c9",
 }

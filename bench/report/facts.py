@@ -85,8 +85,8 @@ def _map_of(plan: Plan, bucket: PrefillBucket, title: str, after: int, profile: 
             for row in rows:
                 kind = shape.kind if row.kind == "dense" and shape.kind != "full" else row.kind
                 for head in row.heads:
-                    own = None if row.kind == "reuse" else patterns[head]
-                    heads.append(HeadFact(layer, head, kind, row.parameters, *scores.of(layer, head, own, shape)))
+                    of_head = scores.of(layer, head, patterns[head], shape)
+                    heads.append(HeadFact(layer, head, kind, row.parameters, *of_head))
     heads.sort(key=lambda fact: (fact.layer, fact.head))
     return PatternMap(title, length, entry is not None, tuple(heads))
 
@@ -113,12 +113,8 @@ class _Scores:
         self._number = {pattern: number for number, pattern in enumerate(entry.patterns)} if entry else {}
         self._layers = {scores.layer: scores for scores in entry.layers} if entry else {}
 
-    def of(
-        self, layer: int, head: int, pattern: Pattern | None, shape: AttentionGroup
-    ) -> tuple[float | None, float | None]:
-        """Density and damage; None where they are not known. A head without a pattern takes another layer's tiles."""
-        if pattern is None:
-            return None, None
+    def of(self, layer: int, head: int, pattern: Pattern, shape: AttentionGroup) -> tuple[float | None, float | None]:
+        """Density and damage; None where they are not known."""
         if isinstance(pattern, Dense) or self._measured is None:
             return _density(pattern, shape, self._length), None if self._measured is None else 0.0
         scores, number = self._layers.get(layer), self._number.get(in_tokens(pattern, self._measured))
@@ -182,32 +178,24 @@ class SimilarityMatrix:
 
 
 def similarity(plan: Plan, profile: Profile | None) -> SimilarityMatrix | None:
-    """The matrix of the selector and the budget nearest to those of the plan; None without decode statistics."""
+    """The matrix of the budget nearest to that of the plan; None without decode statistics."""
     entry = profile.lengths[-1] if profile else None
     if entry is None or entry.reuse is None:
         return None
     bucket = next((b for b in reversed(plan.decode.lengths) if b.segments), None) if plan.decode else None
-    chosen, budget = _table_of(entry.reuse, bucket, entry.length)
-    selector = entry.reuse.selectors[chosen]
-    looking = "" if selector.window == 1 else f" over {selector.window} queries"
-    title = (
-        f"{entry.length:,} tokens, {text_of(entry.reuse.budgets[budget])} chosen, selector {selector.selector}{looking}"
-    )
-    table = entry.reuse.kept[chosen][budget]
+    budget = _nearest(entry.reuse, bucket, entry.length)
+    title = f"{entry.length:,} tokens, {text_of(entry.reuse.budgets[budget])} chosen"
+    table = entry.reuse.kept[budget]
     cells = tuple(Similarity(layer, at, mass) for layer, row in enumerate(table) for at, mass in enumerate(row))
     return SimilarityMatrix(title, cells, tuple(_marks(bucket)) if bucket else ())
 
 
-def _table_of(reuse: Reuse, bucket: DecodeBucket | None, length: int) -> tuple[int, int]:
-    """The positions of a selector and a budget."""
+def _nearest(reuse: Reuse, bucket: DecodeBucket | None, length: int) -> int:
+    """The position of a budget."""
     if bucket is None:
-        return 0, len(reuse.budgets) - 1
-    segment = bucket.segments[0]
-    wanted = segment.budget.resolve(length)
-    asked = (segment.selector, segment.window)
-    selectors = [(choice.selector, choice.window) for choice in reuse.selectors]
-    nearest = min(range(len(reuse.budgets)), key=lambda at: abs(reuse.budgets[at].resolve(length) - wanted))
-    return selectors.index(asked) if asked in selectors else 0, nearest
+        return len(reuse.budgets) - 1
+    wanted = bucket.segments[0].budget.resolve(length)
+    return min(range(len(reuse.budgets)), key=lambda at: abs(reuse.budgets[at].resolve(length) - wanted))
 
 
 def _marks(bucket: DecodeBucket) -> Iterator[Mark]:
@@ -320,7 +308,7 @@ def quality_table(quality: Quality) -> list[list[str]]:
     for phase, measured in to_data(quality).items():
         at = ", ".join(map(format_length, measured["lengths"]))
         values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
-        for name, value in (values | measured.get("tasks", {})).items():
+        for name, value in (*values.items(), *measured.get("tasks", {}).items()):
             rows.append([phase, at, *_quality_cells(name, value)])
     return rows
 

@@ -27,7 +27,6 @@ from sparsekv.planner.profile.profile_data import (
     LengthProfile,
     PartOfAll,
     Reuse,
-    Row,
     ScoreParts,
     Table,
     TokenChoice,
@@ -35,6 +34,7 @@ from sparsekv.planner.profile.profile_data import (
     check_table,
 )
 from sparsekv.plans.errors import ConflictError, PlanWarning, UsageError
+from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.types import FieldError, Length, Natural, canonical_json, rounded
@@ -53,7 +53,7 @@ class LayerRecord(ScoreParts):
     sample: Natural
     patterns: tuple[tuple[Pattern, ...], ...] = ()
     importance: PartOfAll = 0.0
-    kept: tuple[tuple[Row, ...], ...] = ()  # [selector][budget][filter layer]
+    kept: Table = ()  # [budget][filter layer]
 
     @property
     def key(self) -> Key:
@@ -83,10 +83,7 @@ class RunShape:
         group = self.model.group_of(record.layer)
         candidates = self.candidates[record.length] if group.kind == "full" else ()
         check_scores(record, record.patterns, candidates, group.heads)
-        selectors, budgets = (len(self.choice.selectors), len(self.choice.budgets)) if self.choice else (0, 0)
-        check_table(record.kept, selectors, budgets, "kept")
-        for table in record.kept:
-            check_table(table, budgets, record.layer + 1, "kept")
+        check_table(record.kept, len(self.choice.budgets) if self.choice else 0, record.layer + 1, "kept")
 
 
 class Records:
@@ -150,7 +147,7 @@ class Records:
             if not self._found:
                 path.unlink(missing_ok=True)  # the first record brings the header: no file without one to go on from
             elif sound != text:
-                path.write_text(sound, encoding="utf-8")
+                write_bytes(path, sound.encode())
 
     def _set_aside(self, path: Path) -> None:
         """Renames the file of a run with other options, for when that one is started again, and takes back our own."""
@@ -294,12 +291,11 @@ def _layer_means(samples: Sequence[LayerRecord], weights: Sequence[float], numbe
 
 
 def _reuse_means(choice: TokenChoice, records: Sequence[Sequence[LayerRecord]]) -> Reuse:
-    kept_JSBI = [np.mean([sample.kept for sample in samples], 0) for samples in records]
-    selectors, budgets = range(len(choice.selectors)), range(len(choice.budgets))
+    kept_JBI = [np.mean([sample.kept for sample in samples], 0) for samples in records]
     return Reuse(
         **dict(choice),
         importance=tuple(float(np.mean([sample.importance for sample in samples])) for samples in records),
-        kept=tuple(tuple(as_table(kept_SBI[s, b] for kept_SBI in kept_JSBI) for b in budgets) for s in selectors),
+        kept=tuple(as_table(kept_BI[b] for kept_BI in kept_JBI) for b in range(len(choice.budgets))),
     )
 
 

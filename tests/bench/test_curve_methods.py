@@ -29,6 +29,7 @@ from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
@@ -40,7 +41,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def profiled(loaded: LoadedModel) -> Profile:
-    return profile(loaded, quick_options(row_stride=8).settled(2048, "cpu"))
+    return profile(loaded, settle(quick_options(row_stride=8), 2048, "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,6 @@ def test_every_method_computes_less_than_dense_in_its_own_phase_alone(
     "mode",
     [
         MaxThreshold(0.0, TILE),
-        MaxThreshold(0.0, TILE, corrected=True),
         StepwiseRule(ExactTopK(fraction(1.0))),
         StepwiseRule(ExactTopK(fraction(1.0), "per_kv_head")),
         StepwiseRule(QuestPages(fraction(1.0))),
@@ -93,24 +93,6 @@ def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel
     found = compare(loaded, {"all": mode}, reference)["all"]
     assert max(found.kl) < 1e-4
     assert (found.spent.tiles, found.spent.attended) == (found.spent.causal_tiles, found.spent.cached)
-
-
-def test_means_stand_in_exactly_for_tiles_of_equal_tokens() -> None:
-    """Where all keys of a tile are equal, and all values, the correction leaves no error; without it there is one."""
-    rows, heads, groups, size, tile = 512, 4, 2, 32, TILE.key
-    draws = torch.Generator().manual_seed(0)
-    k_BGKD, v_BGKD = (
-        torch.randn(1, groups, rows // tile, size, generator=draws).repeat_interleave(tile, 2) for _ in "kv"
-    )
-    q_BHSD = torch.randn(1, heads, rows, size, generator=draws)
-    call = AttentionCall(0, q_BHSD, k_BGKD, v_BGKD, Chunk.uniform(1, 0, rows), size**-0.5, None)
-    dense_BHSD = torch.nn.functional.scaled_dot_product_attention(
-        q_BHSD, k_BGKD, v_BGKD, is_causal=True, enable_gqa=True
-    )
-    errors = [
-        (MaxThreshold(2.0, TILE, corrected).attend(call)[0] - dense_BHSD).abs().max() for corrected in (True, False)
-    ]
-    assert errors[0] < 1e-4 < 0.1 < errors[1]
 
 
 def call_of(length: int) -> AttentionCall:
@@ -157,6 +139,25 @@ def test_quest_bounds_no_score_too_low() -> None:
         assert found.seen_BGS[..., position].all()
 
 
+def omnikv_of(kept_JI: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(kept_JI))
+    given = made_up_profile(entry, model=made_up_model(layers=len(kept_JI)))
+    return [(one.filter, one.layers) for one in segments_by_rule(given, entry, "omnikv", fraction(0.1))]
+
+
+def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
+    kept_JI = np.full((32, 32), 0.5)
+    for filter_ in (2, 8, 18):
+        kept_JI[:, filter_] = 0.9
+    assert omnikv_of(kept_JI) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
+
+
+def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
+    kept_JI = np.full((12, 12), 0.5)
+    kept_JI[:, 0] = 1.0
+    assert omnikv_of(kept_JI)[0][0] >= 2
+
+
 @pytest.mark.parametrize("budget", [fraction(0.01), fraction(0.1), tokens(300)])
 def test_rules_give_segments_at_budgets_that_were_not_profiled(budget: Budget) -> None:
     reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
@@ -191,7 +192,7 @@ def test_rows_are_deterministic_and_readable(
 def test_methods_without_their_input_are_left_out_or_refused() -> None:
     found = chosen_methods(("prefill", "decode"), (), ("plan",))
     assert ("plan" in found["decode"], "sparsekv" in found["decode"]) == (True, False)
-    with pytest.raises(UsageError, match="--profile FILE for the method kascade"):
+    with pytest.raises(UsageError, match="--profile"):
         chosen_methods(("decode",), ("kascade",), ("plan",))
     with pytest.raises(UsageError, match="found 'quest'"):
         chosen_methods(("prefill",), ("quest",), ())

@@ -72,9 +72,9 @@ def test_every_kind_of_layer_has_its_cells_and_every_range_is_named() -> None:
     cells = {(fact.layer, fact.head): fact for fact in maps[0].heads}
     assert len(cells) == 8 * 4 + 8
     assert [cells[layer, 0].pattern for layer in range(9)] == [
-        "a_shape", "a_shape", "adaptive", "adaptive", "reuse", "reuse", "reuse", "dense", "linear",
+        "a_shape", "a_shape", "adaptive", "adaptive", "dense", "sliding", "dense", "dense", "linear",
     ]  # fmt: skip
-    assert cells[5, 0].density is cells[8, 0].density is None
+    assert cells[8, 0].density is None
     assert lines == ("up to 12,288: dense", "above 131,072: as up to 131,072")
     assert pattern_maps(small_plan(prefill=None), None) == ((), ("every length: dense",))
 
@@ -90,7 +90,7 @@ def test_layers_read_sinks_choice_and_recent_tokens_of_the_longest_context() -> 
     facts = {(fact.lengths, fact.layer): fact for fact in layer_reads(plan)}
     sparse = facts["above 8,192", 2]
     assert (sparse.tokens, sparse.share) == (4 + 1000 + 128, 1132 / 65536)
-    assert sparse.role == "reads the choice of layer 1"
+    assert "layer 1" in sparse.role
     assert facts["above 8,192", 1].role == "filter layer of 2"
     assert {fact.share for key, fact in facts.items() if key != ("above 8,192", 2)} == {1.0}
     assert budget_table(plan)[1] == ["1", "2", "last", "max", "4", "128", "1000"]
@@ -115,6 +115,13 @@ def test_the_quality_table_has_every_measured_number() -> None:
     assert prefill["niah_single"] == ["0.99", "0.985", "-0.01235 to 0.0025", "200"]
     assert {row[0] for row in rows} == {"prefill", "decode", "both"}
     assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
+
+
+def test_a_task_named_as_a_measured_number_hides_it_in_no_quality_table() -> None:
+    measured = full_plan().quality.prefill
+    task = measured.tasks["niah_single"]
+    named = Quality(prefill=measured.model_copy(update={"tasks": {"kl": task}}))
+    assert [row[4] for row in quality_table(named) if row[2] == "kl"] == ["1.5e-05", "0.985"]
 
 
 def test_the_agreement_table_has_every_phase_length_and_task() -> None:

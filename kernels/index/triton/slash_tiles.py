@@ -93,8 +93,8 @@ def diagonals_kernel(
     code_row = code_ptr + row.to(tl.int64) * entries
     near_row = near_ptr + row.to(tl.int64) * most
 
-    # A row holds key tile 0, and a tile for each chosen distance nearer, as far as it has rows in that tile. The fullest
-    # is the last, which sees the farthest but may be ragged, or the whole one before it.
+    # A row holds key tile 0, and a tile for each chosen distance nearer, as far as it has rows in that tile. The
+    # fullest is the last, which sees the farthest but may be ragged, or the whole one before it.
     phase = past % KEY
     first = past + tl.maximum(length - past - 1, 0) // QUERY * QUERY
     base = first // KEY

@@ -243,7 +243,7 @@ def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_trito
         assert (handle.steps.replayed, handle.steps.why_not) == (1, "")  # caches on the device are captured still
     categories = [warning.category for warning in told]
     assert (categories.count(GraphWarning), categories.count(BackendWarning)) == (1, 0)  # attention did not fail
-    assert "FetchError: expected the choice of filter layer 0 to be fetched" in failed
+    assert "filter layer 0" in failed
     assert "ptxas died" in failed
     assert before == len(calls) == fails_at
     assert torch.equal(found, expected)
