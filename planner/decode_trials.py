@@ -31,7 +31,6 @@ from sparsekv.runtime.hf.cache import SparseLayer, reserve
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
-from sparsekv.runtime.stores.device import DeviceStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,8 +138,7 @@ def _rewind(cache: Cache, tokens: int) -> None:
     """Forgets all but the first tokens: what dense attention and these steps read starts from them alone."""
     for layer in cache.layers:
         assert isinstance(layer, SparseLayer)
-        assert isinstance(layer.store, DeviceStore)
-        layer.store.length = tokens
+        layer.store.truncate((tokens,) * len(layer.store.lengths))
 
 
 @dataclass(slots=True)

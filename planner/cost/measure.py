@@ -46,7 +46,8 @@ from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentPr
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import HostReads
 

@@ -16,6 +16,7 @@ from functools import partial, wraps
 from threading import RLock
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
@@ -266,20 +267,24 @@ class Attached:
     def _begin(self, inputs: dict[str, Any]) -> Pass:
         """One token behind a past is a decode step, unless it is a piece of a longer prompt of `generate`."""
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-        cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
+        cache, use_cache, lengths = inputs.get("past_key_values"), inputs.get("use_cache"), ()
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, len(self._attentions))
-            self._begun.append(begin_pass(cache, config.num_hidden_layers))
-        past, prompt = 0 if cache is None else cache.get_seq_length(), self._prompt
+            progress, lengths = begin_pass(cache, config.num_hidden_layers)
+            self._begun.append(progress)
+        past, prompt = max(lengths, default=0), self._prompt
         if prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)
+        if len(set(lengths)) > 1 and tokens is not None and inputs.get("position_ids") is None:
+            new_S = torch.arange(tokens.shape[1], device=tokens.device)
+            inputs["position_ids"] = torch.tensor(lengths, device=tokens.device)[:, None] + new_S
         phase = None if prompt is None else prompt.phase(cache, past)
         if phase is None:
             alone = tokens is not None and tokens.shape[1] == 1 and past > 0
             phase = Phase.DECODE if alone else Phase.PREFILL
         if phase is Phase.DECODE and cache is not None and tokens is not None:
-            self._engine.begin_step(cache, (past + 1,) * tokens.shape[0], tokens.device)
+            self._engine.begin_step(cache, tuple(length + 1 for length in lengths), tokens.device)
         return Pass(self._engine, phase, cache)
 
 

@@ -59,8 +59,8 @@ class LayerCall:
     def chunk(self) -> Chunk:
         """Where the rows lie."""
         batch, _, queries, _ = self.q_BHSD.shape
-        length = queries if self.entry is None else self.entry.store.length
-        return Chunk.uniform(batch, length - queries, length)
+        lengths = (queries,) * batch if self.entry is None else self.entry.store.lengths
+        return Chunk(tuple(length - queries for length in lengths), lengths)
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has

@@ -88,18 +88,18 @@ class StepGraph:
         """The one state of the graph."""
         return self._state
 
-    def serves(self, ids_B1: torch.Tensor, stores: Sequence[Any], length: int) -> bool:
+    def serves(self, ids_B1: torch.Tensor, stores: Sequence[Any], lengths: tuple[int, ...]) -> bool:
         """Whether the next step is of the very stores that it is bound to, and these have room for it."""
-        return ids_B1.shape == self.ids_B1.shape and self.stores.serves(stores, length)
+        return ids_B1.shape == self.ids_B1.shape and self.stores.serves(stores, lengths)
 
-    def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, past: int) -> None:
-        """What the next step is of."""
+    def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, lengths: tuple[int, ...]) -> None:
+        """What the next step is of; lengths with the new tokens."""
         self.ids_B1.copy_(ids_B1)
-        self.lengths_B.fill_(past + 1)
-        if positions is None:
-            self.positions_B1.fill_(past)
+        if len(set(lengths)) == 1:
+            self.lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
         else:
-            self.positions_B1.copy_(positions)
+            self.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
+        self.positions_B1.copy_(self.lengths_B[:, None] - 1 if positions is None else positions)
 
     def step_of(self, attached: Attached, engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
@@ -254,19 +254,19 @@ class StepGraphs:
         """Prepares the replay; why that failed."""
         assert under_way.cache is not None
         ids_B1, stores = inputs["input_ids"], _stores(under_way.cache)
-        past, positions = stores[0].length, inputs.get("position_ids")
+        lengths, positions = tuple(length + 1 for length in stores[0].lengths), inputs.get("position_ids")
         stream = torch.cuda.current_stream(ids_B1.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)  # the last step used the same memory
         self._stream = stream
-        if self._next is not None and self._next.serves(ids_B1, stores, past + 1):
-            self._next.load(ids_B1, positions, past)
+        if self._next is not None and self._next.serves(ids_B1, stores, lengths):
+            self._next.load(ids_B1, positions, lengths)
             return ""
-        if found := obstacle(self._program, stores, past + 1, ids_B1):
+        if found := obstacle(self._program, stores, lengths, ids_B1):
             return found
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
             for store in stores:
-                store.prepare(past + 1)
+                store.prepare(max(lengths))
             if self._captured is not None and self._captured.numbers_changed():
                 self.release()
             rows, needed, kinds = ids_B1.shape[0], max(store.capacity for store in stores), kinds_of(stores)
@@ -283,7 +283,7 @@ class StepGraphs:
             try:
                 graph = known or StepGraph(stores, key.capacity, self._program, self._reads)
                 graph.stores.bind(stores)
-                graph.load(ids_B1, positions, past)
+                graph.load(ids_B1, positions, lengths)
                 if known is None:
                     self._capture(graph, attached, under_way.engine)
             except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same

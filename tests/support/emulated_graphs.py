@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sparsekv.kernels import backends
-from sparsekv.runtime.hf import apply, graphs
+from sparsekv.runtime.hf import engine as plan_engine
+from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.attention import NAME
 from sparsekv.runtime.hf.describe import attention_modules
 
@@ -103,5 +104,5 @@ def emulate(patch: pytest.MonkeyPatch) -> None:
     )
     patch.setattr(graphs, "torch", _Torch(cuda))
     patch.setattr(graphs.StepGraph, "capture", _capture)
-    patch.setattr(apply, "can_capture", lambda device, backend: backend == "triton")
+    patch.setattr(plan_engine, "can_capture", lambda device, backend: backend == "triton")
     patch.setattr(backends, "_obstacle", lambda name, *rest: None if name in ("triton", "cpu") else "not here")
