@@ -12,7 +12,7 @@ import torch
 
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
 from sparsekv.plans.schema import DtypeName
-from sparsekv.runtime.hf.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.hf.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
 from sparsekv.runtime.hf.cache import Progress, begin_pass, sparse_cache
 from sparsekv.runtime.hf.calls import check_call, check_generate, prompt_end
@@ -267,7 +267,8 @@ class Attached:
     def _begin(self, inputs: dict[str, Any]) -> Pass:
         """One token behind a past is a decode step, unless it is a piece of a longer prompt of `generate`."""
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-        cache, use_cache, lengths = inputs.get("past_key_values"), inputs.get("use_cache"), ()
+        cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
+        lengths: tuple[int, ...] = ()
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, len(self._attentions))

@@ -7,16 +7,18 @@ forwards, hooks and tensors are compared at every step, numbers that modules hol
 from __future__ import annotations
 
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from sparsekv.runtime.hf.architecture import ARCHITECTURES
+from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.hf.long_inputs import is_touched
 
 _NUMBERS = (int, float, str, bool, type(None))
+_OWN = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 
 
 def obstacle_in(decoder: nn.Module, model_type: str) -> str:
@@ -44,36 +46,39 @@ class CapturedModel:
     """A decoder without `obstacle_in` it, as it is now. Its tensors are kept: a replay may come too late."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._decoder = decoder
-        self._parts, self._addresses = _parts(decoder)
-        self._kept = [part.untyped_storage() for part in self._parts if isinstance(part, torch.Tensor)]
-        self._numbers = _numbers(decoder)
+        self._modules = list(decoder.modules())
+        self._parts = self._look()
+        self._tensors = [part for part in self._parts if isinstance(part, torch.Tensor)]
+        self._addresses = self._look_where()
+        self._kept = [tensor.untyped_storage() for tensor in self._tensors]
+        self._numbers = self._read_numbers()
 
     def changed(self) -> bool:
         """Whether the model would compute something else than what was captured."""
-        parts, addresses = _parts(self._decoder)
-        same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
-        return not same or addresses != self._addresses
+        now = self._look()
+        same = len(now) == len(self._parts) and all(map(is_, now, self._parts))
+        return not same or self._look_where() != self._addresses
 
     def numbers_changed(self) -> bool:
         """Whether a module holds another number, text or flag."""
-        return _numbers(self._decoder) != self._numbers
+        return self._read_numbers() != self._numbers
 
+    def _look(self) -> list[object]:
+        """Everything that a replay does not ask for again. Hooks and a forward of the decoder itself are called as
+        always."""
+        parts: list[object] = [*torch_modules._global_forward_hooks.values()]
+        parts += torch_modules._global_forward_pre_hooks.values()
+        for number, module in enumerate(self._modules):
+            own: dict[str, Any] = vars(module)
+            parts += (type(module), type(module).forward)
+            for kind in _OWN if number else _OWN[:3]:
+                parts += own[kind].values()
+            if number:
+                parts.append(own.get("forward"))
+        return parts
 
-def _parts(decoder: nn.Module) -> tuple[list[object], list[int]]:
-    """Everything that a replay would not ask for again, and where the tensors lie."""
-    parts: list[object] = [*torch_modules._global_forward_hooks.values()]
-    parts += torch_modules._global_forward_pre_hooks.values()
-    addresses: list[int] = []
-    for module in decoder.modules():
-        own: dict[str, Any] = vars(module)
-        tensors = [*own["_parameters"].values(), *own["_buffers"].values()]
-        parts += (module, type(module), type(module).forward, *tensors)
-        if module is not decoder:  # whose own are called as always
-            parts += (own.get("forward"), *own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-        addresses += [tensor.data_ptr() for tensor in tensors if tensor is not None]
-    return parts, addresses
+    def _look_where(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._tensors))
 
-
-def _numbers(decoder: nn.Module) -> list[Any]:
-    return [[pair for pair in vars(module).items() if type(pair[1]) in _NUMBERS] for module in decoder.modules()]
+    def _read_numbers(self) -> list[Any]:
+        return [[pair for pair in vars(module).items() if type(pair[1]) in _NUMBERS] for module in self._modules]

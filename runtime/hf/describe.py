@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
-from sparsekv.runtime.hf.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.model_config import describe_config
 
 

@@ -27,7 +27,7 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.hf.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap, check_device

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from sparsekv.runtime.hf.architecture import Architecture, architecture_of
+from sparsekv.runtime.architecture import Architecture, architecture_of
 from sparsekv.runtime.hf.attention import Pass
 from sparsekv.runtime.stores.store import Layout
 

@@ -24,9 +24,9 @@ from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
-from sparsekv.runtime.hf.architecture import architecture_of
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
-from sparsekv.runtime.hf.architecture import architecture_of
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.load import load_config
 
 _SIZES = (

@@ -16,8 +16,8 @@ from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
+from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf.architecture import ARCHITECTURES
 from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
 from sparsekv.runtime.plan_checks import check_plan
 
