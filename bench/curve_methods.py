@@ -12,7 +12,7 @@ best ratio of each head from the profile, every head at the same density; `minfe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast
 
@@ -39,18 +39,12 @@ from sparsekv.planner.compare import Mode, PlanMode
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import (
-    FAMILIES,
-    KNOWN_FAMILIES,
-    Family,
-    Phase,
-    PlanOptions,
-    density_for,
-    mandatory_density,
-)
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions, Task
 from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.planner.profile.search_space import a_shape_range, last_q_for, vertical_slash_range
+from sparsekv.planner.settled import settle
+from sparsekv.planner.targets import density_for, mandatory_density
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, Budget, Pattern, TileShape, fraction
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
@@ -89,7 +83,7 @@ class CurveInputs:
     preset: Profile | None = None
     densities: tuple[float, ...] = ()
     budgets: tuple[float, ...] = BUDGETS
-    task: str = "quote_text"
+    task: Task = "quote_text"
     seed: int = 0
 
     @property
@@ -123,9 +117,9 @@ def _compiled_prefill(inputs: CurveInputs, length: int) -> Modes:
     asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify_samples=0)
     ladder, before = inputs.ladder(length, "vertical_slash"), None
     for density in ladder:
-        options, own = for_profile(replace(asked, target_density=(density,)), inputs.profile)
+        options, own = for_profile(asked.but(target_density=(density,)), inputs.profile)
         try:
-            prefill = allocate(own, _no_prices(own), options.settled(own.model.context_length, "cpu"))
+            prefill = allocate(own, _no_prices(own), settle(options, own.model.context_length, "cpu"))
         except UsageError:
             if density == ladder[-1]:
                 raise
@@ -139,7 +133,7 @@ def _preset(inputs: CurveInputs, length: int) -> Modes:
     assert inputs.preset is not None
     asked = PlanOptions(lengths=(length,), phases=("prefill",), crossover=False, verify_samples=0)
     options, own = for_profile(asked, inputs.preset)
-    prefill = allocate(own, _no_prices(own), options.settled(own.model.context_length, "cpu"))
+    prefill = allocate(own, _no_prices(own), settle(options, own.model.context_length, "cpu"))
     yield "preset", PlanMode(_plan_of(inputs, prefill), "prefill")
 
 
@@ -147,9 +141,10 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
     entry = _decode_entry(inputs, length)
     found: dict[tuple[Segment, ...], str] = {}
     for name, options in _decode_options(length, bool(entry.trials)):
-        settled, own = for_profile(options, cast(Profile, inputs.profile))
-        settled = settled.settled(own.model.context_length, "cpu")
-        bucket = choose_filter_layers(own, _no_prices(own), settled).bucket(length)
+        asked, own = for_profile(options, cast(Profile, inputs.profile))
+        bucket = choose_filter_layers(own, _no_prices(own), settle(asked, own.model.context_length, "cpu")).bucket(
+            length
+        )
         if bucket.segments:
             found.setdefault(bucket.segments, name)
     compiled = list(found.items())
@@ -164,9 +159,9 @@ def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
 def _decode_options(length: int, tried: bool) -> Iterator[tuple[str, PlanOptions]]:
     base = PlanOptions(lengths=(length,), phases=("decode",), crossover=False, verify_samples=0)
     for kl in _DECODE_KLS if tried else ():
-        yield f"at most {kl:g} nats", replace(base, decode_kl=kl)
+        yield f"at most {kl:g} nats", base.but(decode_kl=kl)
     for loss in () if tried else _DECODE_LOSSES:
-        yield f"mass lost at most {loss:g}", replace(base, decode_loss=loss)
+        yield f"mass lost at most {loss:g}", base.but(decode_loss=loss)
 
 
 def _with_share(segment: Segment, share: float, length: int) -> Segment:
@@ -210,7 +205,8 @@ def _streaming(inputs: CurveInputs, length: int) -> Modes:
 def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
     loaded, ladder = inputs.loaded, inputs.ladder(length, "vertical_slash")
     options = PlanOptions(lengths=(length,), tasks=(inputs.task,), samples=1, seed=inputs.seed)
-    prompt = calibration_prompts(loaded.tokenizer, options)[length][0]
+    settled = settle(options, loaded.info.context_length, "cpu")
+    prompt = calibration_prompts(loaded.tokenizer, settled)[length][0]
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)
     patterns = vertical_slash_range(1000, 6096, last_q=last_q_for(length))
     fitted = fitted_at_densities(loaded, ids_1S, patterns, ladder, inputs.tile)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.cli.bench_serve import print_rows, serve
+from sparsekv.cli.output import tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from sparsekv.bench.harness import Columns, Row
+    from sparsekv.bench.harness import Row
     from sparsekv.bench.random_model import BenchModel
 
 app = typer.Typer(
-    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.", no_args_is_help=True
+    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
+app.command("serve", short_help="Requests through vLLM, by a plan and dense.")(serve)
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}
 _WIDEST = 1024  # heads, their size, layers: as in a plan
@@ -157,8 +162,8 @@ def prefill(
     wanted = given or arguments.lengths_from(_PREFILL_LENGTHS[hardware.type], "--lengths")
     from sparsekv.bench.hand_plans import FAMILIES, hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
-    from sparsekv.planner.options import density_for
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.targets import density_for
 
     how = {"longest": max(wanted), "layers": layers, "seed": seed}
     subject, words = _subject(model, random_weights, hardware, precision, **how), "given"
@@ -321,20 +326,3 @@ def _subject(model: str, random_weights: bool, device: torch.device, dtype: torc
 
 def _title(subject: BenchModel, row: Row, words: str) -> str:
     return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
-
-
-def print_rows(rows: Sequence[Row], title: str, columns: Columns, as_json: bool, measured: str = "sparse_ms") -> None:
-    """The rows, as JSON or for people.
-
-    Raises:
-        typer.Exit: no row has the number that is to be measured, which is a failure.
-    """
-    from sparsekv.bench.harness import report
-
-    if as_json:
-        emit_json([row.data() for row in rows])
-    else:
-        emit(report(rows, title, columns))
-    if all(row.data()[measured] is None for row in rows):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)

@@ -3,126 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from sparsekv.cli import arguments
+from pydantic import AfterValidator
+
+from sparsekv.cli.arguments import Subject
 from sparsekv.cli.output import columns, emit, emit_json, tell
-from sparsekv.cli.plan import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
+from sparsekv.planner.options import PHASES, Phase
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.bench.curve_file import CurveRow
-    from sparsekv.planner.options import Phase
+    from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.plans.model import ModelInfo
 
-CURVE_OPTIONS = ("profile", "phases", "methods", "densities", "budgets")
 _HEADER = ("length", "phase", "method", "setting", "density", "KL", "95%", "top-1", "exact", "accuracy", "of dense")
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """What the options ask for; empty for all there is."""
+class CurveFlags(Options):
+    """What to measure a curve of; nothing given is all there is."""
 
-    out: Path
-    profiles: tuple[Path, ...]
-    phases: tuple[Phase, ...]
-    methods: tuple[str, ...]
-    densities: tuple[float, ...]
-    budgets: tuple[float, ...]
-
-    @classmethod
-    def of(
-        cls,
-        out: Path,
-        profiles: Sequence[Path],
-        phases: str | None,
-        methods: str | None,
-        densities: str | None,
-        budgets: str | None,
-    ) -> Curve:
-        """From the flags.
-
-        Raises:
-            UsageError: a flag means nothing, or the file cannot be written.
-        """
-        from sparsekv.planner.options import PHASES
-
-        check_writable(out)
-        check_replaceable(out, "--curve", "curve")
-        named = arguments.names_from(phases, "--phases") if phases is not None else PHASES
-        if unknown := [name for name in named if name not in PHASES]:
-            raise UsageError(f"--phases: expected {', '.join(PHASES)}, found {unknown[0]!r:.40}")
-        return cls(
-            out,
-            tuple(profiles),
-            tuple(phase for phase in PHASES if phase in named),
-            () if methods is None else arguments.names_from(methods, "--methods"),
-            () if densities is None else arguments.shares_from(densities, "--densities"),
-            () if budgets is None else arguments.shares_from(budgets, "--budgets"),
-        )
+    curve: Annotated[
+        Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
+    ] = None
+    profile: Annotated[
+        tuple[Path, ...],
+        Flag(
+            "For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
+            metavar="FILE",
+            reads=list[Path],
+        ),
+    ] = ()
+    phases: Annotated[
+        tuple[Phase, ...], text(words), AfterValidator(each_once), Flag("For --curve: prefill,decode.", metavar="NAMES")
+    ] = ()
+    methods: Annotated[
+        Names, Flag("For --curve, such as sparsekv,streamingllm,quest; all by default.", metavar="NAMES")
+    ] = ()
+    densities: Annotated[
+        Shares,
+        Flag("For --curve: of the prefill methods that take one.", ("--densities", "--density"), "SHARES"),
+    ] = ()
+    budgets: Annotated[
+        Shares, Flag("For --curve: of the context, of the decode methods.", ("--budgets", "--budget"), "SHARES")
+    ] = ()
 
 
-def measure_curve(
-    subject: arguments.Subject,
-    asked: Curve,
-    tasks: Sequence[str],
-    lengths: tuple[int, ...],
-    samples: int,
-    seed: int,
-    batch: int | None,
-    chunk: int | None,
-    device: str | None,
-    dtype: str | None,
-    as_json: bool,
-) -> None:
-    """Measures, writes the file after each length, and prints a table."""
+CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
+
+
+def measure_curve(subject: Subject, flags: CurveFlags, drawn: EvalSamples, as_json: bool) -> None:
+    """Measures, writes the file after each length, and prints a table.
+
+    Args:
+        flags: with those of the hardware.
+        drawn: the samples.
+    """
+    assert flags.curve is not None
+    out = flags.curve
+    check_writable(out)
+    check_replaceable(out, "--curve", "curve")
     from sparsekv.bench.curve_file import write_curve
     from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, chosen_methods
     from sparsekv.bench.curves import measure_curves
     from sparsekv.planner.data_files import check_model
-    from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model as check_plan
 
-    profile, preset = _profiles(asked.profiles)
+    profile, preset = _profiles(flags.profile)
     inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
-    methods = chosen_methods(asked.phases, asked.methods, [name for name, one in inputs.items() if one is not None])
+    phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
+    methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
 
     def check(info: ModelInfo, _: str) -> None:
-        if max(lengths) > info.context_length:
-            raise PromptError(
-                f"expected lengths within the model's context of {info.context_length} tokens, found {max(lengths)}; "
-                "give a shorter --length"
-            )
+        check_length(max(drawn.lengths), info.context_length)
         if subject.plan:
             check_plan(subject.plan, info, False)
         for one in (profile, preset):
             if one is not None:
                 check_model(one, info, weights=False)
 
-    loaded = subject.load(device, dtype, check)
+    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
     for one in (profile, preset):
         if one is not None:
             check_model(one, loaded.info)
+    budgets = flags.budgets or BUDGETS
     rows = measure_curves(
-        CurveInputs(loaded, subject.plan, profile, preset, asked.densities, asked.budgets or BUDGETS, tasks[0], seed),
+        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),
         methods,
-        EvalSamples(tuple(tasks), tuple(sorted(lengths)), samples, batch, seed, chunk),
+        drawn,
         progress=BarProgress(),
-        done=lambda rows: write_curve(rows, asked.out),
+        done=lambda rows: write_curve(rows, out),
     )
     missing = {name for names in methods.values() for name in names} - {row.method for row in rows}
     if missing:
         tell(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model")
     if as_json:
-        emit_json({"path": str(asked.out), "rows": [row.model_dump(mode="json") for row in rows]})
+        emit_json({"path": str(out), "rows": [row.model_dump(mode="json") for row in rows]})
     else:
         emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")
-        emit(f"{asked.out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
+        emit(f"{out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
+
+
+def check_length(length: int, context: int) -> None:
+    """Refuses a length beyond a model's context.
+
+    Raises:
+        PromptError: it is.
+    """
+    if length > context:
+        raise PromptError(
+            f"expected lengths within the model's context of {context} tokens, found {length}; give a shorter --length"
+        )
 
 
 def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:

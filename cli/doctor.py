@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekv.cli import arguments
+from sparsekv.cli import arguments, options
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.plans.errors import UsageError
 
@@ -366,3 +366,6 @@ def _way_out(data: dict[str, Any]) -> str:
         narrower = " (--dtype bfloat16)" if data["dtype"] == "float32" else ""
         return f": the weights alone take more than there is; take a narrower dtype{narrower}, or a larger device"
     return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"
+
+
+app = options.app(doctor)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,3 +99,6 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
             f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
         )
     return found
+
+
+app = options.app(show)

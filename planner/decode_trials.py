@@ -24,8 +24,8 @@ from transformers import Cache, DynamicCache
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks, top_mask
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.hf.cache import SparseLayer, reserve
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
@@ -60,7 +60,7 @@ class DecodeTrials:
         """What each layer of the model asks for."""
         return self._steps.attend(call) if self._steps else None
 
-    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: PlanOptions) -> Prefix:
+    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: Settled) -> Prefix:
         """Runs a prompt and its continuation densely.
 
         Args:

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -44,7 +44,7 @@ _NO_FILTER = -1
 _LEAST_HOT = 4096
 
 
-def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
+def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
     Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
@@ -55,7 +55,7 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     """
     check_filters(profile.model, options)
     check_budget(profile, options)
-    chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
+    chooser = _Chooser(profile, cost, options.but(crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.choose())
     plan = DecodePlan(lengths=buckets)
     layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
@@ -72,7 +72,7 @@ def hot_set(budgets: Iterable[DecodeBudget], longest: int) -> Budget:
     return tokens(max(_LEAST_HOT, 2 * max(budget.resolve(longest) for budget in budgets)))
 
 
-def takes_trials(profile: Profile, options: PlanOptions) -> bool:
+def takes_trials(profile: Profile, options: Settled) -> bool:
     """Whether segments are taken from what was tried out on the model, not by the attention mass that they lose."""
     return options.tries_decode and any(entry.trials for entry in profile.lengths)
 
@@ -85,7 +85,7 @@ class _Statistics:
     loss: Floats  # [layer j, layer i], weighted by importance; infinite where j may not attend to the choice of i
 
     @classmethod
-    def of(cls, length: int, reuse: Reuse, options: PlanOptions, full: Sequence[int]) -> _Statistics:
+    def of(cls, length: int, reuse: Reuse, options: Settled, full: Sequence[int]) -> _Statistics:
         budget = budget_index(reuse.budgets, options.decode_budget, length)
         return cls(length, lost_mass(reuse, budget, full) * shares_of(reuse.importance)[:, None])
 
@@ -99,7 +99,7 @@ Choice = tuple[tuple[Segment, ...], ...]
 _ANY = DecodeBudget(tokens=1)
 
 
-def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
+def _inside(entry: LengthProfile, options: Settled) -> list[DecodeTrial]:
     """The trials of a length inside the gate that use what is asked for; not those that were given up."""
     prompts = max((trial.prompts for trial in entry.trials), default=0)
     most = entry.length if options.any_budget else options.decode_budget.resolve(entry.length)
@@ -115,7 +115,7 @@ def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
 class _Chooser:
     """The lengths that have decode statistics, on one device."""
 
-    def __init__(self, profile: Profile, cost: DeviceCost, options: PlanOptions) -> None:
+    def __init__(self, profile: Profile, cost: DeviceCost, options: Settled) -> None:
         model = profile.model
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
@@ -249,7 +249,7 @@ def following(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegmen
     return tuple(span for span in spans if span.layers)
 
 
-def check_filters(model: ModelInfo, options: PlanOptions) -> None:
+def check_filters(model: ModelInfo, options: Settled) -> None:
     """Finds out, from the model alone, whether it has the filter layers that are given.
 
     Raises:
@@ -266,7 +266,7 @@ def check_filters(model: ModelInfo, options: PlanOptions) -> None:
         )
 
 
-def check_budget(profile: Profile, options: PlanOptions) -> None:
+def check_budget(profile: Profile, options: Settled) -> None:
     """Finds out whether a profile says what the budget loses.
 
     Raises:
@@ -277,7 +277,7 @@ def check_budget(profile: Profile, options: PlanOptions) -> None:
             budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
 
 
-def check_trials(profile: Profile, options: PlanOptions) -> None:
+def check_trials(profile: Profile, options: Settled) -> None:
     """Refuses a bound on divergence with a profile that says nothing of it.
 
     Raises:

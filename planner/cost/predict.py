@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.options import Family, mandatory_a_row
+from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.targets import mandatory_a_row
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape, in_tokens
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment

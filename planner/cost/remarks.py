@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.options import ROUNDING, PlanOptions, lengths_up_to
 from sparsekv.planner.profile.profile_data import Profile
+from sparsekv.planner.settled import Settled, lengths_up_to
+from sparsekv.planner.targets import ROUNDING
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.schema import Estimate, Plan
 from sparsekv.plans.types import format_length
 
 
-def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
     """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
     assert plan.cost is not None, "compiled just now"
     lines: list[str] = []
@@ -36,9 +37,7 @@ def plan_remarks(plan: Plan, options: PlanOptions, profile: Profile, cost: Devic
     return tuple(lines)
 
 
-def _of_prefill(
-    prefill: PrefillPlan, found: dict[int, Estimate], options: PlanOptions, profile: Profile
-) -> Iterator[str]:
+def _of_prefill(prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile) -> Iterator[str]:
     entries = [entry for entry in profile.lengths if entry.layers]
     dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
     if dense:
@@ -58,7 +57,7 @@ def _of_prefill(
             yield f"prefill at {at} gains {gain:.2f}x, not {speedup:g}x: the sparsest that was profiled"
 
 
-def _of_decode(decode: DecodePlan, steps: dict[int, Estimate], options: PlanOptions, profile: Profile) -> Iterator[str]:
+def _of_decode(decode: DecodePlan, steps: dict[int, Estimate], options: Settled, profile: Profile) -> Iterator[str]:
     dense = [entry.length for entry in profile.lengths if entry.reuse and decode.bucket(entry.length).dense]
     if dense:
         bound = "--decode-loss" if options.decode_loss is not None else "--decode-kl"

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.planner.conflicts import flag_of
-from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions, asked
+from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo, check_fit
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
@@ -295,19 +293,18 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     fixed["families"] = options.families or tuple(family for family in KNOWN_FAMILIES if family in searched)
     lengths = options.lengths or tuple(entry.length for entry in profile.lengths)
     own = tuple(entry for entry in profile.lengths if entry.length in lengths)
-    settled = replace(options, lengths=lengths, levels=(), **fixed)
-    return settled, profile.model_copy(update={"lengths": own})
+    return options.but(lengths=lengths, levels=(), **fixed), profile.model_copy(update={"lengths": own})
 
 
 def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any]) -> None:
-    given = asked(options)
     for name, found in (fixed | {"samples": profile.samples, "prompts": ()}).items():
-        if name in given and given[name] != found:
+        given = getattr(options, name)
+        if options.is_given(name) and given != found:
             raise UsageError(
-                f"expected {flag_of(name)} as in the profile ({found or 'none'}), found {given[name]!r:.80}; leave it "
-                "out, or profile again (leave --profile out)"
+                f"expected {options.flag_of(name)} as in the profile ({found or 'none'}), found {given!r:.80}; leave "
+                "it out, or profile again (leave --profile out)"
             )
-    targets = [flag_of(name) for name in ("target_density", "target_speedup") if name in given]
+    targets = [options.flag_of(name) for name in ("target_density", "target_speedup") if options.is_given(name)]
     if profile.preset and targets:
         raise UsageError(
             f"expected no {targets[0]} beside --profile of a search with --preset {profile.preset}, which has a target "
@@ -329,7 +326,7 @@ def _check_holds(options: PlanOptions, profile: Profile, searched: Collection[Fa
             "(leave --profile out)"
         )
     unknown = [family for family in options.families if family not in searched]
-    if "families" in asked(options) and "prefill" in options.phases and unknown:
+    if options.families and "prefill" in options.phases and unknown:
         raise UsageError(
             f"expected --families among those of the profile ({', '.join(sorted(searched))}), found "
             f"{', '.join(unknown)}; leave them out, or profile again (leave --profile out)"

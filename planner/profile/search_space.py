@@ -24,8 +24,10 @@ import torch
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Family, PlanOptions, mandatory_density
+from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import Candidate
+from sparsekv.planner.settled import Settled
+from sparsekv.planner.targets import mandatory_density
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 PUBLISHED_LAST_Q = 64
@@ -115,9 +117,9 @@ def block_sparse_range(key_tile: int) -> PatternRange:
     )
 
 
-def search_space(options: PlanOptions, length: int) -> tuple[PatternRange, ...]:
+def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
     """What to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
-    ranges = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
+    ranges = _own(options.tile, length) if options.preset is None else _published(options.tile)
     return tuple(one for one in ranges if one.family in options.families)
 
 
@@ -134,17 +136,17 @@ class Aim:
         return Candidate(family=self.patterns.family, range=self.patterns.name, density=self.density)
 
 
-def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
+def aims(options: Settled, length: int) -> tuple[Aim, ...]:
     """Every candidate of a length: each pattern range at each density of the ladder, ascending."""
     return tuple(Aim(one, share) for one in search_space(options, length) for share in _densities(options, length))
 
 
-def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
+def _densities(options: Settled, length: int) -> tuple[float, ...]:
     """The ladder: multiples of the target between what mandatory tiles take and all tiles."""
     if options.preset is not None:
-        return (_published_density(length, options.tile_shape),)
+        return (_published_density(length, options.tile),)
     target = options.target_density[options.lengths.index(length)]
-    least = min(mandatory_density(length, options.tile_shape, family) for family in options.families)
+    least = min(mandatory_density(length, options.tile, family) for family in options.families)
     shares = {round(target * level, 4) for level in options.levels}
     return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))
 

@@ -29,6 +29,7 @@ from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
@@ -40,7 +41,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def profiled(loaded: LoadedModel) -> Profile:
-    return profile(loaded, quick_options(row_stride=8).settled(2048, "cpu"))
+    return profile(loaded, settle(quick_options(row_stride=8), 2048, "cpu"))
 
 
 @pytest.fixture(scope="module")

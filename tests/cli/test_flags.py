@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from sparsekv.cli import arguments
 from sparsekv.cli.main import app
-from sparsekv.planner.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {  # of the hub's own command, and of vLLM's
@@ -90,10 +88,6 @@ def test_a_slip_in_an_option_is_told_what_may_have_been_meant(sparsekv, call, me
     assert done.code == 2
     assert call[1] in done.err
     assert meant in done.err
-
-
-def test_the_tasks_in_the_help_are_those_there_are():
-    assert arguments.TASKS.split(", ") == list(TASKS)
 
 
 def test_no_option_is_called_like_its_value():

@@ -45,7 +45,7 @@ def refused(sparsekv, model, out):
         (("--device-map", "everywhere"), "--device-map"),
         (("--lengths", "0"), "--lengths"),
         (("--lengths", ""), "--lengths"),
-        (("--lengths", "1k,1024"), "each length once"),
+        (("--lengths", "1k,1024"), "--lengths"),
         (("--lengths", "64k"), "context"),
         (("--lengths", "1"), "leave the"),
         (("--target-density", "1.5"), "--target-density"),
@@ -69,7 +69,7 @@ def refused(sparsekv, model, out):
         (("--decode-budget", "0"), "--decode-budget"),
         (("--decode-loss", "nan"), "--decode-loss"),
         (("--max-accuracy-drop", "nan"), "--max-accuracy-drop"),
-        (("--max-kl", "inf"), "divergence"),
+        (("--max-kl", "inf"), "--max-kl"),
         (("--filter-layers", "2-1"), "--filter-layers"),
         (("--filter-layers", ""), "--filter-layers"),
         (("--families", "c_shape"), "a_shape"),
@@ -82,7 +82,7 @@ def refused(sparsekv, model, out):
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
         (("--preset", "tuned"), "minference"),
         (("--host", "sglang"), "vllm"),
-        (("--host", "vllm", "--only", "decode"), "leave --only decode out"),
+        (("--host", "vllm", "--only", "decode"), "--only decode"),
         (("--tile", "96"), "128"),
         (("--seed", "-1"), "--seed"),
         (("--samples", "0"), "--samples"),
@@ -172,7 +172,7 @@ NO_PLAN = {
 @pytest.mark.parametrize("held", NO_PLAN)
 def test_a_file_that_is_no_plan_is_never_overwritten_by_one(refused, target, held):
     path = target(NO_PLAN[held])
-    message = refused("--filter-layers", "x", out=path)  # before anything else is looked at
+    message = refused("--lengths", "64k", out=path)  # before anything else is looked at
     assert "expected a plan" in message
     assert str(path) in message
     assert path.read_bytes() == NO_PLAN[held]
@@ -203,14 +203,14 @@ def test_a_file_that_is_no_part_of_a_profile_is_never_overwritten_by_one(refused
     ids=["empty", "of another schema", "cut short", "JSON"],
 )
 def test_any_plan_and_an_empty_file_may_be_overwritten(refused, target, data):
-    assert "--filter-layers" in refused("--filter-layers", "x", out=target(data))
+    assert "64k" in refused("--lengths", "64k", out=target(data))
 
 
 def test_measurements_may_be_overwritten_by_such_measurements(refused, target, tmp_path):
     other = tmp_path / "b"
     other.write_bytes(gzip.compress(b'{"backend":"cpu","kind":"sparsekv.cost"}'))
     profile = target(b'{"backend":"cpu","kind":"sparsekv.profile"}')
-    assert "--filter-layers" in refused("--filter-layers", "x", "--profile-out", profile, "--cost-out", other)
+    assert "64k" in refused("--lengths", "64k", "--profile-out", profile, "--cost-out", other)
 
 
 def test_out_must_be_a_file_in_a_folder(refused, tmp_path):

@@ -22,7 +22,7 @@ def resources(*arguments: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["80", "90", "120"])
+@pytest.mark.parametrize("capability", ["80", "120"])  # 90: index/test_triton_compile.py
 def test_index_building_does_not_spill_registers(capability: str) -> None:
     found = resources("--capability", capability, "--kernel", "index", "blocks")
     assert {"stats_kernel", "lines_kernel", "select_kernel", "rows_kernel", "choose_kernel"} <= {

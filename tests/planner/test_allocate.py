@@ -12,8 +12,10 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, opt
 from sparsekv.planner.allocate import Allocation, allocate, check_profiled, solve, with_reached_densities
 from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
-from sparsekv.planner.options import ROUNDING, PlanOptions
+from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
+from sparsekv.planner.settled import settle
+from sparsekv.planner.targets import ROUNDING
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Dense, Pattern
 
@@ -372,11 +374,11 @@ def test_a_default_density_gives_way_to_what_prompts_come_down_to_and_one_asked_
     profile = made_up_profile(
         entry.model_copy(update={"layers": tuple(scores.model_copy(update=tables) for scores in entry.layers)})
     )
-    default = options_for(lengths=(512,), crossover=False).settled(4096, "cpu")
+    default = settle(options_for(lengths=(512,), crossover=False), 4096, "cpu")
     reached = with_reached_densities(default, profile)
     assert (default.target_density, reached.target_density) == ((0.9,), (0.9003,))
     assert not allocate(profile, made_up_cost(), reached).bucket(512).dense
-    given = options_for(lengths=(512,), crossover=False, target_density=(0.9,)).settled(4096, "cpu")
+    given = settle(options_for(lengths=(512,), crossover=False, target_density=(0.9,)), 4096, "cpu")
     assert with_reached_densities(given, profile) == given
     sparser = made_up_profile(made_up_length(512, np.random.default_rng(0), levels=(0.2,)))
     assert with_reached_densities(default, sparser) == default

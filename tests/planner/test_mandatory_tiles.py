@@ -1,7 +1,5 @@
 """Densities that leave no room for mandatory tiles: known before anything runs, and just those."""
 
-import dataclasses
-
 import pytest
 import torch
 from planner_models import quick_options
@@ -9,9 +7,11 @@ from progress import Counting, CtrlC
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.planner.options import PlanOptions, check_targets, mandatory_a_row, mandatory_density
+from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import search_space
+from sparsekv.planner.settled import settle
+from sparsekv.planner.targets import check_targets, mandatory_a_row, mandatory_density
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.load import LoadedModel
@@ -25,7 +25,7 @@ TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(q
 def test_the_smallest_pattern_of_each_ray_computes_the_mandatory_tiles(length: int, tile: TileShape) -> None:
     q_11LD = torch.randn(1, 1, length, 16, generator=torch.Generator().manual_seed(0))
     chunk = Chunk.uniform(1, 0, length)
-    options = dataclasses.replace(PlanOptions(families=ALL), tile=tile)
+    options = PlanOptions(families=ALL).but(tile=tile)
     for ray in search_space(options, length):
         smallest = ray.pattern(0, mandatory_a_row(tile) * tile.key)
         index = build_index((smallest,), q_11LD, q_11LD, chunk, tile, scale=1.0)
@@ -65,7 +65,7 @@ def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
 
 
 def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) -> None:
-    progress, options = Counting(), quick_options(target_density=(0.2,)).settled(4096, "cpu")
+    progress, options = Counting(), settle(quick_options(target_density=(0.2,)), 4096, "cpu")
     with pytest.raises(UsageError, match=r"found 0\.2"):
         profile(loaded, options, progress)
     assert progress.stages == []
@@ -75,4 +75,4 @@ def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) ->
 def test_nothing_is_refused_where_no_density_was_asked_for(loaded: LoadedModel, change: dict) -> None:
     asked = quick_options(**{"target_density": (0.2,), "levels": ()} | change)
     with pytest.raises(KeyboardInterrupt):  # profiling has begun
-        profile(loaded, asked.settled(4096, "cpu"), CtrlC("profile", 0))
+        profile(loaded, settle(asked, 4096, "cpu"), CtrlC("profile", 0))

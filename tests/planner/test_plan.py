@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner_models import loaded_tiny, quick_options
+from planner_models import loaded_tiny, made_up_cost, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -16,6 +16,7 @@ from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import GateError, PlanMismatchError, PromptError, UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.patterns import TileShape, tokens
@@ -25,7 +26,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 LOOSE = Gate(max_kl=50.0, min_agreement=0.0, min_exact=0.0)
 OPTIONS = quick_options(gate=LOOSE, decode_kl=100.0)
-OPTIONS_REFINED = replace(OPTIONS, refine_rounds=1)
+OPTIONS_REFINED = OPTIONS.but(refine_rounds=1)
 MEASURING = ("profile", "refine", "decode trials")  # the model; what they find is in the profile
 STAGES = (*MEASURING, "cost", "allocate", "filter layers", "evaluate")
 
@@ -136,7 +137,7 @@ def test_stages_that_will_not_run_are_not_counted(loaded: LoadedModel, measured,
     given = {f"{name}_in": found for name, found in zip(("profile", "cost"), measured, strict=True) if name in known}
     progress = CtrlC(first, steps=0)
     with pytest.raises(KeyboardInterrupt):
-        compile_plan(loaded, replace(OPTIONS, **changes), **given, progress=progress)
+        compile_plan(loaded, OPTIONS.but(**changes), **given, progress=progress)
     assert (progress.stages, progress.numbers) == ([first], [f"1 of {count}"])
 
 
@@ -151,9 +152,9 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, me
     first = compile_plan(
         loaded, quick_options(target_density=(0.56,), verify_samples=0), profile_in=profile, cost_in=cost
     )
-    loose = quick_options(phases=("prefill",), gate=LOOSE).settled(4096, "cpu")
+    loose = settle(quick_options(phases=("prefill",), gate=LOOSE), 4096, "cpu")
     kl = planning.verify(loaded, first.plan, loose).quality.prefill.kl
-    options = quick_options(phases=("prefill",), target_density=(0.56,), gate=replace(LOOSE, max_kl=kl * 0.999))
+    options = quick_options(phases=("prefill",), target_density=(0.56,), gate=LOOSE.but(max_kl=kl * 0.999))
     progress = Counting()
     result = compile_plan(loaded, options, profile_in=profile, cost_in=cost, progress=progress)
     assert result.attempts == 2
@@ -247,9 +248,11 @@ def test_the_facade_plans_a_loaded_model(loaded: LoadedModel) -> None:
 
 def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:
     options = quick_options(preset="minference", tile=None, target_density=(), levels=(), tasks=OPTIONS.tasks)
-    found = profile(loaded, options.settled(4096, "cpu"))
+    found = profile(loaded, settle(options, 4096, "cpu"))
     assert found.preset == "minference"
     assert {candidate.density for candidate in found.lengths[0].candidates} == {1.0}
-    plan = compile_plan(loaded, quick_options(verify_samples=0, target_density=()), profile_in=found).plan
+    plan = compile_plan(
+        loaded, quick_options(verify_samples=0, target_density=()), profile_in=found, cost_in=made_up_cost()
+    ).plan
     assert plan.provenance.preset == "minference"
     assert plan.prefill.tile.key == 64

@@ -1,6 +1,5 @@
 """A plan from files alone: the same plan, without the weights, and honest about what was not looked at."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.files import dump_plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -22,7 +22,7 @@ OPTIONS = quick_options(verify_samples=0, decode_loss=1.0)
 
 @pytest.fixture(scope="module")
 def measured(loaded: LoadedModel) -> Profile:
-    return profile(loaded, OPTIONS.settled(4096, "cpu"))
+    return profile(loaded, settle(OPTIONS, 4096, "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def folder(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
     loaded: LoadedModel, measured: Profile, cost: DeviceCost, folder: Path, crossover: bool
 ) -> None:
-    options = replace(OPTIONS, crossover=crossover)
+    options = OPTIONS.but(crossover=crossover)
     launches = cost.model_copy(update={"prefill_sparse": Line(prices=(50.0, 0.0, 1.0, 1.0))})
     first, second = (dump_plan(compile_files(str(folder), options, measured, launches).plan) for _ in range(2))
     assert first == second == dump_plan(compile_plan(loaded, options, profile_in=measured, cost_in=launches).plan)
@@ -109,26 +109,26 @@ def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
     loaded: LoadedModel, cost: DeviceCost, folder: Path
 ) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "block_sparse"))
-    searched = profile(loaded, options.settled(4096, "cpu"))
+    searched = profile(loaded, settle(options, 4096, "cpu"))
     without = cost.model_copy(update={"index": {"a_shape": cost.index["a_shape"]}})
     with pytest.raises(UsageError, match="block_sparse"):
         compile_files(str(folder), options, searched, without)
-    narrow = replace(options, families=("a_shape",))
+    narrow = options.but(families=("a_shape",))
     found, same = (compile_files(str(folder), narrow, searched, one).plan for one in (without, cost))
     assert found.prefill == same.prefill
 
 
 def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel, folder: Path) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "vertical_slash"))
-    searched = profile(loaded, options.settled(4096, "cpu"))
-    narrow = replace(options, families=("a_shape",))
+    searched = profile(loaded, settle(options, 4096, "cpu"))
+    narrow = options.but(families=("a_shape",))
     with pytest.raises(UsageError, match="a_shape"):
         compile_files(str(folder), narrow, searched, made_up_cost(tile=searched.tile))
 
 
 def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, cost: DeviceCost, folder: Path) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",))
-    searched = profile(loaded, replace(options, families=("a_shape",)).settled(4096, "cpu"))
+    searched = profile(loaded, settle(options.but(families=("a_shape",)), 4096, "cpu"))
     bucket = compile_files(str(folder), options, searched, cost).plan.prefill.bucket(1024)
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} <= {"a_shape", "dense"}
     assert not bucket.dense

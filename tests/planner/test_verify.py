@@ -1,7 +1,5 @@
 """The gate: what counts as missed, which lengths did worst, and how a plan is tightened."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from planner_models import quick_options
@@ -11,6 +9,7 @@ from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import DecodeTrial, for_profile
+from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import misses_of, planned_phases, tightened, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
@@ -104,7 +103,7 @@ def test_perplexity_is_measured_and_not_gated() -> None:
 
 
 def test_a_full_plan_passes_for_each_phase_and_a_strict_gate_stops_a_sparse_one(loaded: LoadedModel) -> None:
-    options = quick_options(lengths=(512,)).settled(4096, "cpu")
+    options = settle(quick_options(lengths=(512,)), 4096, "cpu")
     model = loaded.model
     full = plan_for(model, every_head(model, BlockSparse(keep=EVERYTHING)), decode_plan(segment(0, (1, 2), EVERYTHING)))
     kept = verify(loaded, full, options)
@@ -120,7 +119,7 @@ def test_a_full_plan_passes_for_each_phase_and_a_strict_gate_stops_a_sparse_one(
 
 
 def test_a_plan_that_equals_dense_is_verified_by_fifty_samples_though_dense_solves_nothing(loaded: LoadedModel) -> None:
-    options = quick_options(lengths=(256,), verify_samples=50).settled(4096, "cpu")
+    options = settle(quick_options(lengths=(256,), verify_samples=50), 4096, "cpu")
     plan = plan_for(loaded.model, every_head(loaded.model, BlockSparse(keep=EVERYTHING)))
     found = verify(loaded, plan, options)
     assert found.passed
@@ -133,7 +132,7 @@ def test_a_plan_that_equals_dense_is_verified_by_fifty_samples_though_dense_solv
 
 
 def test_too_few_samples_leave_a_plan_unverified_with_the_bounds_that_they_do_not_prove(loaded: LoadedModel) -> None:
-    options = quick_options(lengths=(512,), verify_samples=3).settled(4096, "cpu")
+    options = settle(quick_options(lengths=(512,), verify_samples=3), 4096, "cpu")
     plan = plan_for(loaded.model, every_head(loaded.model, BlockSparse(keep=EVERYTHING)))
     found = verify(loaded, plan, options)
     assert found.passed
@@ -152,7 +151,7 @@ def test_a_plan_whose_sparse_part_never_ran_is_not_called_verified(loaded: Loade
         tile=plan.prefill.tile,
         lengths=(PrefillBucket(up_to=1024, dense=True), plan.prefill.lengths[-1].model_copy(update={"up_to": None})),
     )
-    options = quick_options(lengths=(512,)).settled(4096, "cpu")
+    options = settle(quick_options(lengths=(512,)), 4096, "cpu")
     found = verify(loaded, plan.model_copy(update={"prefill": late}), options)
     assert found.passed
     assert not found.conclusive
@@ -160,7 +159,7 @@ def test_a_plan_whose_sparse_part_never_ran_is_not_called_verified(loaded: Loade
 
 
 def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verified(loaded: LoadedModel) -> None:
-    options = quick_options(lengths=(512,)).settled(4096, "cpu")
+    options = settle(quick_options(lengths=(512,)), 4096, "cpu")
     found = verify(loaded, plan_for(loaded.model, decode=decode_plan(segment(0, (1, 2), 1000))), options)
     assert found.passed  # of course: at 512 tokens all of them are attended to
     assert not found.conclusive
@@ -171,7 +170,7 @@ def test_ranges_that_were_not_run_sparse_are_named_by_both_their_ends(loaded: Lo
     some = (segment(0, (1, 2), 16),)
     buckets = tuple(DecodeBucket(up_to=end, segments=some) for end in (512, 1024, None))
     loose = Gate(max_kl=100.0, min_agreement=0.0, min_exact=0.0, max_accuracy_drop=100.0)
-    options = replace(quick_options(lengths=(512,)), gate=loose).settled(4096, "cpu")
+    options = settle(quick_options(lengths=(512,)).but(gate=loose), 4096, "cpu")
     found = verify(loaded, plan_for(loaded.model, decode=DecodePlan(lengths=buckets)), options)
     assert ["up to 1k" in reason for reason in found.reasons[-2:]] == [True, False]
 
@@ -184,13 +183,13 @@ def test_a_length_at_which_decode_missed_makes_prefill_no_denser_there() -> None
 
 def test_a_plan_without_phases_cannot_be_verified(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="nothing to verify"):
-        verify(loaded, plan_for(loaded.model, None), quick_options(lengths=(512,)).settled(4096, "cpu"))
+        verify(loaded, plan_for(loaded.model, None), settle(quick_options(lengths=(512,)), 4096, "cpu"))
 
 
 def test_a_phase_that_is_not_planned_is_not_measured(loaded: LoadedModel) -> None:
     only = plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), 16)))
     assert planned_phases(only) == ("decode",)
-    quality = verify(loaded, only, quick_options(lengths=(512,)).settled(4096, "cpu")).quality
+    quality = verify(loaded, only, settle(quick_options(lengths=(512,)), 4096, "cpu")).quality
     assert quality.prefill is None
     assert quality.both is None
     assert quality.decode.density < 1.0
@@ -200,7 +199,7 @@ PROFILE = made_up_profile(
     made_up_length(4096, np.random.default_rng(0)).model_copy(update={"reuse": made_up_reuse(np.eye(3))}),
     made_up_length(8192, np.random.default_rng(1)).model_copy(update={"reuse": made_up_reuse(np.eye(3))}),
 )
-BASE = replace(PlanOptions(), lengths=(4096, 8192), target_density=(0.2, 0.2))
+BASE = PlanOptions().but(lengths=(4096, 8192), target_density=(0.2, 0.2))
 
 
 def test_only_the_lengths_that_missed_get_denser() -> None:
@@ -238,7 +237,7 @@ def test_both_are_tightened_when_only_together_they_missed() -> None:
 
 
 def test_a_density_grows_until_the_next_would_be_dense() -> None:
-    top = replace(BASE, target_density=(0.8, 0.8))
+    top = BASE.but(target_density=(0.8, 0.8))
     assert tightened(top, PROFILE, {"prefill": (4096, 8192)}) is None
 
 

@@ -5,7 +5,6 @@ Shapes: H heads, S tokens, D head size.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def quick_options(**changes: Any) -> PlanOptions:
         verify_samples=1,
         row_stride=2,
     )
-    return replace(base, **changes)
+    return base.but(**changes)
 
 
 def made_up_cost(**changes: Any) -> DeviceCost:

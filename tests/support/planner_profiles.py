@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
 from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, fraction, tokens
 
@@ -83,9 +84,15 @@ def made_up_length(
     )
 
 
-def options_for(**changes: Any) -> PlanOptions:
+def options_for(**changes: Any) -> Settled:
     """Options as they are settled for a made-up profile: with all the families that it has."""
-    return PlanOptions(**({"families": PRESET_FAMILIES} | changes))
+    return as_settled(PlanOptions(**({"families": PRESET_FAMILIES} | changes)))
+
+
+def as_settled(options: PlanOptions) -> Settled:
+    """Options for what needs no default filled in."""
+    fields = {name: getattr(options, name) for name in PlanOptions.model_fields}
+    return Settled.model_construct(**fields, density_is_default=False, samples_are_default=False)
 
 
 def made_up_reuse(kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Reuse:

@@ -134,9 +134,9 @@ def density(pattern: Pattern, ends: Sequence[int]) -> float:
 
 
 def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
-    with pytest.raises(UsageError, match="leave --only decode out"):
+    with pytest.raises(UsageError, match="--only decode"):
         for_host(PlanOptions(host="vllm", phases=("decode",)), None)
-    with pytest.raises(UsageError, match="--decode-loss or --host vllm"):
+    with pytest.raises(UsageError, match=r"--decode-loss .*--host vllm"):
         for_host(PlanOptions(decode_loss=0.1), engine_cost(2048))
     assert for_host(PlanOptions(host="vllm"), None).phases == ("prefill",)
 

@@ -1,7 +1,5 @@
 """What a plan's figures miss of what was asked for is told, and nothing else: one line each."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from planner_models import made_up_cost
@@ -14,6 +12,7 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import tightened_remarks
 
 PREFILL = options_for(target_density=(0.3,), phases=("prefill",))
@@ -65,7 +64,7 @@ def test_a_plan_that_keeps_to_what_was_asked_for_needs_no_remark(profile: Profil
     [
         (profile_with(), SLOW_TILES, PREFILL, ("--lengths", "--no-crossover")),
         (decode_profile(np.ones((3, 3))), SLOW_CHOICE, DECODE, ("--decode-kl", "--decode-budget", "--no-crossover")),
-        (decode_profile(np.ones((3, 3)) / 2), FREE, replace(DECODE, decode_loss=0.01), ("--decode-loss",)),
+        (decode_profile(np.ones((3, 3)) / 2), FREE, DECODE.but(decode_loss=0.01), ("--decode-loss",)),
     ],
     ids=["prefill", "decode that is slower", "decode that loses too much"],
 )
@@ -73,19 +72,19 @@ def test_a_phase_that_runs_dense_is_told_with_the_options_that_change_it(profile
     (line,) = remarks(profile, cost, options)
     assert "8k" in line
     assert [flag for flag in flags if flag not in line] == []
-    sparse = replace(options, crossover=False)  # what loses too much stays dense all the same
+    sparse = options.but(crossover=False)  # what loses too much stays dense all the same
     assert len(remarks(profile, cost, sparse)) == int("--decode-loss" in flags)
 
 
 def test_the_density_that_dense_layers_make_is_told_beside_the_target() -> None:
-    profile, options = slower_layer(0.32), replace(PREFILL, target_density=(0.25,))
+    profile, options = slower_layer(0.32), PREFILL.but(target_density=(0.25,))
     cost = made_up_cost(prefill_sparse=Line(prices=(0.7 * 4 * 128 * 129 / 2, 0.0, 1.0, 1.0)))
     plan = compile_once(profile.model, options, profile, cost)
     (line,) = plan_remarks(plan, options, profile, cost)
     assert plan.cost.lengths[0].prefill.density > 0.3
     assert f"{plan.cost.lengths[0].prefill.density:.3f}" in line
     assert "0.25" in line
-    assert remarks(profile, cost, replace(options, crossover=False)) == ()
+    assert remarks(profile, cost, options.but(crossover=False)) == ()
 
 
 @pytest.mark.parametrize("crossover", [True, False])
@@ -99,7 +98,7 @@ def test_lengths_that_miss_the_target_speedup_are_told(crossover: bool) -> None:
     assert "2.00x" in line
 
 
-OFFLOAD = replace(DECODE, offload=True)
+OFFLOAD = DECODE.but(offload=True)
 
 
 def test_rows_in_host_memory_without_a_price_are_not_predicted_and_it_says_so() -> None:
@@ -147,10 +146,10 @@ def test_a_longer_context_is_told_with_the_lengths_that_plan_it(context: int, le
 
 
 def test_what_was_given_up_to_meet_the_gate_is_told() -> None:
-    asked = PlanOptions(lengths=(4096, 8192), target_density=(0.4, 0.3)).settled(8192, "cpu")
+    asked = settle(PlanOptions(lengths=(4096, 8192), target_density=(0.4, 0.3)), 8192, "cpu")
     profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192)))
     assert tightened_remarks(asked, asked, profile) == ()
-    (prefill,) = tightened_remarks(asked, replace(asked, target_density=(0.4, 0.45)), profile)
+    (prefill,) = tightened_remarks(asked, asked.but(target_density=(0.4, 0.45)), profile)
     assert "prefill at 8k is planned for a density of 0.45: with the 0.3 that was asked for" in prefill
-    (decode,) = tightened_remarks(asked, replace(asked, decode_loss=0.01), profile)
+    (decode,) = tightened_remarks(asked, asked.but(decode_loss=0.01), profile)
     assert "loss of 0.01 and a budget of 0.1 of the context" in decode

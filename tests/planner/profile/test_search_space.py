@@ -26,6 +26,7 @@ from sparsekv.planner.profile.search_space import (
     slots,
     vertical_slash_range,
 )
+from sparsekv.planner.settled import settle
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
 
 LENGTH, SIZE, TARGET = 3072, 64, 0.2
@@ -142,7 +143,7 @@ def test_rows_of_another_prompt_cannot_cost_much_more(prefix: Prefix) -> None:
 
 
 def test_the_published_search_starts_from_the_published_numbers() -> None:
-    rays = search_space(PlanOptions(preset="minference").settled(131072, "cpu"), 131072)
+    rays = search_space(settle(PlanOptions(preset="minference"), 131072, "cpu"), 131072)
     names = [ray.name for ray in rays]
     assert names == [
         "a_shape(1024, 4096)",
@@ -163,7 +164,7 @@ def test_the_published_search_starts_from_the_published_numbers() -> None:
 
 
 def test_the_published_target_is_its_a_shape() -> None:
-    (aim, *_) = aims(PlanOptions(preset="minference", lengths=(32768,)).settled(32768, "cpu"), 32768)
+    (aim, *_) = aims(settle(PlanOptions(preset="minference", lengths=(32768,)), 32768, "cpu"), 32768)
     rows = [min(t + 1, 16 + 64 + (1 if t >= 80 else 0)) for t in range(512)]
     assert aim.density == pytest.approx(sum(rows) / sum(range(1, 513)), rel=0.01)
 
