@@ -83,7 +83,7 @@ class CurveInputs:
     preset: Profile | None = None
     densities: tuple[float, ...] = ()
     budgets: tuple[float, ...] = BUDGETS
-    task: Task = "quote_text"
+    task: str = "quote_text"
     seed: int = 0
 
     @property
@@ -204,7 +204,7 @@ def _streaming(inputs: CurveInputs, length: int) -> Modes:
 
 def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
     loaded, ladder = inputs.loaded, inputs.ladder(length, "vertical_slash")
-    options = PlanOptions(lengths=(length,), tasks=(inputs.task,), samples=1, seed=inputs.seed)
+    options = PlanOptions(lengths=(length,), tasks=(cast(Task, inputs.task),), samples=1, seed=inputs.seed)
     settled = settle(options, loaded.info.context_length, "cpu")
     prompt = calibration_prompts(loaded.tokenizer, settled)[length][0]
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)

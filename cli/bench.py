@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.bench_serve import print_rows, serve
+from sparsekv.cli.bench_rows import print_rows
+from sparsekv.cli.bench_serve import serve
 from sparsekv.cli.output import tell
 from sparsekv.plans.errors import UsageError
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.cli.bench_rows import print_rows
+from sparsekv.cli.output import tell
 from sparsekv.plans.errors import UsageError
-
-if TYPE_CHECKING:
-    from sparsekv.bench.harness import Columns, Row
 
 _LENGTHS = {"cuda": "32k,128k", "cpu": "4k"}
 _CROSSOVER = "8k"
@@ -94,21 +91,4 @@ def serve(
     print_rows(rows, f"{what}; weights: {own['weights']}; plan: {words}", COLUMNS, as_json)
     if failures := sum(row.own["failures"] for row in rows):
         tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
-        raise typer.Exit(1)
-
-
-def print_rows(rows: Sequence[Row], title: str, columns: Columns, as_json: bool, measured: str = "sparse_ms") -> None:
-    """The rows, as JSON or for people.
-
-    Raises:
-        typer.Exit: no row has the number that is to be measured, which is a failure.
-    """
-    from sparsekv.bench.harness import report
-
-    if as_json:
-        emit_json([row.data() for row in rows])
-    else:
-        emit(report(rows, title, columns))
-    if all(row.data()[measured] is None for row in rows):
-        tell("nothing could be measured; the notes say why")
         raise typer.Exit(1)
