@@ -100,15 +100,8 @@ class MaxThreshold:
     alpha: float
     tile: TileShape
 
-    @property
-    def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
-
-    @property
-    def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return False
+    stepwise = True
+    dense_prefill = False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
