@@ -33,8 +33,8 @@ from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall
 
 LENGTH = 1024
 
