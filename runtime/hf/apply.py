@@ -287,9 +287,8 @@ def apply(
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
-        offload: which of the layers in the plan's `decode.offload` have their keys and values in host memory: "always"
-            (None as well) all of them, "never" none, "auto" as few as the device's memory asks for: `Handle.new_cache`
-            decides; until then all of them, and on a CPU none.
+        offload: which layers of the plan's `decode.offload` have their keys and values in host memory: "always" (and
+            None) all, "never" none, "auto" as few as `Handle.new_cache` finds the device to need; on a CPU none.
         kv_host_layers: in place of `offload`: the layers that go there, whatever the plan permits, or how many (those
             that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
