@@ -8,7 +8,7 @@ from progress import Counting
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import for_profile
-from sparsekv.planner.verify import after_a_missed_gate
+from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
