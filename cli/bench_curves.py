@@ -12,13 +12,13 @@ from sparsekv.cli.arguments import Subject
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import PHASES, TASKS, Phase
+from sparsekv.planner.options import PHASES, Phase
 from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.bench.curve_file import CurveRow
-    from sparsekv.cli.eval import EvalFlags
+    from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.plans.model import ModelInfo
 
@@ -57,8 +57,13 @@ class CurveFlags(Options):
 CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
 
 
-def measure_curve(subject: Subject, flags: EvalFlags) -> None:
-    """Measures, writes the file after each length, and prints a table."""
+def measure_curve(subject: Subject, flags: CurveFlags, drawn: EvalSamples, as_json: bool) -> None:
+    """Measures, writes the file after each length, and prints a table.
+
+    Args:
+        flags: with those of the hardware.
+        drawn: the samples.
+    """
     assert flags.curve is not None
     out = flags.curve
     check_writable(out)
@@ -76,7 +81,7 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
 
     def check(info: ModelInfo, _: str) -> None:
-        check_length(max(flags.lengths), info.context_length)
+        check_length(max(drawn.lengths), info.context_length)
         if subject.plan:
             check_plan(subject.plan, info, False)
         for one in (profile, preset):
@@ -87,18 +92,18 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     for one in (profile, preset):
         if one is not None:
             check_model(one, loaded.info)
-    task, budgets = (flags.tasks or TASKS)[0], flags.budgets or BUDGETS
+    budgets = flags.budgets or BUDGETS
     rows = measure_curves(
-        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, task, flags.seed),
+        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),
         methods,
-        flags.drawn,
+        drawn,
         progress=BarProgress(),
         done=lambda rows: write_curve(rows, out),
     )
     missing = {name for names in methods.values() for name in names} - {row.method for row in rows}
     if missing:
         tell(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model")
-    if flags.as_json:
+    if as_json:
         emit_json({"path": str(out), "rows": [row.model_dump(mode="json") for row in rows]})
     else:
         emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")

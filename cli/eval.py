@@ -17,8 +17,8 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Quality, to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.eval_results import EvalResult
     from sparsekv.planner.evaluation import EvalSamples
+    from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Measurement, Plan
 
@@ -71,12 +71,12 @@ def evaluate(flags: EvalFlags) -> None:
     if subject.plan is None and (unread := next(filter(flags.is_given, _OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     if flags.curve is not None:
-        measure_curve(subject, flags)
+        measure_curve(subject, flags, flags.drawn, flags.as_json)
         return
     backend = settings_of(flags).backend
-    from sparsekv.planner.eval_results import measurement_of
     from sparsekv.planner.evaluation import DENSE, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
+    from sparsekv.planner.evaluation.results import measurement_of
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 

@@ -42,14 +42,8 @@ from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.settled import held_out_samples as held_out
 from sparsekv.planner.tasks import Split, prepare
-from sparsekv.planner.verify import (
-    Verification,
-    after_a_missed_gate,
-    held_out_samples,
-    tightened,
-    tightened_remarks,
-    verify,
-)
+from sparsekv.planner.tighten import after_a_missed_gate, tightened, tightened_remarks
+from sparsekv.planner.verify import Verification, held_out_samples, verify
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo

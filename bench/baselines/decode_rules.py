@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.planner.decode_candidates import anchor_layers
-from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.plans.model import ModelInfo
@@ -129,19 +129,12 @@ class StepwiseRule:
 
     rule: StepRule
 
-    @property
-    def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
-
-    @property
-    def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
+    stepwise = True
+    dense_prefill = True
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         read = cached = 0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:

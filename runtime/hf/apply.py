@@ -167,11 +167,6 @@ class Handle:
             raise
         return cache
 
-    @property
-    def takes_over(self) -> bool:
-        """Whether `cache_of` serves: no selector of the plan looks at older queries than the newest."""
-        return not self._engine.remembers
-
     def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
         """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
 
@@ -181,11 +176,11 @@ class Handle:
             layers: keys and values of every layer, [B, G, S, D] each.
 
         Raises:
-            UnsupportedError: not `takes_over`.
+            UnsupportedError: a selector of the plan looks at older queries than the newest.
             UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
         """
         check_owner_open(self._engine)
-        if not self.takes_over:
+        if self._engine.remembers:
             raise UnsupportedError(
                 f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
                 f"{self._engine.remembers[0]}; prefill the prompt under this handle"
