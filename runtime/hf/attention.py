@@ -9,13 +9,14 @@ Shapes: B batch, H query heads, G KV heads, S tokens of this call, K past + S ke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import KeyView
@@ -27,9 +28,6 @@ from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
-
-if TYPE_CHECKING:
-    from sparsekv.runtime.hf.attach import Attached
 
 NAME = "sparsekv"
 
@@ -123,13 +121,31 @@ def check_layer(expected: int, found: int | None) -> None:
         )
 
 
+class Attachment(Protocol):
+    """What is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
+
+    Attributes:
+        decoder: the module with the layers.
+        under_way: the forward pass under way.
+    """
+
+    decoder: PreTrainedModel
+    under_way: Pass | None
+
+    def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
+        """The decoder's own forward, whose layers attend as the pass says."""
+
+    def attending(self, under_way: Pass) -> AbstractContextManager[None]:
+        """Inside it, all layers of the model attend, one after the other."""
+
+
 class Executor(Protocol):
     """Runs some forward passes of a decoder in place of its own forward."""
 
-    def takes(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> bool:
+    def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
         """Whether it runs this pass."""
 
-    def run(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> Any:
+    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns."""
 
 
@@ -211,7 +227,7 @@ def attention_forward(
             is not one that the plan was applied to.
         UnsupportedError: a mask was handed in.
     """
-    attached: Attached | None = vars(module).get(NAME)
+    attached: Attachment | None = vars(module).get(NAME)
     if attached is None or attached.under_way is None:
         raise UsageError(
             "expected a forward pass of a model that sparsekv was applied to, found a layer called by itself, or put "

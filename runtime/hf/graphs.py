@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,16 +26,13 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.attention import Engine, Pass, Phase
+from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import Progress, SparseLayer
 from sparsekv.runtime.hf.captured_model import CapturedModel, obstacle_in
 from sparsekv.runtime.hf.graph_stores import FetchError, HotRows, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
-
-if TYPE_CHECKING:
-    from sparsekv.runtime.hf.attach import Attached
 
 MOST_ROWS = 64
 _LEAST_CAPACITY = 4096
@@ -101,7 +98,7 @@ class StepGraph:
             self.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
         self.positions_B1.copy_(self.lengths_B[:, None] - 1 if positions is None else positions)
 
-    def step_of(self, attached: Attached, engine: Engine) -> Callable[[], torch.Tensor]:
+    def step_of(self, attached: Attachment, engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         progress = Progress(self._state)
@@ -118,7 +115,7 @@ class StepGraph:
 
         return step
 
-    def capture(self, attached: Attached, engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
+    def capture(self, attached: Attachment, engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
         """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
         writes is written again by the replay.
 
@@ -196,7 +193,7 @@ class StepGraphs:
         """The captured step that ran last."""
         return self._next
 
-    def takes(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> bool:
+    def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
         if under_way.phase is not Phase.DECODE or under_way.cache is None:
             if self._captured is not None and self._captured.changed():
@@ -212,7 +209,7 @@ class StepGraphs:
             warnings.warn(f"decode steps run one launch at a time, not captured: {self.why_not}", GraphWarning, 2)
         return not self.why_not
 
-    def run(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> Any:
+    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns. `takes` has made the step ready.
 
         Whether the model still is what was captured is looked at while the device works: asking first would take as
@@ -250,7 +247,7 @@ class StepGraphs:
             return "it runs under autograd, autocast or torch.compile"
         return ""
 
-    def _ready(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> str:
+    def _ready(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
         assert under_way.cache is not None
         ids_B1, stores = inputs["input_ids"], _stores(under_way.cache)
@@ -297,7 +294,7 @@ class StepGraphs:
                 del self._graphs[next(iter(self._graphs))]
         return ""
 
-    def _capture(self, graph: StepGraph, attached: Attached, engine: Engine) -> None:
+    def _capture(self, graph: StepGraph, attached: Attachment, engine: Engine) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(graph.ids_B1.device)  # cuBLAS keeps memory for each one
         with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off():

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -27,11 +27,8 @@ from torch.nn.modules import module as torch_modules
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from sparsekv.runtime.architecture import Architecture, architecture_of
-from sparsekv.runtime.hf.attention import Pass
+from sparsekv.runtime.hf.attention import Attachment, Pass
 from sparsekv.runtime.stores.store import Layout
-
-if TYPE_CHECKING:
-    from sparsekv.runtime.hf.attach import Attached
 
 _DORMANT = "transformers.utils.output_capturing"  # hooks that stay behind once hidden states were asked for
 _OWN = str(Path(transformers.__file__).parent)
@@ -87,7 +84,7 @@ class LongInputs:
         self._chunking = chunking
         self._architecture = architecture_of(model_type)
 
-    def takes(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> bool:
+    def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
         """Whether the pass is long, asks for nothing unknown, and the decoder is of a known class."""
         given = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if len(given) != 1 or not self._chunking.applies(*given[0].shape[:2]):
@@ -105,7 +102,7 @@ class LongInputs:
         """Whether these modules are of transformers' classes for this model type."""
         return all(type(part).__module__ == self._architecture.home for part in parts)
 
-    def run(self, attached: Attached, under_way: Pass, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
+    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
         """What the decoder's own forward returns."""
         decoder: Any = attached.decoder
         given_BSE, cache = inputs.get("inputs_embeds"), under_way.cache
