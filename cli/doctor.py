@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekv.cli import arguments, options
+from sparsekv.cli import arguments, commands
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.plans.errors import UsageError
 
@@ -368,4 +368,4 @@ def _way_out(data: dict[str, Any]) -> str:
     return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"
 
 
-app = options.app(doctor)
+app = commands.app(doctor)

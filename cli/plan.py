@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import model_validator
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import PlanFiles
@@ -138,4 +138,4 @@ def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
         tell(remark)
 
 
-app = options.app(options.command(plan))
+app = commands.app(commands.command(plan))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
@@ -135,4 +135,4 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
         )
 
 
-app = options.app(options.command(verify))
+app = commands.app(commands.command(verify))

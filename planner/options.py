@@ -2,7 +2,7 @@
 model and a device by `settle` (settled.py).
 
 A field says its type, bounds, default, help and flag here and nowhere else: the command line is generated from it
-(cli/options.py). Fields without a flag are for programs.
+(cli/commands.py). Fields without a flag are for programs.
 """
 
 from __future__ import annotations
