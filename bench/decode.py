@@ -1,9 +1,9 @@
 """`sparsekv bench decode`: decode steps by a plan and dense, attention alone and whole tokens.
 
-Attention alone is one step of all layers, on CUDA a graph, against every dense kernel in turn. A whole token is what
-`generate` takes for one more: 65 tokens less 1, over 64, greedily and without an end token; the unmodified model, and
-this runtime dense and by each plan, in turn. Nothing is prefilled: caches are filled with random keys and values. Other
-programs are no rows here: `benchmarks/` is the place for named projects.
+Attention alone is one step of all layers, on CUDA a graph, against every dense kernel in turn. A whole token is the
+mean of 64 that `generate` adds, greedily and without an end token, once the first steps have captured what is replayed;
+the unmodified model, and this runtime dense and by each plan, in turn. Nothing is prefilled: caches are filled with
+random keys and values.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from itertools import product
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria
 
+from sparsekv.bench.dense_kernels import time_calls
 from sparsekv.bench.harness import (
-    BenchRow,
+    Columns,
     DensePeers,
+    Row,
+    case_of,
     free_memory,
     in_short,
     measure,
+    number,
     once,
     repeat_in_turn,
     replayed,
-    time_calls,
     try_each,
     wait_for,
 )
@@ -43,6 +46,7 @@ from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.placement import layouts_of
@@ -57,6 +61,25 @@ RANDOM_NOTE = (
 UNMODIFIED, OURS = "transformers", "sparsekv dense"  # ways to run dense
 ATTENTION, TOKEN = "attention", "token"  # rows
 WARM_UP_TOKENS = 3  # steps like all others, of which the first is captured
+_TIMES = ("unmodified_ms", "replay_ms", "dense_replay_ms", "gbytes_per_second", "dense_gbytes_per_second")
+
+COLUMNS: Columns = {
+    "of one": ("name", str),
+    "selector": ("selector", str),
+    "window": ("window", number("d")),
+    "backend": ("backend", str),
+    "length": ("length", format_length),
+    "batch": ("batch", number("d")),
+    "tokens read": ("density", number(".4f")),
+    "dense ms": ("dense_ms", number(".3f")),
+    "sparse ms": ("sparse_ms", number(".3f")),
+    "speedup": ("speedup", number(".2f")),
+    "GB/s": ("gbytes_per_second", number(".4g")),
+    "dense GB/s": ("dense_gbytes_per_second", number(".4g")),
+    "unmodified ms": ("unmodified_ms", number(".3f")),
+    "replay ms": ("replay_ms", number(".3f")),
+    "dense replay ms": ("dense_replay_ms", number(".3f")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,45 +104,7 @@ class DecodeBench:
     @property
     def fewest_tokens(self) -> int:
         """That a row has at the end: one, and all that are generated behind it."""
-        return 1 + WARM_UP_TOKENS + 1 + 1 + self.new_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow(BenchRow):
-    """One step of attention alone, or one token of the whole model, in milliseconds.
-
-    Attributes:
-        name: "attention" or "token".
-        density: tokens attended to over tokens cached, over all layers.
-        selector, window: how the plan's filter layers weigh the last queries.
-        plan: what it is, in words.
-        unmodified_ms: of a token, the model without this runtime.
-        replay_ms, dense_replay_ms: of a token, the captured step alone: without the head, sampling and the host.
-        gbytes_per_second, dense_gbytes_per_second: keys and values that attention has to read, over its time.
-    """
-
-    model: str
-    weights: str
-    plan: str
-    layers: int
-    batch: int
-    selector: str = ""
-    window: int = 1
-    unmodified_ms: float | None = None
-    replay_ms: float | None = None
-    dense_replay_ms: float | None = None
-    gbytes_per_second: float | None = None
-    dense_gbytes_per_second: float | None = None
-
-    @property
-    def dense_case(self) -> str:
-        """What the dense peers were timed on."""
-        return f"{format_length(self.length)}, batch {self.batch}, {self.name}"
-
-    def as_data(self) -> dict[str, Any]:
-        """As JSON data."""
-        times = ("unmodified_ms", "replay_ms", "dense_replay_ms", "gbytes_per_second", "dense_gbytes_per_second")
-        return self.with_keys("batch", "selector", "window", *times, "model", "weights", "plan", "layers")
+        return 1 + WARM_UP_TOKENS + self.new_tokens
 
 
 def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
@@ -166,14 +151,38 @@ class Run:
     Attributes:
         milliseconds: of one token.
         replay_ms: of the captured step alone.
-        density: tokens attended to over tokens cached, where this runtime ran.
+        stats: of the generated tokens, where this runtime ran.
         why_not: why steps were not captured, on CUDA.
     """
 
     milliseconds: float
     replay_ms: float | None = None
-    density: float | None = None
+    stats: RunStats | None = None
     why_not: str = ""
+
+
+class _Clock(StoppingCriteria):
+    """Stops nothing: begins to measure when the captured step is warm."""
+
+    def __init__(self, device: torch.device, begin: Callable[[], None]) -> None:
+        self._device = device
+        self._begin = begin
+        self._tokens = 0
+        self.began = 0.0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any) -> torch.BoolTensor:
+        """Is called with every new token."""
+        self._tokens += 1
+        if self._tokens == WARM_UP_TOKENS:
+            self._begin()
+            self.began = self.latest()
+        goes_on: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return goes_on  # type: ignore[no-any-return]
+
+    def latest(self) -> float:
+        """Seconds, once the device is done."""
+        wait_for(self._device)
+        return time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -201,43 +210,27 @@ class DecodeRuns:
             Whatever the model raises: out of memory, a kernel that does not run here.
         """
         free_memory(self.model.device)
-        with self._prepared(way) as prepared, greedy(self.model):
-            handle = prepared if isinstance(prepared, Handle) else None
+        with self.applied(way, length) as handle, greedy(self.model):
             cache = self.filled(handle, length, batch)  # grows with all that follows
             if handle is None:
-                return Run(self.token_ms(cache, batch))
+                return Run(self.token_ms(cache, batch, lambda: None))
             milliseconds = self.token_ms(cache, batch, handle.reset_stats)
-            return Run(milliseconds, self.replay_ms(handle), handle.stats().decode_share, self.why_not(handle))
+            return self.result(handle, cache, milliseconds)
 
-    def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None] = lambda: None) -> float:
+    def token_ms(self, cache: Cache, batch: int, begin: Callable[[], None]) -> float:
         """Milliseconds of one more token; `begin` is called before those that are timed."""
-        self.seconds(cache, batch, WARM_UP_TOKENS)
-        first = self.seconds(cache, batch, 1)
-        begin()
-        return self._each(first, self.seconds(cache, batch, 1 + self.bench.new_tokens))
-
-    def seconds(self, cache: Cache, batch: int, tokens: int) -> float:
-        """Of `generate`, for so many new tokens behind the cached ones and one more."""
-        wait_for(self.model.device)
-        start = time.perf_counter()
-        self.generate(cache, batch, tokens)
-        wait_for(self.model.device)
-        return time.perf_counter() - start
-
-    def generate(self, cache: Cache, batch: int, tokens: int, **options: Any) -> None:
-        """So many new tokens behind the cached ones and one more, with more options of `generate`."""
         generator = torch.Generator().manual_seed(self.bench.seed)
         size, device = (batch, cache.get_seq_length() + 1), self.model.device
         ids_BS = torch.randint(1, self.model.config.vocab_size, size, generator=generator).to(device)
-        mask_BS = torch.ones_like(ids_BS)
+        clock, new = _Clock(device, begin), WARM_UP_TOKENS + self.bench.new_tokens
         generate: Any = self.model.generate
-        generate(ids_BS, attention_mask=mask_BS, past_key_values=cache, max_new_tokens=tokens, **options)
+        options = {"attention_mask": torch.ones_like(ids_BS), "max_new_tokens": new, "stopping_criteria": [clock]}
+        generate(ids_BS, past_key_values=cache, **options)
+        return (clock.latest() - clock.began) / self.bench.new_tokens * 1e3
 
-    def _each(self, first: float, all_of_them: float) -> float:
-        """Milliseconds of a token from the seconds of one, and of all."""
-        if all_of_them <= first:
-            raise RuntimeError(f"{self.bench.new_tokens} tokens more took no longer than one; measure again")
-        return (all_of_them - first) / self.bench.new_tokens * 1e3
+    def result(self, handle: Handle, cache: Cache, milliseconds: float) -> Run:
+        """What there is to say of the tokens that were generated."""
+        return Run(milliseconds, self.replay_ms(handle), handle.stats(), self.why_not(handle))
 
     def replay_ms(self, handle: Handle) -> float | None:
         """Of the captured step alone."""
@@ -250,25 +243,22 @@ class DecodeRuns:
             return "no captured steps on this device and backend" if self.model.device.type == "cuda" else ""
         return handle.steps.why_not
 
-    def filled(self, handle: Handle | None, length: int, batch: int, answer: int | None = None) -> Cache:
-        """A cache with so many tokens that `length` are reached at the end.
-
-        Args:
-            answer: how many of them decode adds, where room is to be left for what a prompt of the others would make
-                on its way; None leaves none, as no prompt runs.
-        """
+    def filled(self, handle: Handle | None, length: int, batch: int) -> Cache:
+        """A cache with so many tokens that `length` are reached at the end; it leaves no room for what a prompt would
+        make on its way, as none runs."""
         tokens = length - self.bench.fewest_tokens + 1
         layouts = [replace(layout, batch=batch) for layout in layouts_of(self.model)]
         if handle is None:
             cache: Cache = DynamicCache(config=self.model.config)
             layers: Iterable[Fillable] = (_Appended(cache, layer) for layer in range(len(layouts)))
         else:
-            cache = handle.new_cache(length, batch, answer=length - 1 if answer is None else answer)
+            cache = handle.new_cache(length, batch, answer=length - 1)
             layers = (layer for layer in cache.layers if isinstance(layer, SparseLayer))
         fill(layers, tokens, layouts, self.bench.seed)
         return cache
 
-    def _prepared(self, way: str) -> AbstractContextManager[object]:
+    def applied(self, way: str, length: int) -> AbstractContextManager[Handle | None]:
+        """The model ready to run in a way, up to this length."""
         if way == UNMODIFIED:
             return nullcontext()
         plan = self.plans.get(way) or next(iter(self.plans.values()))
@@ -312,16 +302,15 @@ def greedy(model: PreTrainedModel) -> Iterator[None]:
 
 
 def bench_decode(
-    subject: BenchModel,
-    plans: Mapping[str, Plan],
-    words: str,
-    bench: DecodeBench,
-    progress: Progress | None = None,
-    runs: type[DecodeRuns] = DecodeRuns,
-) -> Iterator[DecodeRow]:
-    """Times every length with every batch, and gives two rows a plan as soon as they are known.
+    subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench, progress: Progress | None = None
+) -> Iterator[Row]:
+    """Times every length with every batch, and gives two rows a plan as soon as they are known: one step of attention
+    alone, and one token of the whole model.
 
-    A case that fails or does not fit in memory is rows with a note.
+    A case that fails or does not fit in memory is rows with a note. `density` is tokens attended to over tokens cached,
+    over all layers. Of a row's own: how filter layers weigh the last queries; of attention, the keys and values that it
+    has to read over its time; of a token, the unmodified model, and captured steps alone (without the head, sampling
+    and the host).
 
     Args:
         plans: by name; `check_decode` has seen them.
@@ -332,117 +321,114 @@ def bench_decode(
     """
     model = subject.model
     backend = choose_backend(model.device, model.dtype, subject.info.attention[0].head_dim, bench.backend).name
-    ways, cases = runs(subject, plans, bench), list(product(bench.lengths, bench.batches))
+    runs, cases = DecodeRuns(subject, plans, bench), list(product(bench.lengths, bench.batches))
+    own = {"model": subject.name, "weights": subject.weights, "plan": words, "layers": subject.info.layers}
     with (progress or Progress()).stage("decode", total=2 * len(cases)) as step, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what plans warn of was said before; what is not captured stands in the rows
         for length, batch in cases:
-            blank = DecodeRow(
+            row = Row(
                 name=ATTENTION,
                 length=length,
-                batch=batch,
                 backend=backend,
                 device=device_name(model.device),
                 dtype=dtype_name(model.dtype),
-                model=subject.name,
-                weights=subject.weights,
-                plan=words,
-                layers=subject.info.layers,
+                own={"batch": batch, "selector": "", "window": 1} | dict.fromkeys(_TIMES) | own,
                 note=subject.note,
             )
             what = f"{format_length(length)} tokens, batch {batch}"
             step.advance(0, note=f"{what}: attention")
-            yield from _attention_rows(blank, ways)
+            yield from _attention_rows(row, runs)
             free_memory(model.device)
             step.advance(note=f"{what}: whole tokens")
-            yield from _token_rows(replace(blank, name=TOKEN), ways)
+            yield from _token_rows(row.plus(name=TOKEN), runs)
             free_memory(model.device)
             step.advance()
 
 
-def _named(blank: DecodeRow, ways: DecodeRuns) -> dict[str, tuple[DecodeRow, DecodePlan]]:
+def _named(row: Row, runs: DecodeRuns) -> dict[str, tuple[Row, DecodePlan]]:
     """The row of each plan, and its decode phase."""
     found = {}
-    for name, plan in ways.plans.items():
+    for name, plan in runs.plans.items():
         assert plan.decode is not None, "check_decode has seen it"
         selector, window = selector_of(plan.decode)
-        row = replace(blank, selector=selector, window=window)
-        if plan.decode.offload and row.name == ATTENTION:
-            row = _noted(row, "attention alone has all keys on the device, tokens read offloaded layers from the host")
-        found[name] = row, plan.decode
+        elsewhere = plan.decode.offload and row.name == ATTENTION
+        note = "attention alone has all keys on the device, tokens read offloaded layers from the host"
+        found[name] = row.plus(note if elsewhere else "", selector=selector, window=window), plan.decode
     return found
 
 
-def _noted(row: DecodeRow, *notes: str) -> DecodeRow:
-    return replace(row, note="; ".join(filter(None, (row.note, *notes))))
-
-
-def _attention_rows(blank: DecodeRow, ways: DecodeRuns) -> list[DecodeRow]:
-    bench, subject, device, named = ways.bench, ways.subject, ways.model.device, _named(blank, ways)
-    layouts = tuple(replace(layout, batch=blank.batch) for layout in layouts_of(subject.model))
+def _attention_rows(row: Row, runs: DecodeRuns) -> list[Row]:
+    bench, subject, device, named = runs.bench, runs.subject, runs.model.device, _named(row, runs)
+    layouts = tuple(replace(layout, batch=row.own["batch"]) for layout in layouts_of(subject.model))
     try:
-        attention = StepAttention(subject.info, layouts, blank.length, blank.backend, bench.seed)
+        attention = StepAttention(subject.info, layouts, row.length, row.backend, bench.seed)
         calls = {name: replayed(call, device) for name, call in attention.dense().items()}
-        peers = time_calls(calls, blank.length, device, bench.repeats)
+        peers = time_calls(calls, row.length, device, bench.repeats)
         turns = {"dense": calls[peers.fastest]} if peers.fastest else {}
         calls.clear()  # and the memory of graphs
         sparse = {name: replayed(attention.by_plan(plan), device) for name, (_, plan) in named.items()}
         ran, failed = try_each(sparse, lambda name: sparse[name]())
         times = measure(turns | {name: sparse[name] for name in ran}, device, bench.repeats)
     except Exception as error:  # out of memory
-        return [_noted(row, f"{row.dense_case}: {in_short(error)}") for row, _ in named.values()]
+        return [row.plus(f"{case_of(row)}: {in_short(error)}") for row, _ in named.values()]
     group, item = subject.info.attention[0], layouts[0].dtype.itemsize
     token_bytes, token_flops = 2 * group.kv_heads * group.head_dim * item, 4 * group.heads * group.head_dim
-    rows = []
-    for name, (row, plan) in named.items():
-        row = replace(row, dense_ms=times.get("dense"), dense_peers=peers)
+    rows, dense_ms = [], times.get("dense")
+    for name, (named_row, plan) in named.items():
+        row = named_row.plus(dense_ms=dense_ms, peers=peers)
         if name in failed:
-            rows.append(_noted(row, f"{row.dense_case}, by the plan: {failed[name]}"))
+            rows.append(row.plus(f"{case_of(row)}, by the plan: {failed[name]}"))
             continue
         counts, ms = attention.counted(plan), times[name]
-        cached = counts.decode_tokens_cached * token_bytes
         rows.append(
-            replace(
-                row,
+            row.plus(
                 sparse_ms=ms,
                 density=counts.decode_share,
                 tflops=counts.decode_tokens_attended * token_flops / ms / 1e9,
                 gbytes_per_second=counts.decode_tokens_attended * token_bytes / ms / 1e6,
-                dense_gbytes_per_second=cached / row.dense_ms / 1e6 if row.dense_ms else None,
+                dense_gbytes_per_second=counts.decode_tokens_cached * token_bytes / dense_ms / 1e6
+                if dense_ms
+                else None,
             )
         )
     return rows
 
 
-def _token_rows(blank: DecodeRow, ways: DecodeRuns) -> list[DecodeRow]:
+def _token_rows(row: Row, runs: DecodeRuns) -> list[Row]:
     def run(way: str) -> Run:
-        return ways.run(way, blank.length, blank.batch)
+        return runs.run(way, row.length, row.own["batch"])
 
-    first, failed = try_each(ways.ways, run)
+    first, failed = try_each(runs.ways, run)
     found = {way: [one] for way, one in first.items()}
-    ended = repeat_in_turn(found, run, ways.bench.repeats)
-    medians = {way: statistics.median(one.milliseconds for one in several) for way, several in found.items()}
-    dense = {way: medians[way] for way in (UNMODIFIED, OURS) if way in medians}
-    peers = DensePeers(blank.length, dense, {way: failed[way] for way in (UNMODIFIED, OURS) if way in failed})
-    blank = replace(
-        blank,
-        dense_ms=dense.get(peers.fastest or ""),
+    ended = repeat_in_turn(found, run, runs.bench.repeats)
+    dense = {way: median_ms(found[way]) for way in (UNMODIFIED, OURS) if way in found}
+    peers = DensePeers(row.length, dense, {way: failed[way] for way in (UNMODIFIED, OURS) if way in failed})
+    row = row.plus(
+        *(f"dense steps are not captured: {one.why_not}" for one in found.get(OURS, [])[-1:] if one.why_not),
+        dense_ms=peers.least_ms,
         unmodified_ms=dense.get(UNMODIFIED),
-        dense_replay_ms=_replay_ms(found.get(OURS, [])),
-        dense_peers=peers,
+        dense_replay_ms=median_replay_ms(found.get(OURS, [])),
+        peers=peers,
     )
-    why_not = found[OURS][-1].why_not if OURS in found else ""
-    blank = _noted(blank, why_not and f"dense steps are not captured: {why_not}")
     rows = []
-    for name, (row, _) in _named(blank, ways).items():
+    for name, (named, _) in _named(row, runs).items():
         if name not in found:
-            rows.append(_noted(row, f"{row.dense_case}, by the plan: {failed[name]}", ended))
+            rows.append(named.plus(f"{case_of(row)}, by the plan: {failed[name]}", ended))
             continue
         last = found[name][-1]
-        row = replace(row, sparse_ms=medians[name], density=last.density, replay_ms=_replay_ms(found[name]))
-        rows.append(_noted(row, last.why_not and f"steps by the plan are not captured: {last.why_not}", ended))
+        why_not = last.why_not and f"steps by the plan are not captured: {last.why_not}"
+        share = last.stats and last.stats.decode_share
+        times = {"sparse_ms": median_ms(found[name]), "replay_ms": median_replay_ms(found[name])}
+        rows.append(named.plus(why_not, ended, density=share, **times))
     return rows
 
 
-def _replay_ms(runs: list[Run]) -> float | None:
+def median_ms(runs: Iterable[Run]) -> float:
+    """Of a token."""
+    return statistics.median(run.milliseconds for run in runs)
+
+
+def median_replay_ms(runs: Iterable[Run]) -> float | None:
+    """Of the captured step, where every run has one."""
     times = [run.replay_ms for run in runs if run.replay_ms is not None]
     return statistics.median(times) if times else None

@@ -1,38 +1,33 @@
-"""Timing calls against one another in one process, and the dense kernels that every ratio is against.
+"""The one harness: calls timed in turn, the row of a case, and the table of rows.
 
 On a GPU a sample is the median of `triton.testing.do_bench`, which clears the cache between runs, or of one run where a
 run is long; on a CPU it is one run. Samples are taken in rounds, every other round backwards, so that what disturbs
-the machine meets all calls alike; the result is the median over the rounds. Of very long prompts, where dense takes
-minutes, dense kernels are compared on a part, and the fastest alone runs on all.
-
-Shapes: B batch (1), H query heads, G KV heads, S tokens, D head size.
+the machine meets all calls alike; the result is the median over the rounds.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.flash.call import ignore_argument_warnings
-from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.types import format_length
 
 Call = Callable[[], object]
+Found = TypeVar("Found")
 
+RANKED_FROM = 256 << 10  # tokens of a prompt that is so long that ways to run it are compared on a part
+PARTS = 4
 _LONG_MS = 100.0  # runs longer than this need no repetition to be timed, and no cleared cache
 _SAMPLE_MS = 200  # that a sample of short runs takes
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
 
 
 def measure(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dict[str, float]:
@@ -45,9 +40,14 @@ def measure(calls: Mapping[str, Call], device: torch.device, rounds: int) -> dic
         call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
-        for name in list(calls)[:: -1 if number % 2 else 1]:
+        for name in in_turn(calls, number):
             samples[name].append(once(calls[name], device))
     return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def in_turn(names: Iterable[str], number: int) -> list[str]:
+    """The order of a round: every other one is backwards."""
+    return list(names)[:: -1 if number % 2 else 1]
 
 
 def once(call: Call, device: torch.device) -> float:
@@ -80,35 +80,41 @@ def replayed(call: Call, device: torch.device) -> Call:
 
     The call gives all its work to the current stream, and asks the device for nothing.
     """
-    return _Replayed(call, device) if device.type == "cuda" else call
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def replay() -> None:
+        nonlocal graph
+        with torch.cuda.device(device):
+            graph = graph or _captured(call)
+            graph.replay()
+
+    return replay if device.type == "cuda" else call
 
 
-class _Replayed:
-    def __init__(self, call: Call, device: torch.device) -> None:
-        self._call = call
-        self._device = device
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        with torch.cuda.device(self._device):
-            self._graph = self._graph or self._captured()
-            self._graph.replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._call()  # what is compiled and allocated once
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
-            self._call()
-        return graph
+def _captured(call: Call) -> torch.cuda.CUDAGraph:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # what is compiled and allocated once
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph
 
 
 def wait_for(device: torch.device) -> None:
     """Until everything asked of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what the allocator holds on to, so that the next case meets the whole device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- ways to run that may fail ----------------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -123,18 +129,6 @@ def in_short(error: BaseException) -> str:
         return "out of memory"
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first:.160}"
-
-
-def free_memory(device: torch.device) -> None:
-    """Gives back what the allocator holds on to, so that the next case meets the whole device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-Found = TypeVar("Found")
-
-RANKED_FROM = 256 << 10  # tokens of a prompt that is so long that ways to run it are compared on a part
-PARTS = 4
 
 
 def try_each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
@@ -152,7 +146,7 @@ def try_each(names: Iterable[str], run: Callable[[str], Found]) -> tuple[dict[st
 def fastest_that_runs(
     part_ms: Mapping[str, float], length: int, run: Callable[[str], Found]
 ) -> tuple[dict[str, Found], dict[str, str]]:
-    """Runs the way that took least on the part, or the next where it does not run on the whole.
+    """Runs the way that took least on a part of a very long prompt, or the next where it does not run on the whole.
 
     Args:
         part_ms: milliseconds of every way that ran on the part.
@@ -173,12 +167,12 @@ def fastest_that_runs(
 
 
 def repeat_in_turn(turns: Mapping[str, list[Found]], run: Callable[[str], Found], repeats: int) -> str:
-    """The other repeats, appended to the first runs, every other round backwards.
+    """The other repeats, appended to the first runs.
 
     What fails ends the repeats, as the others would no longer be timed in turn with it; returns what there is to say.
     """
     for number in range(1, repeats):
-        for name in list(turns)[:: -1 if number % 2 else 1]:
+        for name in in_turn(turns, number):
             try:
                 turns[name].append(run(name))
             except Exception as error:
@@ -186,21 +180,12 @@ def repeat_in_turn(turns: Mapping[str, list[Found]], run: Callable[[str], Found]
     return ""
 
 
-FLASH_ATTN = "flash-attn-4"
-TORCH_KERNELS = {
-    "torch flash": SDPBackend.FLASH_ATTENTION,
-    "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-# What torch warns of at every kernel that it does not take; that it was refused stands in the row.
-_WHY_NOT = r"(?s).*Triggered internally at .*sdp_utils"
-# A peer this much slower than the fastest in one run cannot turn out to be the fastest.
-_OUT_OF_REACH = 1.5
+# --- rows and tables --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class DensePeers:
-    """The dense kernels tried at one length: milliseconds of each that ran, and why the others did not."""
+    """The ways to run dense that were tried at one length: milliseconds of each that ran, why the others did not."""
 
     length: int
     timed_ms: Mapping[str, float]
@@ -211,26 +196,34 @@ class DensePeers:
         """The peer that every ratio is against; None where none ran."""
         return min(self.timed_ms, key=lambda name: self.timed_ms[name]) if self.timed_ms else None
 
+    @property
+    def least_ms(self) -> float | None:
+        """Of the fastest."""
+        return min(self.timed_ms.values(), default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRow:
-    """What every bench says of a case. A number that could not be measured is None; `note` says why.
+class Row:
+    """What a bench found of a case. A number that could not be measured is None; `note` says why.
 
     Attributes:
+        name: of the model, or of what was timed of it.
         dense_ms: the fastest way to run dense, timed in turn with the sparse one.
-        density: computed tiles over causal tiles, as realised.
+        density: what is computed or read, over what dense would, as realised.
+        own: what this bench alone has to say, by its key in JSON.
     """
 
     name: str
     length: int
-    backend: str
     device: str
     dtype: str
+    backend: str = ""
     dense_ms: float | None = None
     sparse_ms: float | None = None
     density: float | None = None
     tflops: float | None = None
-    dense_peers: DensePeers | None = None
+    peers: DensePeers | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -238,113 +231,74 @@ class BenchRow:
         """How many times faster than the fastest way to run dense."""
         return self.dense_ms / self.sparse_ms if self.dense_ms is not None and self.sparse_ms else None
 
-    @property
-    def dense_case(self) -> str:
-        """What the dense peers were timed on."""
-        return format_length(self.length)
+    def plus(self, *notes: str, **found: Any) -> Row:
+        """The row with more notes and numbers: its fields, or else what is the bench's own."""
+        fields = {name: value for name, value in found.items() if name in self.__dataclass_fields__}
+        own = {name: value for name, value in found.items() if name not in fields}
+        return replace(self, **fields, own={**self.own, **own}, note="; ".join(filter(None, (self.note, *notes))))
 
-    def with_keys(self, *own: str) -> dict[str, Any]:
-        """As JSON data, with these attributes of a bench's own; the first nine keys are relied on."""
+    def data(self) -> dict[str, Any]:
+        """As JSON data; the first nine keys are relied on."""
         relied_on = ("name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device")
-        peers = self.dense_peers or DensePeers(self.length, {})
-        return {name: getattr(self, name) for name in (*relied_on, "dtype", *own, "note")} | {
+        peers = self.peers or DensePeers(self.length, {})
+        return {name: getattr(self, name) for name in (*relied_on, "dtype")} | {
+            **self.own,
+            "note": self.note,
             "dense_kernel": peers.fastest,
             "dense_peers_ms": dict(peers.timed_ms),
             "dense_refused": dict(peers.refused),
         }
 
 
-def dense_calls(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> dict[str, Call]:
-    """Causal attention of a whole prompt by every dense kernel that there may be for these tensors.
-
-    On a CPU, where torch's kernel does not know grouped heads, K and V may be repeated beforehand, which is then not
-    counted: what is compared with sparse is the kernel alone.
-    """
-    if q_BHSD.is_cuda:
-        calls: dict[str, Call] = {
-            name: partial(torch_kernel, kernel, q_BHSD, k_BGSD, v_BGSD) for name, kernel in TORCH_KERNELS.items()
-        }
-        return calls | {FLASH_ATTN: partial(flash_attn_4, q_BHSD, k_BGSD, v_BGSD)}
-    chunk, scale = Chunk.uniform(q_BHSD.shape[0], 0, q_BHSD.shape[2]), q_BHSD.shape[-1] ** -0.5
-    group = q_BHSD.shape[1] // k_BGSD.shape[1]
-    k_BHSD, v_BHSD = (x_BGSD.repeat_interleave(group, 1) for x_BGSD in (k_BGSD, v_BGSD))
-    return {
-        "torch SDPA": lambda: dense_attention(q_BHSD, k_BGSD, v_BGSD, chunk, scale=scale),
-        "torch SDPA, K and V repeated beforehand": lambda: scaled_dot_product_attention(
-            q_BHSD, k_BHSD, v_BHSD, is_causal=True
-        ),
-    }
+Show = Callable[[Any], str]
+Columns = Mapping[str, tuple[str, Show]]
+"""By title: the key of a row's data, and how it is written. Words are aligned to the left, numbers to the right."""
 
 
-def time_dense(
-    q_BHSD: torch.Tensor,
-    k_BGSD: torch.Tensor,
-    v_BGSD: torch.Tensor,
-    rounds: int,
-    *,
-    ranked_from: int = RANKED_FROM,
-    kernels: Callable[..., Mapping[str, Call]] = dense_calls,
-) -> DensePeers:
-    """Milliseconds of every dense kernel that runs on these tensors; of a very long prompt, of the fastest alone."""
-    length, device = q_BHSD.shape[2], q_BHSD.device
-    calls = kernels(q_BHSD, k_BGSD, v_BGSD)
-    if length < ranked_from:
-        return time_calls(calls, length, device, rounds)
-    part = length // PARTS
-    on_part = time_calls(kernels(*(x[:, :, :part] for x in (q_BHSD, k_BGSD, v_BGSD))), part, device, 1)
-    found, refused = fastest_that_runs(
-        on_part.timed_ms, length, lambda name: measure({name: calls[name]}, device, rounds)[name]
-    )
-    return DensePeers(length, found, dict(on_part.refused) | refused)
+def number(form: str, per: float = 1.0) -> Show:
+    """A number in this format and unit, `-` where there is none."""
+    return lambda value: "-" if value is None else format(value if per == 1 else value / per, form)
 
 
-def time_calls(calls: Mapping[str, Call], length: int, device: torch.device, rounds: int) -> DensePeers:
-    """Tries every call once, and times those again, in turn, that may be the fastest."""
-
-    def first(name: str) -> float:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_WHY_NOT, category=UserWarning)
-            calls[name]()
-        return once(calls[name], device)
-
-    first_ms, refused = try_each(calls, first)
-    near = {name for name, ms in first_ms.items() if ms <= _OUT_OF_REACH * min(first_ms.values())}
-    if rounds > 1 and len(near) > 1:
-        first_ms |= measure({name: calls[name] for name in near}, device, rounds)
-    return DensePeers(length, first_ms, refused)
+def bytes_in_short(count: int | None) -> str:
+    """Bytes for people: 12.3 MB."""
+    value, unit = float(count or 0), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value >= 1000:
+            value, unit = value / 1000, larger
+    return "-" if count is None else f"{value:.{0 if unit == 'B' else 1}f} {unit}"
 
 
-def dense_flops(heads: int, head_dim: int, length: int) -> float:
-    """Operations of causal attention: two products of the lower half of the matrix."""
-    return 4.0 * heads * head_dim * length * (length + 1) / 2
+def table(rows: Sequence[Row], columns: Columns) -> str:
+    """A line a row under the titles."""
+    found = [row.data() for row in rows]
+    cells = [[title, *(show(row.get(key)) for row in found)] for title, (key, show) in columns.items()]
+    widths = [max(map(len, column)) for column in cells]
+    aligned = [
+        [cell.ljust(width) if show is str else cell.rjust(width) for cell in column]
+        for column, width, (_, show) in zip(cells, widths, columns.values(), strict=True)
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
-def flash_attn_4(q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, **options: Any) -> torch.Tensor:
-    """flash-attn-4's dense causal kernel; queries are the last of the keys. [B, H, S, D].
-
-    Args:
-        options: others of its own.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    attend: Callable[..., object] = import_module("flash_attn.cute").flash_attn_func
-    ignore_argument_warnings()
-    found = attend(*(x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD)), causal=True, **options)
-    out_BSHD = found[0] if isinstance(found, tuple) else found
-    assert isinstance(out_BSHD, torch.Tensor)
-    return out_BSHD.transpose(1, 2)
+def report(rows: Sequence[Row], title: str, columns: Columns) -> str:
+    """For people: the ways to run dense once a case (ratios are against the first), the table, and the notes."""
+    return "\n".join([title, *dict.fromkeys(_dense_lines(rows)), "", table(rows, columns), *_notes(rows)])
 
 
-def torch_kernel(
-    kernel: SDPBackend, q_BHSD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, *, causal: bool = True
-) -> torch.Tensor:
-    """One kernel of torch's SDPA, [B, H, S, D]. Raises RuntimeError where it does not take the tensors."""
-    grouped = q_BHSD.shape[1] != k_BGSD.shape[1]
-    with sdpa_kernel(kernel):
-        try:
-            return scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=causal, enable_gqa=grouped)
-        except RuntimeError as error:
-            if "No available kernel" in str(error):
-                raise RuntimeError("torch has no such kernel for these tensors") from error
-            raise
+def case_of(row: Row) -> str:
+    """What its ways to run dense were timed on."""
+    length = format_length(row.length)
+    return f"{length}, batch {row.own['batch']}, {row.name}" if "batch" in row.own else length
+
+
+def _dense_lines(rows: Sequence[Row]) -> Iterable[str]:
+    for row in rows:
+        if row.peers is not None:
+            timed = sorted(row.peers.timed_ms.items(), key=lambda item: item[1])
+            yield f"dense at {case_of(row)}: {', '.join(f'{name} {ms:.3f} ms' for name, ms in timed) or 'none ran'}"
+            yield from (f"  not {name}: {why}" for name, why in row.peers.refused.items())
+
+
+def _notes(rows: Sequence[Row]) -> Iterable[str]:
+    return dict.fromkeys(f"{row.backend or row.name}: {row.note}" for row in rows if row.note)

@@ -6,34 +6,17 @@ attention over that index, and both in one call, in turn with the fastest dense 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from statistics import fmean
 from typing import Any, cast
 
 import torch
 
-from sparsekv.bench.harness import (
-    BenchRow,
-    Call,
-    DensePeers,
-    dense_calls,
-    dense_flops,
-    free_memory,
-    in_short,
-    measure,
-    time_dense,
-)
-from sparsekv.bench.planted import (
-    Planted,
-    Recall,
-    check_plantable,
-    check_rows,
-    find_planted,
-    plant,
-    sample_rows,
-)
+from sparsekv.bench.dense_kernels import dense_calls, dense_flops, time_dense
+from sparsekv.bench.harness import Call, Columns, DensePeers, Row, Show, free_memory, in_short, measure, number
+from sparsekv.bench.planted import Planted, check_plantable, check_rows, find_planted, plant, sample_rows
 from sparsekv.bench.structure import FAMILIES
 from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
@@ -57,6 +40,31 @@ _DENSER = 1.1  # times the density asked for: from there on a row says why it co
 _BACKENDS = tuple(name for name in BACKENDS if name != "reference")  # the oracle is not for work
 
 
+def _recall(part: str) -> Show:
+    return lambda found: number(".3f")(found and found[part])
+
+
+COLUMNS: Columns = {
+    "pattern": ("name", str),
+    "length": ("length", format_length),
+    "backend": ("backend", str),
+    "asked": ("target_density", number(".3g")),
+    "density": ("density", number(".3f")),
+    "dense ms": ("dense_ms", number(".3f")),
+    "index ms": ("index_ms", number(".3f")),
+    "attention ms": ("attention_ms", number(".3f")),
+    "whole ms": ("sparse_ms", number(".3f")),
+    "speedup": ("speedup", number(".2f")),
+    "TFLOP/s": ("tflops", number(".3g")),
+    "dense TFLOP/s": ("dense_tflops", number(".3g")),
+    "columns": ("recall", _recall("columns")),
+    "diagonals": ("recall", _recall("diagonals")),
+    "tiles": ("recall", _recall("tiles")),
+    "mass": ("mass", number(".3f")),
+    "error": ("error", number(".1e")),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class KernelBench:
     """What to time: every length with every mix of patterns, density and backend.
@@ -68,7 +76,6 @@ class KernelBench:
         builder: of indices, see `build_index`.
         last_q: queries that vertical-slash heads sample; None: as the planner's own patterns.
         rounds: samples of each call.
-        build, attend: what builds indices, and what attends over them.
     """
 
     lengths: tuple[int, ...]
@@ -85,8 +92,6 @@ class KernelBench:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     rounds: int = 3
-    build: Callable[..., TileIndex] = build_index
-    attend: Callable[..., AttentionOutput] = prefill_attention
 
     def __post_init__(self) -> None:
         for what, numbers in (("length", self.lengths), ("density", self.densities), ("pattern", self.patterns)):
@@ -127,52 +132,22 @@ def families_of(mix: str, heads: int) -> tuple[str, ...]:
     return tuple(names[head % len(names)] for head in range(heads))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRow(BenchRow):
-    """One layer's attention on planted queries and keys.
-
-    Attributes:
-        sparse_ms: index building and attention in one call.
-        tflops: of the attention call, on the tiles it computes.
-        recall: how much of what was planted the index holds.
-        mass: share of the attention mass that the index holds, on sampled rows.
-        error: largest difference of the output from float32 attention over the same index, on sampled rows.
-    """
-
-    target_density: float
-    dense_flops: float
-    index_ms: float | None = None
-    attention_ms: float | None = None
-    recall: Recall | None = None
-    mass: float | None = None
-    error: float | None = None
-
-    @property
-    def dense_tflops(self) -> float | None:
-        """Of the fastest dense kernel."""
-        return None if self.dense_ms is None else self.dense_flops / self.dense_ms / 1e9
-
-    def as_data(self) -> dict[str, Any]:
-        """As JSON data."""
-        own = self.with_keys("target_density", "index_ms", "attention_ms", "mass", "error", "dense_tflops")
-        return own | {"recall": None if self.recall is None else asdict(self.recall), "planted": True}
-
-
-def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[KernelRow]:
+def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Iterator[Row]:
     """Times every case, and gives one row each as soon as it is known.
 
-    A backend that cannot run here, and a case that fails or does not fit in memory, is a row with a note.
+    A backend that cannot run here, and a case that fails or does not fit in memory, is a row with a note. Of a row's
+    own: `index_ms` and `attention_ms` (`sparse_ms` is both in one call; `tflops` is attention's, on the tiles that it
+    computes), `recall` (how much of what was planted the index holds), and on sampled rows `mass` (share of the
+    attention mass that it holds) and `error` (largest difference of the output from float32 attention over it).
     """
-    device, dtype = device_name(bench.device), dtype_name(bench.dtype)
+    blank: dict[str, Any] = {"index_ms": None, "attention_ms": None, "mass": None, "error": None, "dense_tflops": None}
     cases = [
-        KernelRow(
+        Row(
             name=mix,
             length=length,
-            backend="",
-            device=device,
-            dtype=dtype,
-            target_density=share,
-            dense_flops=dense_flops(bench.heads, bench.head_dim, length),
+            device=device_name(bench.device),
+            dtype=dtype_name(bench.dtype),
+            own={"target_density": share} | blank | {"recall": None, "planted": True},
         )
         for length, mix, share in product(bench.lengths, bench.patterns, bench.densities)
     ]
@@ -182,39 +157,36 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
             choose_backend(bench.device, bench.dtype, bench.head_dim, name, bench.tile)
             backends.append(name)
         except BackendError as error:
-            yield replace(cases[0], backend=name, note=str(error).removesuffix(USE_AUTO))
+            yield cases[0].plus(str(error).removesuffix(USE_AUTO), backend=name)
     peers: DensePeers | None = None
     # Each case: dense, then every backend.
     total = (1 + len(backends)) * sum(prefill_work(case.length) for case in cases) if backends else 0
     with (progress or Progress()).stage("kernels", total=total) as step:
-        for blank in cases if backends else ():
-            for row in _case(bench, blank, backends, peers, step):
+        for case in cases if backends else ():
+            for row in _case(bench, case, backends, peers, step):
                 yield row
-                peers = row.dense_peers or peers
+                peers = row.peers or peers
             free_memory(bench.device)
 
 
-def _case(
-    bench: KernelBench, blank: KernelRow, backends: Sequence[str], peers: DensePeers | None, step: Step
-) -> Iterator[KernelRow]:
-    what, work = f"{format_length(blank.length)}, {blank.name}, {blank.target_density:g}", prefill_work(blank.length)
+def _case(bench: KernelBench, row: Row, backends: Sequence[str], peers: DensePeers | None, step: Step) -> Iterator[Row]:
+    what = f"{format_length(row.length)}, {row.name}, {row.own['target_density']:g}"
+    work = prefill_work(row.length)
     step.advance(0, note=f"{what}: dense")
     try:
-        layer = _Layer.prepare(bench, blank, peers)
+        layer = _Layer.prepare(bench, row, peers)
         index = layer.index()
     except Exception as error:  # out of memory, a pattern without a builder, a kernel that does not compile here
-        for name in backends:
-            yield replace(blank, backend=name, note=in_short(error))
+        yield from (row.plus(in_short(error), backend=name) for name in backends)
         step.advance((1 + len(backends)) * work, note=what)
         return
-    peers = layer.peers
-    blank = replace(blank, dense_peers=peers, dense_ms=peers.timed_ms[peers.fastest] if peers.fastest else None)
+    row = row.plus(peers=layer.peers, dense_ms=layer.peers.least_ms)
     for name in backends:
         step.advance(work, note=f"{what}: {name}")
         try:
-            yield layer.timed(replace(blank, backend=name), index)
+            yield layer.timed(row.plus(backend=name), index)
         except Exception as error:
-            yield replace(blank, backend=name, note=in_short(error))
+            yield row.plus(in_short(error), backend=name)
     step.advance(work, note=what)
 
 
@@ -228,39 +200,37 @@ class _Layer:
     dense: dict[str, Call]  # the fastest, where any ran
 
     @classmethod
-    def prepare(cls, bench: KernelBench, blank: KernelRow, peers: DensePeers | None) -> _Layer:
+    def prepare(cls, bench: KernelBench, row: Row, peers: DensePeers | None) -> _Layer:
         """Dense kernels are tried where they have not been at this length."""
         planted = plant(
-            families_of(blank.name, bench.heads),
+            families_of(row.name, bench.heads),
             kv_heads=bench.kv_heads,
             head_dim=bench.head_dim,
-            length=blank.length,
-            density=blank.target_density,
+            length=row.length,
+            density=row.own["target_density"],
             tile=bench.tile,
             device=bench.device,
             dtype=bench.dtype,
             seed=bench.seed,
             last_q=bench.last_q,
         )
-        tensors = (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
-        if peers is None or peers.length != blank.length:
-            peers = time_dense(*tensors, bench.rounds)
-        return cls(bench, planted, peers, {"dense": dense_calls(*tensors)[peers.fastest]} if peers.fastest else {})
+        if peers is None or peers.length != row.length:
+            peers = time_dense(*planted.tensors, bench.rounds)
+        return cls(
+            bench, planted, peers, {"dense": dense_calls(*planted.tensors)[peers.fastest]} if peers.fastest else {}
+        )
 
     def index(self) -> TileIndex:
-        planted = self.planted
-        tensors = (planted.q_BHSD, planted.k_BGSD, planted.chunk, planted.tile)
-        return self.bench.build(planted.patterns, *tensors, scale=planted.scale, builder=self.bench.builder)
+        return planted_index(self.planted, self.bench.builder)
 
     def attend(self, index: TileIndex, backend: str) -> AttentionOutput:
         planted = self.planted
-        tensors = (planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
-        return self.bench.attend(*tensors, index, planted.chunk, scale=planted.scale, backend=backend)
+        return prefill_attention(*planted.tensors, index, planted.chunk, scale=planted.scale, backend=backend)
 
-    def timed(self, blank: KernelRow, index: TileIndex) -> KernelRow:
+    def timed(self, row: Row, index: TileIndex) -> Row:
         """The row with its numbers; a wrong output is refused before it is timed."""
-        planted, backend = self.planted, blank.backend
-        checked = check_rows(planted, index, sample_rows(blank.length), self.attend(index, backend).out_BHSD)
+        planted, backend = self.planted, row.backend
+        checked = check_rows(planted, index, sample_rows(row.length), self.attend(index, backend).out_BHSD)
         if checked.error is not None and checked.error > WRONG:
             raise BackendError(f"its output is wrong by {checked.error:.3g} and was not timed")
         calls: dict[str, Call] = self.dense | {
@@ -271,31 +241,38 @@ class _Layer:
         times = measure(calls, self.bench.device, self.bench.rounds)
         # Computed tiles count whole, single columns as their share of one.
         computed = float(density(index, planted.chunk))
-        notes = ("" if self.dense else "no dense kernel ran", _why_denser(blank, computed, self.bench))
         flops = 4.0 * self.bench.head_dim * planted.tile.query * planted.tile.key * float(computed_tiles(index).sum())
-        return replace(
-            blank,
+        of_dense = dense_flops(self.bench.heads, self.bench.head_dim, row.length)
+        return row.plus(
+            "" if self.dense else "no dense kernel ran",
+            _why_denser(row, computed, self.bench),
             dense_ms=times.get("dense"),
+            dense_tflops=of_dense / times["dense"] / 1e9 if self.dense else None,
             sparse_ms=times["whole"],
             index_ms=times["index"],
             attention_ms=times["attention"],
             density=computed,
             tflops=flops / times["attention"] / 1e9,
-            recall=find_planted(planted, index),
+            recall=asdict(find_planted(planted, index)),
             mass=checked.mass,
             error=checked.error,
-            note="; ".join(filter(None, notes)),
         )
 
 
-def _why_denser(asked: KernelRow, computed: float, bench: KernelBench) -> str:
+def planted_index(planted: Planted, builder: BuilderName = "auto") -> TileIndex:
+    """By the shipped builders."""
+    tensors = (planted.q_BHSD, planted.k_BGSD, planted.chunk, planted.tile)
+    return build_index(planted.patterns, *tensors, scale=planted.scale, builder=builder)
+
+
+def _why_denser(asked: Row, computed: float, bench: KernelBench) -> str:
     """A note where much more is computed than was asked for; else empty."""
-    if computed <= _DENSER * asked.target_density:
+    share = asked.own["target_density"]
+    if computed <= _DENSER * share:
         return ""
     families = (cast(Family, name) for name in families_of(asked.name, bench.heads))
     least = fmean(mandatory_density(asked.length, bench.tile, family) for family in families)
     return (
-        f"{format_length(asked.length)} at {asked.target_density:g}: more is computed than was asked for, since the "
-        f"tiles that every pattern computes (the first, the diagonal, the one before) are {least:.3f} of the "
+        f"{format_length(asked.length)} at {share:g}: the tiles that every pattern computes are {least:.3f} of the "
         "prompt, and what is planted comes on top; time longer prompts, or ask for more"
     )

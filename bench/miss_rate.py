@@ -8,13 +8,18 @@ Shapes: B batch, g lists of a row, N listed tokens.
 
 from __future__ import annotations
 
-from typing import no_type_check
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from typing import Any, no_type_check
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.decode.selection import Selection
+from sparsekv.kernels.decode.choose import choose
+from sparsekv.runtime.core import select
 from sparsekv.runtime.core.program import SegmentProgram
 
 _STEP = 0x5E3779B1  # odd, so that multiples of it pass through all numbers below a power of two
@@ -22,40 +27,52 @@ _STEP = 0x5E3779B1  # odd, so that multiples of it pass through all numbers belo
 
 def span_of(segment: SegmentProgram, tokens: int) -> int:
     """Tokens among which a list of this segment is drawn: the largest power of two of those that may be chosen."""
-    return 1 << (max(2, tokens - segment.sink - segment.recent).bit_length() - 1)
+    return _span(segment.sink, segment.recent, tokens)
 
 
-class MissRate:
-    """Puts another list in place of every choice, with `share` of new tokens in each step; the others are those of the
-    step before. A token comes back after all others.
+def _span(sink: int, recent: int, tokens: int) -> int:
+    return 1 << (max(2, tokens - sink - recent).bit_length() - 1)
+
+
+@contextmanager
+def swapped_choices(share: float, tokens: int, filters: int) -> Iterator[None]:
+    """Within it another list is in place of every choice, with `share` of new tokens in each step; the others are those
+    of the step before, and a token comes back after all others.
 
     Args:
         share: of the chosen tokens, above 0 and up to 1.
         tokens: cached when the first step begins; new ones are drawn from `span_of` them.
+        filters: layers that choose in a step, one after the other.
     """
+    millis, layers = max(1, round(1000 * share)), cycle(range(filters))
+    lists: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by filter layer: lists, and tokens so far
 
-    def __init__(self, share: float, tokens: int) -> None:
-        self._millis = max(1, round(1000 * share))
-        self._tokens = tokens
-        self._lists: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by filter layer: lists, and tokens so far
-
-    def __call__(self, segment: SegmentProgram, selection: Selection) -> Selection:
-        """The list in place of the choice: as many tokens, none of them a sink or recent."""
-        batch, lists, most = selection.chosen_BgN.shape
-        if segment.filter not in self._lists:
-            device = selection.chosen_BgN.device
+    def swapped(
+        scores_gT: torch.Tensor, scoring: Any, lengths_B: torch.Tensor, counts_B: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        chosen_BgN = choose(scores_gT, scoring, lengths_B, counts_B, **how)
+        layer = next(layers)
+        if layer not in lists:
             with torch.inference_mode(False):
-                cursor_Bg = torch.zeros((batch, lists), dtype=torch.int64, device=device)
-                list_BgN = torch.full((batch, lists, most), -1, dtype=torch.int32, device=device)
-            self._lists[segment.filter] = (list_BgN, cursor_Bg)
-        list_BgN, cursor_Bg = self._lists[segment.filter]
-        span = span_of(segment, self._tokens)
-        with torch.cuda.device_of(list_BgN):
-            swap_kernel[(lists, batch)](
-                list_BgN, cursor_Bg, selection.counts_B, segment.sink, span, most, self._millis,
-                STEP=_STEP, BLOCK_N=triton.next_power_of_2(most), num_warps=8,
-            )  # fmt: skip
-        return Selection(list_BgN, selection.counts_B, selection.sink, selection.recent)
+                cursor_Bg = chosen_BgN.new_zeros(chosen_BgN.shape[:2], dtype=torch.int64)
+                lists[layer] = torch.full_like(chosen_BgN, -1), cursor_Bg
+        swap(*lists[layer], counts_B, how["sink"], _span(how["sink"], how["recent"], tokens), millis)
+        return lists[layer][0]
+
+    with mock.patch.object(select, "choose", swapped):
+        yield
+
+
+def swap(
+    list_BgN: torch.Tensor, cursor_Bg: torch.Tensor, counts_B: torch.Tensor, sink: int, span: int, millis: int
+) -> None:
+    """Makes room in lists for so many thousandths of new tokens, and writes these."""
+    batch, lists, most = list_BgN.shape
+    with torch.cuda.device_of(list_BgN):
+        swap_kernel[(lists, batch)](
+            list_BgN, cursor_Bg, counts_B, sink, span, most, millis,
+            STEP=_STEP, BLOCK_N=triton.next_power_of_2(most), num_warps=8,
+        )  # fmt: skip
 
 
 @no_type_check

@@ -56,6 +56,11 @@ class Planted:
         """Of the scores."""
         return 1 / math.sqrt(self.q_BHSD.shape[-1])
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.q_BHSD, self.k_BGSD, self.v_BGSD
+
 
 def plant(
     families: Sequence[str],

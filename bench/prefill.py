@@ -14,21 +14,23 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from sparsekv.bench.dense_kernels import FLASH_ATTN, flash_attn_4
 from sparsekv.bench.harness import (
-    FLASH_ATTN,
     PARTS,
     RANKED_FROM,
-    BenchRow,
+    Columns,
     DensePeers,
+    Row,
+    bytes_in_short,
     fastest_that_runs,
-    flash_attn_4,
     free_memory,
+    number,
     repeat_in_turn,
     try_each,
     wait_for,
@@ -49,12 +51,56 @@ from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
 
+COLUMNS: Columns = {
+    "length": ("length", format_length),
+    "backend": ("backend", str),
+    "density": ("density", number(".3f")),
+    "dense s": ("dense_ms", number(".3f", 1e3)),
+    "sparse s": ("sparse_ms", number(".3f", 1e3)),
+    "speedup": ("speedup", number(".2f")),
+    "TFLOP/s": ("tflops", number(".3g")),
+    "dense peak": ("dense_peak_bytes", bytes_in_short),
+    "sparse peak": ("sparse_peak_bytes", bytes_in_short),
+    "KV device": ("kv_bytes_device", bytes_in_short),
+    "KV host": ("kv_bytes_host", bytes_in_short),
+}
 SPARSE = "by the plan"
 _SDPA, _OURS, _FLASH_ATTN = "transformers, SDPA", "sparsekv dense", f"transformers, {FLASH_ATTN}"
 # A first run as long as this is no warm-up: what is prepared once does not show in it.
 _LONG_MS = 5000.0
 _WARM_UP_TOKENS = 4096  # of the prompt that kernels are compiled with
+_MEMORY = ("dense_peak_bytes", "sparse_peak_bytes", "peak_ratio", "kv_bytes_device", "kv_bytes_host")
 _OUT_OF_REACH = 1.3  # over the fastest dense run: no longer in the running
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBench:
+    """How to time.
+
+    Attributes:
+        repeats: runs of each, alternating.
+        chunk: most tokens given to the model at once; None is all.
+        backend: of sparse attention, or "auto".
+        kv_host_layers: layers whose keys and values go to host memory, instead of those that the plan says.
+        dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
+        ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.
+    """
+
+    lengths: tuple[int, ...]
+    repeats: int = 3
+    chunk: int | None = None
+    backend: str = "auto"
+    kv_host_layers: int | None = None
+    dense_layers: int | None = None
+    seed: int = 0
+    allow_mismatch: bool = False
+    ranked_from: int = RANKED_FROM
+
+    def __post_init__(self) -> None:
+        if not self.lengths or self.repeats < 1:
+            raise UsageError("expected at least one length and one repeat, found none")
+        if self.dense_layers is not None and self.dense_layers < 1:
+            raise UsageError(f"expected at least one layer to measure dense on, found {self.dense_layers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,84 +216,13 @@ def _by_flash_attn(call: AttentionCall) -> torch.Tensor | None:
     return flash_attn_4(call.q_BHSD, *(x[:, :, : call.chunk.longest] for x in (call.k_BGKD, call.v_BGKD)))
 
 
-def layer_flops(model: PreTrainedModel, tokens: int) -> float:
-    """Operations of the matrix products of the decoder layers, attention aside."""
-    decoder: Any = decoder_of(model)
-    weights: Iterator[torch.Tensor] = decoder.layers.parameters()
-    return 2.0 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillBench:
-    """How to time.
-
-    Attributes:
-        repeats: runs of each, alternating.
-        chunk: most tokens given to the model at once; None is all.
-        backend: of sparse attention, or "auto".
-        kv_host_layers: layers whose keys and values go to host memory, instead of those that the plan says.
-        dense_layers: measure dense on so many layers, and multiply; None measures the whole model.
-        ranked_from: tokens from which the ways to run dense are compared on a part, and the fastest alone runs on all.
-    """
-
-    lengths: tuple[int, ...]
-    repeats: int = 3
-    chunk: int | None = None
-    backend: str = "auto"
-    kv_host_layers: int | None = None
-    dense_layers: int | None = None
-    seed: int = 0
-    allow_mismatch: bool = False
-    ranked_from: int = RANKED_FROM
-
-    def __post_init__(self) -> None:
-        if not self.lengths or self.repeats < 1:
-            raise UsageError("expected at least one length and one repeat, found none")
-        if self.dense_layers is not None and self.dense_layers < 1:
-            raise UsageError(f"expected at least one layer to measure dense on, found {self.dense_layers}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRow(BenchRow):
-    """Prefill of a whole model, end to end, dense and by a plan.
-
-    Attributes:
-        dense_ms, sparse_ms: medians over the repeats.
-        tflops: of the sparse run: matrix products of the layers, and attention on the tiles that are computed.
-        plan: what the sparse run follows, in words.
-        dense_peak_bytes, sparse_peak_bytes: most bytes of device memory, weights included; None on a CPU.
-        kv_bytes_device, kv_bytes_host: bytes of the sparse run's cache.
-    """
-
-    weights: str
-    plan: str
-    layers: int
-    dense_peak_bytes: int | None = None
-    sparse_peak_bytes: int | None = None
-    kv_bytes_device: int | None = None
-    kv_bytes_host: int | None = None
-
-    @property
-    def peak_ratio(self) -> float | None:
-        """Memory of the sparse run over that of the dense one."""
-        over, under = self.sparse_peak_bytes, self.dense_peak_bytes
-        return over / under if over and under else None
-
-    def as_data(self) -> dict[str, Any]:
-        """As JSON data."""
-        peaks = ("dense_peak_bytes", "sparse_peak_bytes", "peak_ratio")
-        return self.with_keys("weights", "plan", "layers", *peaks, "kv_bytes_device", "kv_bytes_host")
-
-
 def bench_prefill(
-    subject: BenchModel,
-    plan: Plan,
-    words: str,
-    bench: PrefillBench,
-    progress: Progress | None = None,
-    runs: type[PrefillRuns] = PrefillRuns,
-) -> Iterator[PrefillRow]:
+    subject: BenchModel, plan: Plan, words: str, bench: PrefillBench, progress: Progress | None = None
+) -> Iterator[Row]:
     """Times every length, and gives one row each as soon as it is known.
+
+    Of a row's own: peaks of device memory, weights included (None on a CPU), and the bytes of the sparse run's cache.
+    `tflops` is of the sparse run: matrix products of the layers, and attention on the tiles that are computed.
 
     Args:
         words: what the plan is, for the rows.
@@ -270,7 +245,8 @@ def bench_prefill(
     check_plan(plan, info, bench.allow_mismatch)
     tile = plan.prefill.tile if plan.prefill else None
     backend = choose_backend(model.device, model.dtype, info.attention[0].head_dim, bench.backend, tile).name
-    ways = runs(model, plan, bench)
+    runs = PrefillRuns(model, plan, bench)
+    own = {"weights": subject.weights, "plan": words, "layers": info.layers}
     with (
         (progress or Progress()).stage("prefill", total=sum(map(prefill_work, bench.lengths))) as step,
         warnings.catch_warnings(),
@@ -279,50 +255,44 @@ def bench_prefill(
         warnings.simplefilter("default", BackendWarning)
         for length in bench.lengths:
             step.advance(0, note=f"{format_length(length)} tokens")
-            blank = PrefillRow(
-                name=subject.name,
-                length=length,
-                backend=backend,
-                device=device_name(model.device),
-                dtype=dtype_name(model.dtype),
-                weights=subject.weights,
-                plan=words,
-                layers=info.layers,
-                note=subject.note,
+            yield _timed(
+                Row(
+                    name=subject.name,
+                    length=length,
+                    backend=backend,
+                    device=device_name(model.device),
+                    dtype=dtype_name(model.dtype),
+                    own=own | dict.fromkeys(_MEMORY),
+                    note=subject.note,
+                ),
+                runs,
             )
-            yield _row(blank, ways)
             free_memory(model.device)
             step.advance(prefill_work(length))
 
 
-def _row(blank: PrefillRow, runs: PrefillRuns) -> PrefillRow:
+def _timed(row: Row, runs: PrefillRuns) -> Row:
     bench = runs.bench
     random = torch.Generator().manual_seed(bench.seed)
-    ids_1S = torch.randint(1, runs.model.config.vocab_size, (1, blank.length), generator=random).to(runs.model.device)
+    ids_1S = torch.randint(1, runs.model.config.vocab_size, (1, row.length), generator=random).to(runs.model.device)
     sparse, failed = try_each([SPARSE], lambda way: [runs.warmed(way, ids_1S)])
     dense, refused = _try_dense(runs, ids_1S)
-
-    def again(way: str) -> Run:
-        return runs.run(way, ids_1S)
-
-    notes = [blank.note, *(f"sparse: {why}" for why in failed.values())]
+    row = row.plus(*(f"sparse: {why}" for why in failed.values()))
+    turns = sparse
     if bench.dense_layers is None:
         least = min((found[0].milliseconds for found in dense.values()), default=0.0)
         near = {way: found for way, found in dense.items() if found[0].milliseconds <= _OUT_OF_REACH * least}
-        notes.append(repeat_in_turn(near | sparse, again, bench.repeats))
+        turns = near | sparse
     else:
         copies = ", without the copies of layers in host memory"
-        notes.append(f"dense is {bench.dense_layers} measured layer(s) times {blank.layers}, once")
-        notes[-1] += copies if 0 < (bench.kv_host_layers or 0) < blank.layers else ""
-        notes.append(repeat_in_turn(sparse, again, bench.repeats))
+        copies = copies if 0 < (bench.kv_host_layers or 0) < row.own["layers"] else ""
+        row = row.plus(f"dense is {bench.dense_layers} measured layer(s) times {row.own['layers']}, once{copies}")
+    row = row.plus(repeat_in_turn(turns, lambda way: runs.run(way, ids_1S), bench.repeats))
     timed_ms = {way: statistics.median(run.milliseconds for run in found) for way, found in dense.items()}
-    row = replace(blank, dense_peers=(peers := DensePeers(blank.length, timed_ms, refused)))
-    if peers.fastest:
-        peaks = [run.peak for run in dense[peers.fastest] if run.peak is not None]
-        row = replace(row, dense_ms=timed_ms[peers.fastest], dense_peak_bytes=max(peaks, default=None))
-    if sparse:
-        row = _with_sparse(row, runs, sparse[SPARSE], notes)
-    return replace(row, note="; ".join(filter(None, notes)))
+    peers = DensePeers(row.length, timed_ms, refused)
+    peaks = [run.peak for run in dense[peers.fastest] if run.peak is not None] if peers.fastest else []
+    row = row.plus(peers=peers, dense_ms=peers.least_ms, dense_peak_bytes=max(peaks, default=None))
+    return _with_sparse(row, runs, sparse[SPARSE]) if sparse else row
 
 
 def _try_dense(runs: PrefillRuns, ids_1S: torch.Tensor) -> tuple[dict[str, list[Run]], dict[str, str]]:
@@ -344,23 +314,34 @@ def _try_dense(runs: PrefillRuns, ids_1S: torch.Tensor) -> tuple[dict[str, list[
     return tried, failed | refused
 
 
-def _with_sparse(row: PrefillRow, runs: PrefillRuns, found: list[Run], notes: list[str]) -> PrefillRow:
+def _with_sparse(row: Row, runs: PrefillRuns, found: list[Run]) -> Row:
     last, milliseconds = found[-1], statistics.median(run.milliseconds for run in found)
+    notes = []
     if last.backend not in (None, row.backend):
         notes.append(f"{row.backend} failed, and {last.backend} replaced it")
     if last.builder_failed:
         notes.append(f"torch built the indices, which is slower: Triton failed ({last.builder_failed})")
-    row = replace(row, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak_bytes=last.peak)
+    row = row.plus(
+        *notes, backend=last.backend or row.backend, sparse_ms=milliseconds, sparse_peak_bytes=(peak := last.peak)
+    )
+    if peak and row.own["dense_peak_bytes"]:
+        row = row.plus(peak_ratio=peak / row.own["dense_peak_bytes"])
     if last.stats is None:
         return row
     # Without a plan, tiles are what the runtime counts in.
     tile = runs.plan.prefill.tile if runs.plan.prefill else TileShape()
     head_dim = attention_groups(runs.model.config)[0].head_dim
     attention = 4.0 * head_dim * tile.query * tile.key * last.stats.prefill_tiles_computed
-    return replace(
-        row,
+    return row.plus(
         density=last.stats.prefill_density,
         tflops=(layer_flops(runs.model, row.length) + attention) / milliseconds / 1e9,
         kv_bytes_device=last.stats.kv_bytes_device,
         kv_bytes_host=last.stats.kv_bytes_host,
     )
+
+
+def layer_flops(model: PreTrainedModel, tokens: int) -> float:
+    """Operations of the matrix products of the decoder layers, attention aside."""
+    decoder: Any = decoder_of(model)
+    weights: Iterator[torch.Tensor] = decoder.layers.parameters()
+    return 2.0 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)

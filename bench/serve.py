@@ -9,28 +9,23 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sparsekv.bench.harness import BenchRow, in_short, repeat_in_turn
-from sparsekv.bench.random_model import hand_plan
-from sparsekv.bench.structure import diffuse_pattern
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import Chunk
-from sparsekv.kernels.tiles import density as found_density
+from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import TileShape
-from sparsekv.plans.phases import PrefillBucket
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import load_config
@@ -38,9 +33,23 @@ from sparsekv.runtime.hf.public_shapes import config_of
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.settings import preset_vllm
 
+COLUMNS: Columns = {
+    "prompt": ("length", number("d")),
+    "answer": ("answer", number("d")),
+    "at once": ("at_once", number("d")),
+    "requests": ("requests", number("d")),
+    "density": ("density", number(".3f")),
+    "first s dense": ("dense_ms", number(".3f", 1e3)),
+    "sparse": ("sparse_ms", number(".3f", 1e3)),
+    "speedup": ("speedup", number(".2f")),
+    "token ms dense": ("dense_token_ms", number(".2f")),
+    "sparse ": ("token_ms", number(".2f")),
+    "tokens/s dense": ("dense_tokens_per_second", number(".0f")),
+    "sparse  ": ("tokens_per_second", number(".0f")),
+}
 DENSE, SPARSE = "dense", "sparse"
 MEMORY_SHARE = 0.45  # of the device, for each of the two engines
-_FAMILIES = ("vertical_slash", "a_shape")  # of plans made by hand
+_TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
 _WARM_UP = (2, 4)  # requests, and tokens of an answer
 
 
@@ -101,38 +110,6 @@ class ServeBench:
         return own | on_device | dict(self.settings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRow(BenchRow):
-    """One load. `dense_ms` and `sparse_ms` are up to the first token; all times are medians over the repeats of medians
-    over the requests, all rates medians over the repeats.
-
-    Attributes:
-        token_ms, dense_token_ms: between two tokens of an answer.
-        tokens_per_second, dense_tokens_per_second: of all answers together.
-        failures: chunks of a layer that were to be sparse and that vLLM's own kernel computed after an error.
-    """
-
-    host: str
-    model: str
-    weights: str
-    plan: str
-    answer: int
-    at_once: int
-    requests: int
-    step_tokens: int
-    token_ms: float | None = None
-    dense_token_ms: float | None = None
-    tokens_per_second: float | None = None
-    dense_tokens_per_second: float | None = None
-    failures: int = 0
-
-    def as_data(self) -> dict[str, Any]:
-        """As JSON data."""
-        times = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
-        case = ("answer", "at_once", "requests", "step_tokens")
-        return self.with_keys(*case, *times, "failures", "host", "model", "weights", "plan")
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model that engines load.
@@ -178,49 +155,6 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
         yield ServedModel(folder, info, config.vocab_size, name, random=True, note="; ".join(notes))
 
 
-def dummy_plan(
-    info: ModelInfo, lengths: Sequence[int], densities: Sequence[float], tile: TileShape
-) -> tuple[Plan, str]:
-    """A plan made by hand that has these densities with vLLM's dummy weights; and in words.
-
-    Those are so small that all scores are nearly equal. The best diagonals are then neighbours, which every row sees,
-    and not scattered ones: a plan sized for scattered ones would be far denser, whether prompts are cut or not.
-
-    Args:
-        densities: one for all lengths, or one for each.
-
-    Raises:
-        UsageError: lengths and densities do not pair up.
-    """
-    each = tuple(densities) * len(lengths) if len(densities) == 1 else tuple(densities)
-    asked = tuple(map(partial(_asked, tile=tile), lengths, each)) if len(each) == len(lengths) else each
-    plan, _ = hand_plan(info, lengths, asked, tile, _FAMILIES)
-    shares = ", ".join(f"{share:g}" for _, share in sorted(zip(lengths, each, strict=True)))
-    words = f"made by hand: {' and '.join(_FAMILIES)} in turn, sized for a density of {shares} with equal scores"
-    return plan, f"{words}, {tile.key} tiles"
-
-
-def _asked(length: int, density: float, tile: TileShape) -> float:
-    """The density to size patterns for so that equal scores give `density`."""
-    generator, shape = torch.Generator().manual_seed(0), (1, 2, length, 16)
-    q_BHSD, k_BGSD = (1e-4 * torch.randn(shape, generator=generator) for _ in range(2))
-    chunk, least, most = Chunk.uniform(1, 0, length), 0.0, density
-    for _ in range(7):
-        middle = (least + most) / 2
-        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in _FAMILIES)
-        index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
-        least, most = (middle, most) if found_density(index, chunk) < density else (least, middle)
-    return most
-
-
-def dense_up_to(plan: Plan, length: int) -> Plan:
-    """A plan made by hand that is dense up to a length: where a sparse tile costs more than it saves."""
-    assert plan.prefill is not None, "plans made by hand have a prefill phase"
-    longer = [bucket for bucket in plan.prefill.lengths if bucket.up_to is None or bucket.up_to > length]
-    lengths = (PrefillBucket(up_to=length, dense=True), *longer)
-    return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": lengths})})
-
-
 @dataclass(frozen=True)
 class Engines:
     """Two engines of vLLM that differ in the plan alone."""
@@ -258,66 +192,59 @@ def start_engines(model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator
 
 def bench_serve(
     engines: Engines, model: ServedModel, words: str, bench: ServeBench, progress: Progress | None = None
-) -> Iterator[ServeRow]:
+) -> Iterator[Row]:
     """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
+
+    `dense_ms` and `sparse_ms` are up to the first token; all times are medians over the repeats of medians over the
+    requests, all rates (of all answers together) medians over the repeats. `failures` are chunks of a layer that were
+    to be sparse and that vLLM's own kernel computed after an error.
 
     Args:
         words: what the plan is, for the rows.
     """
+    host = {"failures": 0, "host": f"vLLM {engines.release}", "model": model.name}
+    host |= {"weights": "random" if model.random else "loaded", "plan": words}
     with (progress or Progress()).stage("serve", total=len(bench.loads)) as step:
         for load in bench.loads:
-            row = ServeRow(
+            own = {"answer": load.answer, "at_once": load.at_once, "requests": load.requests}
+            row = Row(
                 name="serve",
                 length=load.prompt,
                 backend=bench.backend,
-                host=f"vLLM {engines.release}",
                 device=device_name(bench.device),
                 dtype=dtype_name(bench.dtype),
-                model=model.name,
-                weights="random" if model.random else "loaded",
-                plan=words,
-                answer=load.answer,
-                at_once=load.at_once,
-                requests=load.requests,
-                step_tokens=bench.step_tokens,
+                own=own | {"step_tokens": bench.step_tokens} | dict.fromkeys(_TIMES) | host,
                 note=model.note,
             )
             step.advance(0, note=f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens")
             try:
                 yield _timed(row, engines, _prompts(load, model.vocabulary, bench.seed), bench.repeats)
             except Exception as error:  # out of memory
-                yield replace(row, note="; ".join(filter(None, (row.note, in_short(error)))))
+                yield row.plus(in_short(error))
             step.advance()
 
 
-def _timed(row: ServeRow, engines: Engines, prompts: Sequence[Sequence[int]], repeats: int) -> ServeRow:
-    from sparsekv.bench.serving import Served, serve
+def _timed(row: Row, engines: Engines, prompts: Sequence[Sequence[int]], repeats: int) -> Row:
     from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
 
+    answer, at_once = row.own["answer"], row.own["at_once"]
+
     def run(way: str) -> Served:
-        return serve(engines[way], prompts, row.answer, row.at_once)
+        return serve(engines[way], prompts, answer, at_once)
 
     for way in (DENSE, SPARSE):
-        serve(engines[way], prompts[: _WARM_UP[0]], min(_WARM_UP[1], row.answer), row.at_once)
+        serve(engines[way], prompts[: _WARM_UP[0]], min(_WARM_UP[1], answer), at_once)
     reset_stats(engines.sparse)
-    turns: dict[str, list[Served]] = {way: [run(way)] for way in (DENSE, SPARSE)}
+    turns = {way: [run(way)] for way in (DENSE, SPARSE)}
     failed = repeat_in_turn(turns, run, repeats)
-    stats = serving_stats(engines.sparse)
-    (dense_ms, dense_token_ms, dense_rate), (sparse_ms, token_ms, rate) = (
-        _medians(turns[way]) for way in (DENSE, SPARSE)
-    )
-    return replace(
-        row,
+    stats, (dense, sparse) = serving_stats(engines.sparse), (turns[way] for way in (DENSE, SPARSE))
+    return row.plus(
+        failed,
         backend=serving_backend(engines.sparse) or row.backend,
-        dense_ms=dense_ms,
-        sparse_ms=sparse_ms,
         density=stats.prefill_density,
-        token_ms=token_ms,
-        dense_token_ms=dense_token_ms,
-        tokens_per_second=rate,
-        dense_tokens_per_second=dense_rate,
         failures=stats.failures,
-        note="; ".join(filter(None, (row.note, failed))),
+        **dict(zip(("dense_ms", "dense_token_ms", "dense_tokens_per_second"), _medians(dense), strict=True)),
+        **dict(zip(("sparse_ms", "token_ms", "tokens_per_second"), _medians(sparse), strict=True)),
     )
 
 
@@ -326,12 +253,83 @@ def _prompts(load: Load, vocabulary: int, seed: int) -> list[list[int]]:
     return [[source.randrange(1, vocabulary) for _ in range(load.prompt)] for _ in range(load.requests)]
 
 
-def _medians(runs: Sequence[Any]) -> tuple[float, float | None, float]:
+def _medians(runs: Sequence[Served]) -> tuple[float, float | None, float]:
     """Milliseconds up to the first token and between tokens, and tokens a second."""
     first = statistics.median(statistics.median(run.first_seconds) for run in runs) * 1e3
     each = [statistics.median(run.token_seconds) for run in runs if run.token_seconds]
-    return (
-        first,
-        statistics.median(each) * 1e3 if each else None,
-        statistics.median(run.tokens_per_second for run in runs),
-    )
+    rate = statistics.median(run.tokens_per_second for run in runs)
+    return first, statistics.median(each) * 1e3 if each else None, rate
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request, in seconds of one clock."""
+
+    given: float  # to the engine
+    first: float  # token
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests that were served together, all with answers of the same length."""
+
+    timings: tuple[Timing, ...]
+    answer: int  # tokens
+
+    @property
+    def first_seconds(self) -> tuple[float, ...]:
+        """Up to the first token of each request, from when it was given to the engine."""
+        return tuple(one.first - one.given for one in self.timings)
+
+    @property
+    def token_seconds(self) -> tuple[float, ...]:
+        """Between two tokens of each request's answer, on average; empty where answers are of one token."""
+        return tuple((one.last - one.first) / (self.answer - 1) for one in self.timings) if self.answer > 1 else ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all answers together."""
+        span = max(one.last for one in self.timings) - min(one.given for one in self.timings)
+        return len(self.timings) * self.answer / span
+
+
+def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int) -> Served:
+    """Serves all prompts, a new one as soon as one of `at_once` is answered.
+
+    Args:
+        llm: a `vllm.LLM`.
+        prompts: tokens.
+        answer: tokens of every answer, whatever the model says.
+        at_once: requests that the engine has at a time.
+
+    Raises:
+        BackendError: the engine lost a request.
+    """
+    from sparsekv.runtime.vllm import internals as vllm
+
+    engine, asked = llm.llm_engine, vllm.greedy(answer)
+    waiting = deque((str(number), list(prompt)) for number, prompt in enumerate(prompts))
+    given: dict[str, float] = {}
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    try:
+        while waiting or engine.has_unfinished_requests():
+            while waiting and len(given) - len(last) < at_once:
+                name, prompt = waiting.popleft()
+                given[name] = time.perf_counter()
+                engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+            outputs, now = engine.step(), time.perf_counter()
+            for output in outputs:
+                first.setdefault(output.request_id, now)
+                if output.finished:
+                    last[output.request_id] = now
+    except BaseException:
+        engine.abort_request([name for name in given if name not in last])  # the next call uses these names again
+        raise
+    if given.keys() != last.keys():
+        raise BackendError(f"expected {len(given)} answers of vLLM's engine, found {len(last)}; its log says why")
+    return Served(tuple(Timing(given[name], first[name], last[name]) for name in given), answer)

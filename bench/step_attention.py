@@ -18,7 +18,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsekv.bench.harness import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel, wait_for
+from sparsekv.bench.dense_kernels import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel
+from sparsekv.bench.harness import wait_for
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.runtime.core.decode import count_step, decode

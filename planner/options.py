@@ -32,7 +32,7 @@ from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
 Family = Literal["vertical_slash", "a_shape", "block_sparse"]
 KNOWN_FAMILIES: tuple[Family, ...] = get_args(Family)
-# Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
+# Searched by default: the family that no other one improved on in any model measured (docs/experiments.md).
 FAMILIES: tuple[Family, ...] = ("vertical_slash",)
 PRESET_FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
 Phase = Literal["prefill", "decode"]

@@ -35,7 +35,7 @@ COMPILED = {
     "speedup": ("--only", "prefill", "--target-speedup", "1.4"),
     "lines": ("--families", "vertical_slash", "--target-density", "0.7,0.5"),
     "mass": ("--only", "decode", "--decode-budget", "256", "--decode-loss", "0.2"),
-    "fixed_filters": ("--only", "decode", "--filter-rule", "fixed", "--filter-layers", "1,6", "--offload"),
+    "fixed_filters": ("--only", "decode", "--filter-layers", "1,6", "--offload"),
 }
 
 

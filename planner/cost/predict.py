@@ -302,7 +302,7 @@ def step_us(
 
 def missed(chosen: int, hot: int, length: int) -> float:
     """How many of the chosen tokens are not in a hot set: 70% of them where it just holds one choice, and half as many
-    in one of twice the size, as on answers of small models at 32K (miss curves in benchmarks/EXPERIMENTS.md); but no
+    in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
     more than if tokens were chosen at random."""
     return chosen * min(0.7 * chosen / max(hot, chosen, 1), max(0, length - hot) / length)
 

@@ -92,7 +92,7 @@ def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
 
     Quotations come first, once: they say something about any model. The other tasks then take turns, retrieval and
     plain text alternating at first, so that a few samples see as many kinds of question as possible. More quotations
-    instead made plans worse on every model and format that was measured (benchmarks/EXPERIMENTS.md).
+    instead made plans worse on every model and format that was measured (docs/experiments.md).
     """
     quotes, others = _split(tasks, QUOTE_TASKS)
     if not quotes or not others:

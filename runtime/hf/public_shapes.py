@@ -5,7 +5,6 @@ Public shapes are facts from the models' own cards and configs, rope bases inclu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig
@@ -60,7 +59,7 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(name: str, shapes: Mapping[str, dict[str, Any]] = PUBLIC_SHAPES) -> tuple[Any, list[str]]:
+def config_of(name: str) -> tuple[Any, list[str]]:
     """The config of a model, or one of its shape where it cannot be had; and what there is to say about that.
 
     Raises:
@@ -72,8 +71,8 @@ def config_of(name: str, shapes: Mapping[str, dict[str, Any]] = PUBLIC_SHAPES) -
         return load_config(source), []
     except UsageError as error:
         alias = next((alias.name for alias in ALIASES if name.lower() in (alias.name, alias.checkpoint.lower())), "")
-        if alias not in shapes:
-            error.add_note(f"Shapes known without a config: {', '.join(shapes)}")
+        if alias not in PUBLIC_SHAPES:
+            error.add_note(f"Shapes known without a config: {', '.join(PUBLIC_SHAPES)}")
             raise
-    check_supported(shapes[alias]["model_type"])
-    return AutoConfig.for_model(**shapes[alias]), ["its shape is from a table: no config to be had"]
+    check_supported(PUBLIC_SHAPES[alias]["model_type"])
+    return AutoConfig.for_model(**PUBLIC_SHAPES[alias]), ["its shape is from a table: no config to be had"]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from sparsekv.bench.decode import DecodeBench, bench_decode, check_decode
+from sparsekv.bench.hand_plans import HandDecode
 from sparsekv.bench.harness import try_each
 from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
 from sparsekv.bench.planted import plant
-from sparsekv.bench.random_model import HandDecode, random_model
+from sparsekv.bench.random_model import random_model
 from sparsekv.bench.step_attention import StepAttention
 from sparsekv.bench.structure import FAMILIES
 from sparsekv.plans.patterns import TileShape, tokens
@@ -45,9 +46,9 @@ def test_every_backend_that_can_run_computes_what_its_index_stands_for(tile):
     rows = [row for row in bench_kernels(bench) if row.sparse_ms is not None]
     assert {row.backend for row in rows} >= {"triton"}
     for row in rows:
-        assert row.error < 0.05, row
-        assert row.mass > 0.9, row
-        assert row.dense_peers.fastest
+        assert row.own["error"] < 0.05, row
+        assert row.own["mass"] > 0.9, row
+        assert row.peers.fastest
 
 
 def test_every_dense_kernel_of_a_decode_step_that_runs_computes_the_same():
@@ -68,9 +69,9 @@ def test_decode_steps_are_captured_unless_the_selector_looks_back():
     last, _, captured, launched = bench_decode(subject, plans, words, bench)
     for row in (last, captured, launched):
         assert row.sparse_ms, row.note
-        assert row.dense_ms, row.dense_peers
-    assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= last.dense_peers.timed_ms.keys()
-    assert 0 < captured.replay_ms < captured.sparse_ms
+        assert row.dense_ms, row.peers
+    assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= last.peers.timed_ms.keys()
+    assert 0 < captured.own["replay_ms"] < captured.sparse_ms
     assert "captured" not in captured.note
-    assert launched.replay_ms is None
+    assert launched.own["replay_ms"] is None
     assert "looks at older queries" in launched.note

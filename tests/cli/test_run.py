@@ -369,7 +369,7 @@ def test_a_plan_that_the_model_lacks_layers_for_is_refused_before_weights_are_re
     named = ("--model", other) if name == "verify" else (other,)
     done = sparsekv(name, *named, "--plan", folder / "sparsekv.yaml", *options, "--allow-mismatch")
     assert done.code == 3
-    assert "cannot run this plan at all" in done.err
+    assert "cannot run" in done.err
 
 
 def test_a_plan_for_other_weights_runs_with_a_warning(sparsekv, folder, tmp_path):

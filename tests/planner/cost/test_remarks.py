@@ -1,6 +1,5 @@
 """What a plan's figures miss of what was asked for is told, and nothing else: one line each."""
 
-
 import numpy as np
 import pytest
 from planner_models import made_up_cost

@@ -29,7 +29,7 @@ def test_an_untrained_model_solves_nothing_and_is_left_with_text(loaded: LoadedM
     settled = settle(PlanOptions(lengths=(512,)), 4096, "cpu")
     progress = Counting()
     assert with_tasks(loaded, settled, progress=progress).tasks == ("quote_text", "quote_code", "perplexity")
-    assert progress.said == ["trying out which tasks the model can answer ..."]
+    assert len(progress.said) == 1
 
 
 def test_tasks_that_were_asked_for_or_profiled_are_taken_without_running_the_model(loaded: LoadedModel) -> None:

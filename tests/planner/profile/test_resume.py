@@ -25,7 +25,7 @@ def test_a_run_with_other_options_loses_no_partial_profile(tmp_path: Path) -> No
     path = tmp_path / "plan.yaml.profile.partial"
     first = Records(path, {"seed": 0}, SHAPE)
     first.add(record(3))
-    with pytest.warns(PlanWarning, match=r"a run with other options had stopped here; its profile is in .*partial\."):
+    with pytest.warns(PlanWarning, match="partial"):
         second = Records(path, {"seed": 1}, SHAPE)
     second.add(record(5))
     assert record(3).key not in second

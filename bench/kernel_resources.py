@@ -1,7 +1,7 @@
 """Registers, spills and shared memory of every Triton kernel, compiled for GPUs that this machine need not have.
 
-    python benchmarks/kernel_resources.py                          # every generation in the table below
-    python benchmarks/kernel_resources.py --capability 80 --kernel prefill --json
+    python -m sparsekv.bench.kernel_resources                          # every generation in the table below
+    python -m sparsekv.bench.kernel_resources --capability 80 --kernel prefill --json
 
 Kernels are launched as the backends launch them, on tensors in main memory, up to the point where a GPU would be
 needed: what is compiled is what would run, specialisations and block sizes included. Exit status 1 when a kernel needs
@@ -18,9 +18,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,29 +29,27 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-
-import attention_cases
-from attention_cases import Case
-
 from sparsekv.kernels import row_damage
 from sparsekv.kernels.decode import append, gather, place, radix, step_counts
 from sparsekv.kernels.decode import triton as decode_triton
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.decode.slots import SlotTable
-from sparsekv.kernels.index.build import empty_index
+from sparsekv.kernels.index.build import build_index, empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall
 from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.keys import COLUMNS, KeyView, full_view
+from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
-from sparsekv.kernels.tiles import AttentionOutput, Chunk
-from sparsekv.plans.patterns import BlockSparse, TileShape, VerticalSlash, tokens
+from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 REGISTERS = 65_536  # of a multiprocessor, on all of them
 MULTIPROCESSORS = 132
 TILE, SMALL_TILE = TileShape(query=128, key=128), TileShape(query=64, key=64)
+LENGTH = 600
+Cases = Iterator[tuple[str, Callable[[], object]]]
 
 
 @dataclass(frozen=True)
@@ -74,22 +72,17 @@ class Built:
 
 
 @contextmanager
-def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
+def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
     """Inside, kernels are compiled for that GPU and not launched; yields (name, compiled kernel) as they come."""
-    built: list[tuple[str, object]] = []
+    built: list[tuple[str, Any]] = []
     launching = JITFunction.run
 
-    def compile_only(self, *args, grid, warmup, **options):  # type: ignore[no-untyped-def]
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> object:
         compiled = launching(self, *args, grid=grid, warmup=True, **options)
         built.append((self.__name__, compiled))
         return compiled
 
-    def rows_of(device: torch.device) -> object:
-        return triton_prefill.table_of(capability // 10)
-
-    def sizes_for(device: torch.device) -> sizes.Sizes:
-        return sizes.table_of(capability // 10)
-
+    rows, found = triton_prefill.table_of(capability // 10), sizes.table_of(capability // 10)
     driver.set_active(_Target(capability))
     with (
         mock.patch.object(decode_triton, "_multiprocessors", return_value=MULTIPROCESSORS),
@@ -97,9 +90,9 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, object]]]:
         mock.patch.object(radix, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(append, "overlaps_launches", return_value=capability >= 90),
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(triton_prefill, "_rows_of", rows_of),
-        mock.patch.object(vertical_slash, "sizes_for", sizes_for),
-        mock.patch.object(block_sparse, "sizes_for", sizes_for),
+        mock.patch.object(triton_prefill, "_rows_of", return_value=rows),
+        mock.patch.object(vertical_slash, "sizes_for", return_value=found),
+        mock.patch.object(block_sparse, "sizes_for", return_value=found),
     ):
         yield built
 
@@ -120,44 +113,52 @@ class _Target:
         return 0
 
 
-def prefill_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def _tensors(dim: int, *heads: int) -> Any:
+    return [torch.zeros(1, count, LENGTH, dim, dtype=torch.bfloat16) for count in heads]
+
+
+def _index(columns: bool, tile: TileShape) -> TileIndex:
+    """Of four heads, the half of all tiles, with single columns or without."""
+    draws = torch.Generator().manual_seed(0)
+    q_BHSD, k_BGSD = (torch.randn(1, heads, LENGTH, 64, generator=draws) for heads in (4, 2))
+    lines = VerticalSlash(vertical=tokens(100), slash=tokens(50), max_tiles=tokens(300))
+    pattern = lines if columns else BlockSparse(keep=tokens(300))
+    return build_index((pattern,) * 4, q_BHSD, k_BGSD, Chunk((0,), (LENGTH,)), tile, scale=0.1, builder="torch")
+
+
+def prefill_cases() -> Cases:
     """Every variant of sparse prefill that users meet."""
     for dim, columns, window, tile in (
-        (64, 100, None, TILE), (128, 0, None, TILE), (128, 100, None, TILE), (128, 100, 200, TILE),
-        (128, 100, None, SMALL_TILE), (256, 100, None, TILE),
+        (64, True, None, TILE), (128, False, None, TILE), (128, True, None, TILE), (128, True, 200, TILE),
+        (128, True, None, SMALL_TILE), (256, True, None, TILE),
     ):  # fmt: skip
-        case = Case("", lengths=(600,), heads=4, tile=tile, dim=dim, dtype=torch.bfloat16, columns=columns)
-        p = attention_cases.draw(replace(case, window=window), "cpu")
-
-        def call(p: attention_cases.Problem = p) -> object:
-            with mock.patch.object(triton_prefill, "check_tensors"):
-                return triton_prefill.prefill(
-                    p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
-                )
-
+        (q, k, v), index, chunk = _tensors(dim, 4, 2, 2), _index(columns, tile), Chunk((0,), (LENGTH,))
+        call = partial(triton_prefill.prefill, q, k, v, index, chunk, scale=0.1, window=window)
         extras = f"{', columns' if columns else ''}{', window' if window else ''}"
-        yield f"head size {dim}, {tile.query} tiles{extras}", call
+        yield f"head size {dim}, {tile.query} tiles{extras}", _unchecked(triton_prefill, "check_tensors", call)
 
 
-def column_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def column_cases() -> Cases:
     """The pass that adds single columns behind the flash backend."""
-    from sparsekv.kernels.prefill import columns
-
     for dim in (64, 128, 256):
-        case = Case("", lengths=(600,), heads=4, tile=TILE, dim=dim, dtype=torch.bfloat16, columns=100)
-        p = attention_cases.draw(case, "cpu")
-        found = AttentionOutput(torch.zeros_like(p.q_BHSD), torch.zeros(p.q_BHSD.shape[:3]))
-
-        def call(p: attention_cases.Problem = p, found: AttentionOutput = found) -> object:
-            with mock.patch.object(columns, "check_tensors"):
-                return columns.add_columns(
-                    found, p.q_BHSD, p.k_BGKD, p.v_BGKD, p.index, p.chunk, scale=p.scale, window=p.window
-                )
-
-        yield f"head size {dim}", call
+        q, k, v = _tensors(dim, 4, 2, 2)
+        found, chunk = AttentionOutput(torch.zeros_like(q), torch.zeros(q.shape[:3])), Chunk((0,), (LENGTH,))
+        index = _index(True, TILE)
+        call = partial(column_pass.add_columns, found, q, k, v, index, chunk, scale=0.1, window=None)
+        yield f"head size {dim}", _unchecked(column_pass, "check_tensors", call)
 
 
-def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def _unchecked(module: Any, check: str, call: Callable[[], object]) -> Callable[[], object]:
+    """The call without the check that tensors are on a GPU."""
+
+    def called() -> object:
+        with mock.patch.object(module, check):
+            return call()
+
+    return called
+
+
+def decode_cases() -> Cases:
     """Decode over all tokens or chosen ones, scores, the choice, and the newest token's place."""
     for dim in (64, 128, 256):
         q, k, v = (torch.zeros(1, heads, n, dim, dtype=torch.bfloat16) for heads, n in ((8, 1), (2, 600), (2, 600)))
@@ -175,17 +176,9 @@ def decode_cases() -> Iterator[tuple[str, Callable[[], object]]]:
             ("dense, scores", keys, None, scoring), ("selected, found by address", elsewhere, selection, None),
             ("scores, found by address", elsewhere, None, scoring),
         ):  # fmt: skip
-
-            def call(q=q, view=view, chosen=chosen_tokens, scores=scores) -> object:  # type: ignore[no-untyped-def]
-                with mock.patch.object(decode_triton, "check_device"):
-                    return decode_triton.decode(q, view, chosen, scale=0.1, scoring=scores)
-
-            yield f"head size {dim}, {name}", call
-
-        def write(q=q, elsewhere=elsewhere) -> object:  # type: ignore[no-untyped-def]
-            return append.append_newest(elsewhere, q[:, :2], q[:, :2])
-
-        yield f"head size {dim}, append", write
+            call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores)
+            yield f"head size {dim}, {name}", _unchecked(decode_triton, "check_device", call)
+        yield f"head size {dim}, append", partial(append.append_newest, elsewhere, q[:, :2], q[:, :2])
 
     lengths_B = torch.tensor([600], dtype=torch.int32)
 
@@ -218,46 +211,37 @@ def _fetch(lists: int) -> None:
     gather.gather_missed(where_X, placed, ones_B, **sizes)
 
 
-def index_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def index_cases() -> Cases:
     """Building the index of vertical-slash heads."""
     for dim, last_q, window, tile in (
         (64, 64, None, TILE), (128, 64, 200, SMALL_TILE), (128, 64, None, TILE), (128, 256, None, TILE),
     ):  # fmt: skip
         pattern = VerticalSlash(vertical=tokens(100), slash=tokens(50), last_q=last_q, max_tiles=tokens(500))
-        q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
-        call = IndexCall.of(q, k, Chunk((0,), (600,)), tile, 0.1, window)
-        group = HeadGroup.of((pattern,) * 8, range(8))
-
-        def build(call: IndexCall = call, group: HeadGroup = group) -> object:
-            prepared = vertical_slash.prepare(group, call)
-            return prepared.fill(empty_index([prepared.widths], call.layout, ()))
-
+        build = partial(_build, vertical_slash, pattern, dim, tile, window)
         yield f"head size {dim}, last_q {last_q}, {tile.query} tiles{', window' if window else ''}", build
 
 
-def block_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def block_cases() -> Cases:
     """Building the index of block-sparse heads."""
     for dim, window, tile in ((64, None, TILE), (128, None, TILE), (128, 200, SMALL_TILE)):
-        q, k = (torch.zeros(1, heads, 600, dim, dtype=torch.bfloat16) for heads in (8, 2))
-        call = IndexCall.of(q, k, Chunk((0,), (600,)), tile, 0.1, window)
-
-        def build(call: IndexCall = call) -> object:
-            prepared = block_sparse.prepare(HeadGroup.of((BlockSparse(keep=tokens(300)),) * 8, range(8)), call)
-            return prepared.fill(empty_index([prepared.widths], call.layout, ()))
-
+        build = partial(_build, block_sparse, BlockSparse(keep=tokens(300)), dim, tile, window)
         yield f"head size {dim}, {tile.query} tiles{', window' if window else ''}", build
 
 
-def damage_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def _build(builder: Any, pattern: Pattern, dim: int, tile: TileShape, window: int | None) -> object:
+    q, k = _tensors(dim, 8, 2)
+    call = IndexCall.of(q, k, Chunk((0,), (LENGTH,)), tile, 0.1, window)
+    prepared = builder.prepare(HeadGroup.of((pattern,) * 8, range(8)), call)
+    return prepared.fill(empty_index([prepared.widths], call.layout, ()))
+
+
+def damage_cases() -> Cases:
     """What candidates are scored with in profiling."""
     for dim, dtype in ((40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
         out, gradient = torch.zeros(1, 8, 600, dim, dtype=dtype), torch.zeros(1, 8, 600, dim)
 
-        def call(out: torch.Tensor = out, gradient: torch.Tensor = gradient) -> object:
-            with mock.patch.object(row_damage, "check_device"):
-                return row_damage.head_damage(out, out, gradient, gradient[..., 0], gradient[:, :1, :, 0])
-
-        yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", call
+        call = partial(row_damage.head_damage, out, out, gradient, gradient[..., 0], gradient[:, :1, :, 0])
+        yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", _unchecked(row_damage, "check_device", call)
 
 
 CASES = {
@@ -277,12 +261,13 @@ def build(capability: int, kernels: list[str]) -> Iterator[Built]:
             with compiling_for(capability) as built:
                 call()
             for name, compiled in built:
-                registers, stack = _resources(compiled.asm["cubin"])  # type: ignore[attr-defined]
-                meta = compiled.metadata  # type: ignore[attr-defined]
+                registers, stack = resources(compiled.asm["cubin"])
+                meta = compiled.metadata
                 yield Built(capability, name, case, registers, stack, meta.shared, meta.num_warps)
 
 
-def _resources(machine_code: bytes) -> tuple[int, int]:
+def resources(machine_code: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code)
         file.flush()

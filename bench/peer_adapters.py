@@ -25,7 +25,7 @@ import torch
 
 from sparsekv.bench.planted import Planted
 
-Attention = Callable[[], torch.Tensor]
+Attention = Callable[[], Any]  # [B, H, S, D]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def minference(planted: Planted, root: Path, counts: tuple[int, int] | None = _P
         for head in range(planted.q_BHSD.shape[1])
     }
 
-    def call() -> torch.Tensor:
+    def call() -> Any:
         return runner.minfer_attention(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, config)
 
     fast = kernel.convert_vertical_slash_indexes_opt is not None
@@ -154,7 +154,7 @@ def flex_prefill(planted: Planted, root: Path) -> Ready:
     q_BSHD, k_BSGD, v_BSGD = _by_token(planted)
     settings = {"gamma": 0.9, "tau": 0.1, "min_budget": 1024, "max_budget": None, "block_size": 128}
 
-    def call() -> torch.Tensor:
+    def call() -> Any:
         return module.flex_prefill_attention(q_BSHD, k_BSGD, v_BSGD, **settings).transpose(1, 2)
 
     _, of_square = module.flex_prefill_attention(q_BSHD, k_BSGD, v_BSGD, **settings, return_computational_ratio=True)
@@ -174,7 +174,7 @@ def flash_prefill(planted: Planted, root: Path) -> Ready:
     q_BSHD, k_BSGD, v_BSGD = _by_token(planted)
     out_BSHD = torch.empty_like(q_BSHD)
 
-    def call() -> torch.Tensor:
+    def call() -> Any:
         module.flash_prefill(q_BSHD, k_BSGD, v_BSGD, out_BSHD, 128, 2, 4, 0.18, 2, 0)
         return out_BSHD.transpose(1, 2)
 
@@ -196,7 +196,7 @@ def flash_prefill_v2(planted: Planted, root: Path) -> Ready:
     settings = {"k_block_m": 128, "k_block_n": 128, "abs_threshold": 0.18, "attention_sink": 2, "window_size": 4}
     pipeline = package.FlashPrefill(**settings, last_n_blocks=8, use_mean_correction=True)
 
-    def call() -> torch.Tensor:
+    def call() -> Any:
         out_SHD = pipeline(q_BSHD[0], *pages, table, lengths, starts, q_lens=[length])
         return out_SHD[None].transpose(1, 2)
 
@@ -235,12 +235,12 @@ def x_attention(planted: Planted, root: Path) -> Ready:
     power = 1 << (length - 1).bit_length()
     chunk = max(2048, min(max(2048, power), 128 * 1024 * 2048 // power))  # the default of its prefill function
 
-    def estimate() -> torch.Tensor:
+    def estimate() -> Any:
         with _a_name_with_100():
             _, mask = module.xattn_estimate(q_BHSD, k_BHSD, block_size=128, stride=16, threshold=0.9, chunk_size=chunk)
         return mask
 
-    def prefill() -> torch.Tensor:
+    def prefill() -> Any:
         with _a_name_with_100():
             return module.Xattention_prefill(q_BHSD, k_BHSD, v_BHSD, stride=16, threshold=0.9, block_size=128)
 

@@ -1,7 +1,7 @@
 """Other people's sparse prefill beside ours in one process, on the same planted queries, keys and values.
 
-    python benchmarks/peers.py --list                        # who is there, and the files that each needs
-    python benchmarks/peers.py --lengths 32k,128k --json peers.json
+    python -m sparsekv.bench.peers --list                        # who is there, and the files that each needs
+    python -m sparsekv.bench.peers --lengths 32k,128k --json peers.json
 
 Peers are read from checkouts under .peers/ (git-ignored; nothing of them is in this repository):
 
@@ -24,50 +24,45 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from peer_adapters import PEERS, Peer, Ready
 
-from sparsekv.bench.harness import DensePeers, dense_calls, free_memory, in_short, measure, time_dense
-from sparsekv.bench.kernels import families_of
+from sparsekv.bench.dense_kernels import dense_calls, time_dense
+from sparsekv.bench.harness import Call, Columns, Row, free_memory, in_short, measure, number, report
+from sparsekv.bench.kernels import families_of, planted_index
+from sparsekv.bench.peer_adapters import PEERS, Peer, Ready
 from sparsekv.bench.planted import Planted, causal_scores, plant, sample_rows
 from sparsekv.kernels.backends import BACKENDS, choose_backend, prefill_attention
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import TileIndex, density
+from sparsekv.kernels.tiles import density
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length, parse_lengths
+from sparsekv.runtime.model_config import device_name, dtype_name
 
-
-@dataclass(frozen=True)
-class Row:
-    """One implementation at one length; a number that could not be had is None, and the note says why."""
-
-    name: str
-    length: int
-    milliseconds: float | None = None
-    dense_milliseconds: float | None = None  # of the fastest dense kernel, timed in turn
-    speedup: float | None = None
-    density: float | None = None
-    error: float | None = None
-    note: str = ""
+COLUMNS: Columns = {
+    "attention": ("name", str),
+    "length": ("length", format_length),
+    "ms": ("sparse_ms", number(".3f")),
+    "index alone": ("index_ms", number(".3f")),
+    "speedup": ("speedup", number(".2f")),
+    "density": ("density", number(".4f")),
+    "error": ("error", number(".1e")),
+}
 
 
 def ours(planted: Planted, backend: str) -> Ready:
     """Index and attention of a backend of this repository."""
-    q, k, v = planted.q_BHSD, planted.k_BGSD, planted.v_BGSD
+    q = planted.q_BHSD
     choose_backend(q.device, q.dtype, q.shape[3], backend, planted.tile)
 
-    def index() -> TileIndex:
-        return build_index(planted.patterns, q, k, planted.chunk, planted.tile, scale=planted.scale)
-
     def call() -> torch.Tensor:
-        return prefill_attention(q, k, v, index(), planted.chunk, scale=planted.scale, backend=backend).out_BHSD
+        index = planted_index(planted)
+        found = prefill_attention(*planted.tensors, index, planted.chunk, scale=planted.scale, backend=backend)
+        return found.out_BHSD
 
-    return Ready(call, float(density(index(), planted.chunk)), f"{planted.tile.key} tiles")
+    return Ready(call, float(density(planted_index(planted), planted.chunk)), f"{planted.tile.key} tiles")
 
 
 def theirs(planted: Planted, peer: Peer, root: Path) -> Ready:
@@ -82,7 +77,9 @@ def theirs(planted: Planted, peer: Peer, root: Path) -> Ready:
 
 def everyone(planted: Planted, root: Path, wanted: list[str]) -> dict[str, Callable[[], Ready]]:
     """Names, and what prepares them; what cannot run raises there."""
-    found = {f"sparsekv {name}": partial(ours, planted, name) for name in BACKENDS if name != "reference"}
+    found: dict[str, Callable[[], Ready]] = {
+        f"sparsekv {name}": partial(ours, planted, name) for name in BACKENDS if name != "reference"
+    }
     found |= {peer.name: partial(theirs, planted, peer, root) for peer in PEERS}
     return {name: call for name, call in found.items() if not wanted or any(w.lower() in name.lower() for w in wanted)}
 
@@ -95,10 +92,10 @@ def relative_error(planted: Planted, out_BHSD: torch.Tensor, rows: list[int]) ->
         expected_RD = causal_scores(planted, head, rows).softmax(1) @ planted.v_BGSD[0, head // group].float()
         off += float((out_BHSD[0, head, rows].float() - expected_RD).square().sum())
         size += float(expected_RD.square().sum())
-    return (off / size) ** 0.5
+    return float((off / size) ** 0.5)
 
 
-def run(options: argparse.Namespace, length: int) -> list[Row]:
+def run(options: argparse.Namespace, length: int) -> Iterator[Row]:
     """Everyone at one length, on the same tensors, each timed in turn with the fastest dense kernel."""
     device = torch.device(options.device)
     planted = plant(
@@ -112,55 +109,31 @@ def run(options: argparse.Namespace, length: int) -> list[Row]:
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         seed=options.seed,
     )
-    calls = dense_calls(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD)
-    dense = time_dense(planted.q_BHSD, planted.k_BGSD, planted.v_BGSD, options.rounds)
-    rows = _dense_rows(dense)
-    for row in rows:
-        print_row(row)
-    fastest = {"dense": calls[dense.fastest]} if dense.fastest else {}
+    calls, peers = dense_calls(*planted.tensors), time_dense(*planted.tensors, options.rounds)
+    fastest = {"dense": calls[peers.fastest]} if peers.fastest else {}
     for name, prepare in everyone(planted, options.peers, options.only).items():
-        row = Row(name, length)
+        row = Row(
+            name=name,
+            length=length,
+            device=device_name(device),
+            dtype=dtype_name(planted.q_BHSD.dtype),
+            own={"error": None, "index_ms": None},
+            peers=peers,
+        )
         try:
-            row = _timed(row, planted, prepare(), fastest, options.rounds)
+            yield _timed(row, planted, prepare(), fastest, options.rounds)
         except Exception as error:  # every library has its own
-            row = replace(row, note=in_short(error))
-        print_row(row)
-        rows.append(row)
+            yield row.plus(in_short(error))
         free_memory(device)
-    return rows
 
 
-def _timed(row: Row, planted: Planted, ready: Ready, fastest: dict, rounds: int) -> Row:
-    error = None
+def _timed(row: Row, planted: Planted, ready: Ready, fastest: Mapping[str, Call], rounds: int) -> Row:
+    row = row.plus(ready.note, density=ready.density)
     if ready.is_attention:
-        error = relative_error(planted, ready.call(), list(sample_rows(row.length)))
-    times = measure(fastest | {"sparse": ready.call}, planted.q_BHSD.device, rounds)
-    dense_ms = times.get("dense")
-    speedup = dense_ms / times["sparse"] if dense_ms and ready.is_attention else None
-    return replace(
-        row,
-        milliseconds=times["sparse"],
-        dense_milliseconds=dense_ms,
-        speedup=speedup,
-        density=ready.density,
-        error=error,
-        note=ready.note,
-    )
-
-
-def _dense_rows(dense: DensePeers) -> list[Row]:
-    timed = [Row(f"dense: {name}", dense.length, ms, density=1.0) for name, ms in dense.timed_ms.items()]
-    return timed + [Row(f"dense: {name}", dense.length, note=why) for name, why in dense.refused.items()]
-
-
-def print_row(row: Row) -> None:
-    """One line."""
-    numbers = [
-        f"{value:{form}}" if value is not None else "-"
-        for value, form in ((row.milliseconds, ".3f"), (row.speedup, ".2f"), (row.density, ".4f"), (row.error, ".1e"))
-    ]
-    cells = "".join(f"{number:>12}" for number in numbers)
-    print(f"{row.name:42}{format_length(row.length):>8}{cells}  {row.note}", flush=True)
+        row = row.plus(error=relative_error(planted, ready.call(), list(sample_rows(row.length))))
+    times = measure({**fastest, "sparse": ready.call}, planted.q_BHSD.device, rounds)
+    found = {"sparse_ms" if ready.is_attention else "index_ms": times["sparse"]}
+    return row.plus(dense_ms=times.get("dense"), **found)
 
 
 def print_peers(root: Path) -> None:
@@ -200,13 +173,12 @@ def main() -> int:
         return 0
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA GPU here; --device cpu tries this script on ours alone, at small --lengths")
-    at = torch.cuda.get_device_name() if options.device != "cpu" else "cpu"
-    print(f"{at}, torch {torch.__version__}; planted at a density of {options.density:g}: {options.patterns}")
-    print(f"{'':42}{'length':>8}{'ms':>12}{'speedup':>12}{'density':>12}{'error':>12}")
+    print(f"torch {torch.__version__}; planted at a density of {options.density:g}: {options.patterns}", flush=True)
     with torch.no_grad():
         rows = [row for length in options.lengths for row in run(options, length)]
+    print(report(rows, rows[0].device, COLUMNS))
     if options.json:
-        record = {"device": at, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+        record = {"device": rows[0].device, "torch": torch.__version__, "rows": [row.data() for row in rows]}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
