@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from sparsekv.bench.random_model import random_model
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress, Step
@@ -67,7 +68,7 @@ def main() -> None:
         tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
     )
     stages = Timed()
-    result = compile_plan(loaded, options, progress=stages)
+    result = compile_plan(job_of(loaded, options), progress=stages)
     write_plan(result.plan, args.out)
     others = result.seconds - sum(stages.seconds.values())
     found = {
