@@ -6,7 +6,7 @@ at every bound on the divergence, and beyond these with larger budgets in the de
 Baselines of prefill (baselines/prefill_rules.py): `vertical_slash` has a published ratio of MInference, 1000 columns to
 6096 diagonals, scaled in each head until one calibration prompt costs the density; `vertical_slash_by_head` takes the
 best ratio of each head from the profile, every head at the same density; `minference` is compiled from a profile of
-`--preset minference`. Baselines of decode: baselines/decode_rules.py.
+`--preset minference`. Baselines of decode: baselines/decode_rules.py. `bfloat16` is dense rounded, of a float32 model.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sparsekv.bench.baselines.prefill_rules import (
     prefill_plan,
     static_at_density,
 )
+from sparsekv.bench.baselines.rounding import Rounded
 from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.compare import Mode, PlanMode
@@ -274,6 +275,14 @@ def _quest(inputs: CurveInputs, length: int) -> Modes:
         yield share, StepwiseRule(QuestPages(budget))
 
 
+def _bfloat16(inputs: CurveInputs, length: int) -> Modes:
+    if inputs.loaded.model.dtype != torch.float32:
+        raise UsageError(
+            f"expected float32 for the method bfloat16, found {inputs.loaded.model.dtype}; --dtype float32"
+        )
+    yield "dense, rounded", Rounded()
+
+
 def _budgets(inputs: CurveInputs) -> Iterator[tuple[str, Budget]]:
     return ((f"budget {share:g}", fraction(share)) for share in inputs.budgets)
 
@@ -299,10 +308,11 @@ def _entry(profile: Profile | None, length: int, need: str) -> LengthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a method makes its modes at a length, and which of the inputs it needs."""
+    """How a method makes its modes at a length, which of the inputs it needs, and whether it has to be named."""
 
     modes: Callable[[CurveInputs, int], Modes]
     needs: Literal["plan", "profile", "preset"] | None = None
+    named: bool = False
 
 
 METHODS: Mapping[Phase, Mapping[str, Method]] = {
@@ -326,6 +336,7 @@ METHODS: Mapping[Phase, Mapping[str, Method]] = {
         "top_k": Method(partial(_top_k, "max")),
         "top_k_by_head": Method(partial(_top_k, "per_kv_head")),
         "quest": Method(_quest),
+        "bfloat16": Method(_bfloat16, named=True),
     },
 }
 _FLAGS = {"plan": "--plan FILE", "profile": "--profile FILE", "preset": "--profile FILE of --preset minference"}
@@ -363,7 +374,7 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
             raise UsageError(f"expected {_FLAGS[needed]} for the method {name}, found none; give it, or leave it out")
 
     def is_on(name: str) -> bool:
-        return name in names if names else known[name].needs in (None, *given)
+        return name in names if names else known[name].needs in (None, *given) and not known[name].named
 
     return {phase: [name for name in METHODS[phase] if is_on(name)] for phase in phases}
 

@@ -284,21 +284,15 @@ def main() -> int:
     parser.add_argument("--kernel", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    found = [built for capability in asked.capability for built in _told(build(capability, asked.kernel), asked.json)]
+    found = []
+    for capability in asked.capability:
+        for built in build(capability, asked.kernel):
+            found.append(built)
+            if not asked.json:
+                print(*(f"{name} {value}," for name, value in asdict(built).items()), f"{built.programs} programs")
     if asked.json:
         print(json.dumps([asdict(built) | {"programs": built.programs} for built in found], indent=1))
     return int(any(built.shared_bytes > SHARED[built.capability] for built in found))
-
-
-def _told(some: Iterator[Built], quiet: bool) -> Iterator[Built]:
-    for built in some:
-        if not quiet:
-            print(
-                f"sm_{built.capability:<4} {built.kernel:16} {built.case:44} {built.registers:4} registers "
-                f"{built.spilled_bytes:5} spilled {built.shared_bytes:7} shared {built.programs:3} programs",
-                flush=True,
-            )
-        yield built
 
 
 if __name__ == "__main__":

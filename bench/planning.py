@@ -24,7 +24,6 @@ from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress, Step
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name
@@ -57,15 +56,12 @@ def main() -> None:
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         longest=max(args.lengths) + _ANSWER,
-        layers=args.layers,
     )
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
     options = PlanOptions(
         lengths=tuple(sorted(args.lengths)),
-        samples=args.samples,
         verify_samples=None if args.verify else 0,
         gate=Gate(max_kl=1e3, min_agreement=0.0, min_exact=0.0),  # of random weights nothing is kept
-        tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
     )
     stages = Timed()
     result = compile_plan(job_of(loaded, options), progress=stages)

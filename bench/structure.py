@@ -35,9 +35,9 @@ import torch
 
 from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
 
-FAMILIES = ("vertical_slash", "a_shape", "block_sparse", "adaptive")
+FAMILIES = ("vertical_slash", "a_shape", "block_sparse")
 
 SINK = 4  # tokens that every head looks at
 _MANDATORY = 3  # tiles of a row
@@ -45,7 +45,6 @@ _COLUMN_SHARE = 0.2  # of the computed tiles of a vertical-slash head
 # Diagonals of the middles of bands, as shares of the prompt; heads move them a little.
 _TWO_BANDS = (0.15, 0.45)
 _ONE_BAND = (0.1, 0.7)  # at least and at most: the farther back, the fewer rows see it
-_ADAPTIVE_MASS = 0.97
 _ROOM = 1.15  # of `max_tiles` over the fullest row that is planted
 
 SMALLEST_HEAD = 32
@@ -88,11 +87,8 @@ def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowe
         return _vertical_slash(length, density, tile, narrowest)
     if family == "a_shape":
         return HeadSizes("a_shape", window=(_row_tiles(length, density, tile) - 2) * tile.key)
-    if family == "block_sparse":
-        hot = _kept_tiles(length, density, tile) - _MANDATORY
-        return HeadSizes("block_sparse", clusters=max(2, math.ceil(_tiles(length, tile) / hot)))
-    share = density - 2 * _MANDATORY / _tiles(length, tile)
-    return HeadSizes("adaptive", clusters=max(2, min(_tiles(length, tile), round(1 / max(share, 1e-9)))))
+    hot = _kept_tiles(length, density, tile) - _MANDATORY
+    return HeadSizes("block_sparse", clusters=max(2, math.ceil(_tiles(length, tile) / hot)))
 
 
 def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, last_q: int | None = None) -> Pattern:
@@ -101,9 +97,6 @@ def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, 
         return AShape(sink=tokens(SINK), window=tokens(sizes.window + 1))
     if sizes.family == "block_sparse":
         return BlockSparse(keep=tokens(_kept_tiles(length, density, tile) * tile.key))
-    if sizes.family == "adaptive":
-        most = _tiles(length, tile) / sizes.clusters + _MANDATORY + 1
-        return Adaptive(mass=_ADAPTIVE_MASS, max_tiles=_whole_tiles(_ROOM * most, tile))
     sampled = last_q_for(length)
     # The sinks are columns too, and each sampled query sees them on a far diagonal of its own.
     most = len(sizes.bands) * _band_tiles(sizes.band, tile) + _MANDATORY
@@ -197,7 +190,7 @@ def _width(dimensions: slice) -> int:
 
 def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
     """Gives slashes, which need the most, what the others leave. `head_dim` is at least SMALLEST_HEAD."""
-    slashes, tiles = "vertical_slash" in families, bool({"block_sparse", "adaptive"} & set(families))
+    slashes, tiles = "vertical_slash" in families, "block_sparse" in families
     columns = min(group, head_dim // 8) if slashes else 0
     position = 2 if "a_shape" in families else 0
     left = head_dim - 1 - columns - position - head_dim // 8  # the last for the base

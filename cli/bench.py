@@ -53,7 +53,7 @@ def kernels(
         str,
         typer.Option(
             metavar="LIST",
-            help="vertical_slash, a_shape, block_sparse, adaptive, or several joined by +; mixed is the first three.",
+            help="vertical_slash, a_shape, block_sparse, several joined by +, or mixed: all three.",
         ),
     ] = "mixed,vertical_slash",
     backend: Annotated[
@@ -77,9 +77,8 @@ def kernels(
     """Index building and sparse attention of one layer on planted structure.
 
     `asked` is the density asked for, `density` what was computed; `whole` is index and attention timed as one.
-    `columns`, `diagonals` and `tiles` are the shares of what was planted that the index found, `mass` the share of the
-    softmax that the computed positions hold on sampled rows, `error` the largest difference from float32 attention over
-    the same index.
+    `mass` is the share of the softmax that the computed positions hold on sampled rows, `error` the largest difference
+    from float32 attention over the same index.
     """
     given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
     densities = arguments.shares_from(density, "--density")

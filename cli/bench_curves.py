@@ -10,7 +10,7 @@ from sparsekv.cli.arguments import Subject
 from sparsekv.cli.eval_flags import EvalFlags, check_length
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
-from sparsekv.planner.options import PHASES, TASKS
+from sparsekv.planner.options import PHASES
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length
 
@@ -35,13 +35,13 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model as check_plan
 
-    profile, preset = _profiles(flags.profile)
+    (profile, preset), drawn = _profiles(flags.profile), flags.drawn
     inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
     phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
     methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
 
     def check(info: ModelInfo, _: str) -> None:
-        check_length(max(flags.lengths), info.context_length)
+        check_length(max(drawn.lengths), info.context_length)
         if subject.plan:
             check_plan(subject.plan, info, False)
         for one in (profile, preset):
@@ -52,11 +52,11 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     for one in (profile, preset):
         if one is not None:
             check_model(one, loaded.info)
-    task, budgets = (flags.tasks or TASKS)[0], flags.budgets or BUDGETS
+    budgets = flags.budgets or BUDGETS
     rows = measure_curves(
-        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, task, flags.seed),
+        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),
         methods,
-        flags.drawn,
+        drawn,
         progress=BarProgress(),
         done=lambda rows: write_curve(rows, out),
     )

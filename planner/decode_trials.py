@@ -28,10 +28,9 @@ from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.hf.cache import SparseLayer, reserve
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,8 +138,7 @@ def _rewind(cache: Cache, tokens: int) -> None:
     """Forgets all but the first tokens: what dense attention and these steps read starts from them alone."""
     for layer in cache.layers:
         assert isinstance(layer, SparseLayer)
-        assert isinstance(layer.store, DeviceStore)
-        layer.store.length = tokens
+        layer.store.truncate((tokens,) * len(layer.store.lengths))
 
 
 @dataclass(slots=True)

@@ -35,9 +35,9 @@ from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3

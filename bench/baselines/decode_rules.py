@@ -36,7 +36,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 PAGE = 16
 _QUEST_DENSE = 2  # layers
@@ -129,15 +129,8 @@ class StepwiseRule:
 
     rule: StepRule
 
-    @property
-    def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
-
-    @property
-    def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
+    stepwise = True
+    dense_prefill = True
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:

@@ -35,8 +35,8 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 
 def prefill_plan(model: ModelInfo, tile: TileShape, patterns: Mapping[int, Patterns]) -> Plan:
@@ -100,15 +100,8 @@ class MaxThreshold:
     alpha: float
     tile: TileShape
 
-    @property
-    def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
-
-    @property
-    def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return False
+    stepwise = True
+    dense_prefill = False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:

@@ -4,10 +4,10 @@ Queries, keys and values are random: what kernels cost depends on tiles and leng
 the chunk that ends at a length is timed, with its past.
 
 Steps over rows in host memory are timed on CUDA by the kernels of captured steps, over a few layers that follow one
-choice (runtime/hf/captured.py), elsewhere as single launches. Choices that a captured step has no slots for are cut to
-the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait for the
-host and take longer; they have no price of their own (remarks.py tells of them). Here rows are fetched beside attention
-alone, in a whole step beside the rest of the layers as well, which may cost less.
+choice (runtime/hf/graph_stores.py), elsewhere as single launches. Choices that a captured step has no slots for are
+cut to the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait
+for the host and take longer; they have no price of their own (remarks.py tells of them). Here rows are fetched beside
+attention alone, in a whole step beside the rest of the layers as well, which may cost less.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, D head size, N chosen tokens.
 """
@@ -44,9 +44,10 @@ from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.captured import StepStores
+from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import HostReads
 

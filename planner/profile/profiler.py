@@ -35,10 +35,10 @@ from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.targets import check_targets
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 

@@ -24,13 +24,14 @@ from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.stores.bank import Reads, allocated_slots, allocated_tokens
+from sparsekv.runtime.stores.hot_set import Reads, allocated_slots, allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, grown
 
@@ -61,7 +62,8 @@ class ModelSize:
         """That of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         config: Any = model.config
-        return cls(info, model.dtype, sum(tensors.values()), config.hidden_size, config.intermediate_size)
+        width = architecture_of(config.model_type).width_of(config)
+        return cls(info, model.dtype, sum(tensors.values()), config.hidden_size, width)
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:

@@ -33,8 +33,8 @@ from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall
 
 LENGTH = 1024
 
@@ -93,6 +93,16 @@ def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel
     found = compare(loaded, {"all": mode}, reference)["all"]
     assert max(found.kl) < 1e-4
     assert (found.spent.tiles, found.spent.attended) == (found.spent.causal_tiles, found.spent.cached)
+
+
+def test_rounding_is_measured_where_it_is_named_and_leaves_the_weights_as_they_were(
+    loaded: LoadedModel, reference: DenseReference
+) -> None:
+    assert "bfloat16" not in chosen_methods(("decode",), (), ())["decode"]
+    methods = chosen_methods(("decode",), ("bfloat16",), ())
+    (point,) = curve_modes(methods, CurveInputs(loaded), LENGTH)
+    assert 0 < max(compare(loaded, {"rounded": point.mode}, reference)["rounded"].kl) < 0.1
+    assert loaded.model.dtype == torch.float32
 
 
 def call_of(length: int) -> AttentionCall:

@@ -17,7 +17,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
 from sparsekv.planner.eval_results import Spent
 from sparsekv.plans.phases import PrefillPlan
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 
 class RandomTiles:

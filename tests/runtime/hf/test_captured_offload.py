@@ -17,6 +17,7 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.phases import DecodeBucket
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, HostMemory
@@ -180,13 +181,13 @@ def test_lengths_that_are_read_as_a_whole_again_run_as_single_launches(model, ca
 def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_launches(model, captured, monkeypatch):
     prompt, new, waited = ids(1, LONG), ids(1, 1, 1), []
 
-    def fail(segment, selection):
+    def fail(self, segment, selection):
         raise torch.OutOfMemoryError("of this test")
 
     with applied(model, ()):
         expected, _ = steps(model, prompt, new)
     with applied(model, (1, 2)) as handle:
-        handle.steps.revise = fail
+        monkeypatch.setattr(StepStores, "fetch", fail)
         wait = graphs.torch.cuda.synchronize
         monkeypatch.setattr(graphs.torch.cuda, "synchronize", lambda device=None: waited.append(wait(device)))
         with pytest.warns(match="capturing failed"):
@@ -216,18 +217,6 @@ def test_memory_that_runs_out_as_caches_take_turns_leaves_single_launches(model,
     assert "OutOfMemoryError: of this test" in handle.steps.why_not
     assert handle.steps.replayed == 2
     assert torch.equal(*found)
-
-
-def test_an_error_of_what_revises_choices_is_told_as_its_own(model, captured):
-    def fail(segment, selection):
-        raise ValueError("of this test")
-
-    with applied(model, (1, 2)) as handle, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        handle.steps.revise = fail
-        steps(model, ids(1, LONG), ids(1, 1, 1))
-    assert "filter layer 0" in handle.steps.why_not
-    assert [one.category for one in told] == [GraphWarning]  # attention did not fail
 
 
 @pytest.mark.parametrize("kernel", ["gather.gather_missed", *(["place.place_step"] if CUDA else [])])
@@ -260,19 +249,20 @@ def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_trito
     assert torch.equal(found, expected)
 
 
-def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured):
+def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured, monkeypatch):
     """A GPU refuses to be waited for then, in its own words."""
     memory, ran, seen = HostMemory(), [], []
     blocks = [memory.take(1 << 20, DEVICE) for _ in range(3)]
+    fetch = StepStores.fetch
 
-    def revise(segment, selection):
+    def littering(self, segment, selection):
         blocks[-1:] = []  # is unlocked
         OUTSIDE_CAPTURES.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
         seen.append(len(ran))
-        return selection
+        fetch(self, segment, selection)
 
+    monkeypatch.setattr(StepStores, "fetch", littering)
     with applied(model, (1, 2)) as handle:
-        handle.steps.revise = revise
         steps(model, ids(1, LONG), ids(1, 1, 1))
         assert (handle.steps.replayed, handle.steps.why_not) == (1, "")
     captures = 3 if CUDA else 2
