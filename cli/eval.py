@@ -30,7 +30,7 @@ def evaluate(flags: EvalFlags) -> None:
     if subject.plan is None and (unread := next(filter(flags.is_given, OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     if flags.curve is not None:
-        measure_curve(subject, flags, flags.drawn, flags.as_json)
+        measure_curve(subject, flags)
         return
     backend = settings_of(flags).backend
     from sparsekv.planner.eval_results import measurement_of
