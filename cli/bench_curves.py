@@ -48,7 +48,7 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
             if one is not None:
                 check_model(one, info, weights=False)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     for one in (profile, preset):
         if one is not None:
             check_model(one, loaded.info)

@@ -48,7 +48,7 @@ def evaluate(flags: EvalFlags) -> None:
         if plan is not None:
             check_model(plan, info, flags.allow_mismatch)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     differs = check_model(plan, loaded.info, flags.allow_mismatch) if plan else []
     modes: dict[str, Mode] = {}
     if plan is not None:

@@ -108,10 +108,7 @@ def _job(flags: PlanFlags, wanted: PlanOptions, progress: Progress) -> Job:
         return job_of_files(flags.model, wanted, profile, cost)
     narrowed(wanted, profile, cost)  # says what is not in the files before a model is looked for
     loaded = Subject(flags.model).load(
-        flags.typed("device"),
-        flags.typed("dtype"),
-        lambda info, hardware: check_plannable(info, wanted, hardware, profile, cost),
-        flags.device_map,
+        flags, lambda info, hardware: check_plannable(info, wanted, hardware, profile, cost)
     )
     return job_of(loaded, wanted, profile, cost, progress)
 

@@ -138,7 +138,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
             check_model(used, info, flags.allow_mismatch)
 
     return Session(
-        loaded=subject.load(flags.typed("device"), flags.typed("dtype"), check),
+        loaded=subject.load(flags, check),
         plan=used,
         prefill=not flags.dense_prefill,
         decode=not flags.dense_decode,

@@ -73,7 +73,7 @@ def verify(flags: VerifyFlags) -> None:
         check_model(found, info, flags.allow_mismatch)
         settle(asked, info.context_length, hardware)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     differs = check_model(found, loaded.info, flags.allow_mismatch)
     if flags.write:
         _check_same_model(found, loaded.info, differs)

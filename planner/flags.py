@@ -189,6 +189,12 @@ def shares(text: str) -> tuple[float, ...]:
     return tuple(share for part in text.split(",") if (share := found[part]) is not None)
 
 
+def one_share(text: str) -> float:
+    """A share such as 0.3 or 30%."""
+    (share,) = shares(text) if "," not in text else (0.0,)
+    return share
+
+
 def budget(text: str) -> Budget:
     """A number of tokens (2048, 2k) or a share of the context (10%, 0.1)."""
     share = _share(text)
@@ -246,6 +252,9 @@ Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Lengths = Annotated[tuple[Length, ...], text(lengths), AfterValidator(each_once)]
 Shares = Annotated[tuple[Share, ...], text(shares)]
+OneShare = Annotated[Share, text(one_share)]
+OneLength = Annotated[Length, text(parse_length)]
+Size = Annotated[int, text(size)]
 Counts = Annotated[tuple[Count, ...], text(counts), AfterValidator(each_once)]
 Layers = Annotated[tuple[int, ...], text(parse_ids)]
 Names = Annotated[tuple[str, ...], text(words), AfterValidator(each_once)]
