@@ -36,9 +36,9 @@ from sparsekv.bench.baselines.prefill_rules import (
 from sparsekv.bench.baselines.rounding import Rounded
 from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.compare import Mode, PlanMode
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
+from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
 from sparsekv.planner.profile.calibration import Calibration

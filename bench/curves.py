@@ -24,8 +24,8 @@ import numpy as np
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRow, read_curve
 from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
-from sparsekv.planner.eval_results import EvalResult
 from sparsekv.planner.evaluation import EvalSamples, evaluate
+from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import Gate, Phase
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.types import format_length

@@ -60,6 +60,7 @@ def main() -> None:
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
     options = PlanOptions(
         lengths=tuple(sorted(args.lengths)),
+        samples=args.samples,
         verify_samples=None if args.verify else 0,
         gate=Gate(max_kl=1e3, min_agreement=0.0, min_exact=0.0),  # of random weights nothing is kept
     )
@@ -85,11 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the plan")
     parser.add_argument("--model", default="llama3-8b", help="whose shape")
     parser.add_argument("--lengths", type=parse_lengths, default=(4096, 8192, 32768), help="that are planned")
-    parser.add_argument("--tile", type=int, choices=(64, 128), help="the planner's own choice if not given")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument(
-        "--samples", type=int, help="calibration prompts a length; the planner's own choice if not given"
-    )
+    parser.add_argument("--samples", type=int, help="calibration prompts a length")
     parser.add_argument("--verify", action="store_true", help="run the verification too: its time counts")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()

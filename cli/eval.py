@@ -14,7 +14,7 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Quality, to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.eval_results import EvalResult
+    from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Measurement, Plan
 
@@ -33,9 +33,9 @@ def evaluate(flags: EvalFlags) -> None:
         measure_curve(subject, flags)
         return
     backend = settings_of(flags).backend
-    from sparsekv.planner.eval_results import measurement_of
     from sparsekv.planner.evaluation import DENSE, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
+    from sparsekv.planner.evaluation.results import measurement_of
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 

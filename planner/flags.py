@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
-from typing import Annotated, Any, NamedTuple, Self
+from itertools import chain
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -52,6 +53,12 @@ class Spelled(NamedTuple):
         """As they are typed."""
         off = "no-" if self.field.default is True else ""
         return self.flag.names or (f"--{off}{self.name.replace('_', '-')}",)
+
+    @property
+    def parts(self) -> list[Any]:
+        """What is said of the values, also of an alternative to None: bounds and validators."""
+        nested = (part for one in get_args(self.field.annotation) for part in getattr(one, "__metadata__", ()))
+        return [*self.field.metadata, *chain(*(getattr(part, "metadata", (part,)) for part in nested))]
 
 
 class Options(BaseModel):

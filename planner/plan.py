@@ -28,7 +28,8 @@ from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.settled import Settled
-from sparsekv.planner.verify import Verification, after_a_missed_gate, tightened, tightened_remarks, verify
+from sparsekv.planner.tighten import after_a_missed_gate, tightened, tightened_remarks
+from sparsekv.planner.verify import Verification, verify
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Target

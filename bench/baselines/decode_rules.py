@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.planner.decode_candidates import anchor_layers
-from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.plans.model import ModelInfo
@@ -134,7 +134,7 @@ class StepwiseRule:
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         read = cached = 0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.evaluation.results import Spent
 
 
 class Rounded:

@@ -71,7 +71,7 @@ BUILDERS: Mapping[type[Pattern], IndexBuilder] = {
     AShape: IndexBuilder(index_a_shape),
     VerticalSlash: IndexBuilder(index_vertical_slash, "sparsekv.kernels.index.triton.vertical_slash"),
     BlockSparse: IndexBuilder(index_block_sparse, "sparsekv.kernels.index.triton.block_sparse"),
-    Adaptive: IndexBuilder(index_adaptive, "sparsekv.kernels.index.triton.adaptive"),
+    Adaptive: IndexBuilder(index_adaptive),
 }
 
 

@@ -146,12 +146,7 @@ class Handle:
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
-        sizes = {"tokens": tokens, "batch": batch, "chunk": tokens if chunk is None else chunk, "at_most": at_most}
-        for name, count in sizes.items():
-            if type(count) is not int or count < 1:
-                raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
-        if type(answer) is not int or not 0 <= answer < tokens:
-            raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
+        _check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
         request, available = Request(tokens - answer, answer, batch, chunk), self._available()
         largest = replace(request, prompt=max(tokens, at_most) - answer)
         placement = self._memory.place(largest, available)
@@ -172,11 +167,6 @@ class Handle:
             raise
         return cache
 
-    @property
-    def takes_over(self) -> bool:
-        """Whether `cache_of` serves: no selector of the plan looks at older queries than the newest."""
-        return not self._engine.remembers
-
     def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
         """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
 
@@ -186,11 +176,11 @@ class Handle:
             layers: keys and values of every layer, [B, G, S, D] each.
 
         Raises:
-            UnsupportedError: not `takes_over`.
+            UnsupportedError: a selector of the plan looks at older queries than the newest.
             UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
         """
         check_owner_open(self._engine)
-        if not self.takes_over:
+        if self._engine.remembers:
             raise UnsupportedError(
                 f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
                 f"{self._engine.remembers[0]}; prefill the prompt under this handle"
@@ -292,16 +282,12 @@ def apply(
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
-        offload: which of the layers that the plan permits to offload (`decode.offload`) have their keys and values in
-            host memory: "always" all of them, "never" none, "auto" as few as the device's memory asks for, which
-            `Handle.new_cache` decides, where the length is known; until then all of them, and on a CPU none. None is
-            "always".
+        offload: which layers of the plan's `decode.offload` have their keys and values in host memory: "always" (and
+            None) all, "never" none, "auto" as few as `Handle.new_cache` finds the device to need; on a CPU none.
         kv_host_layers: in place of `offload`: the layers that go there, whatever the plan permits, or how many (those
-            that decode reads least of come first). Decode of a layer in no segment copies all of its keys and values
-            back at every step: 80 ms a layer at 1M tokens.
+            that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
-        memory: blocks of host memory to share with handles before and after this one, which the caller closes; by
-            default this handle's own, which `close()` frees.
+        memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
 
     Returns:
         The handle, which is also a context manager.
@@ -309,10 +295,8 @@ def apply(
     Raises:
         UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named; an
             argument is of another type; there is no such plan file.
-        PlanError: the file holds no plan.
-        UnsupportedError: an architecture, or a field of the plan, that this version cannot execute.
-        PlanMismatchError: the plan was made for another model.
-        BackendError: `backend` cannot run here.
+        PlanError, PlanMismatchError: the file holds no plan, or one of another model.
+        UnsupportedError, BackendError: an architecture, field of the plan or backend that cannot run here.
     """
     check_attachable(model)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
@@ -338,6 +322,14 @@ def apply(
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
     on_bytes(more, total)
+
+
+def _check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
+    for name, count in {"tokens": tokens, **sizes}.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
+    if type(answer) is not int or not 0 <= answer < tokens:
+        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
 
 
 def _check_offload(mode: object, host_layers: object) -> None:

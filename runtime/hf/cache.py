@@ -214,7 +214,7 @@ def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch
     memory than the cache itself.
 
     Args:
-        cache: one of ours, or a DynamicCache that `holds_all` of its tokens.
+        cache: one of ours, or a DynamicCache that has dropped no tokens.
         tokens: at most those that are cached.
     """
     layers = deque(cache.layers)
@@ -230,12 +230,6 @@ def _first_tokens(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     lengths_B = torch.full(store.keys.shape[:1], tokens, dtype=torch.int32, device=store.keys.device)
     k_BGSD, v_BGSD = store.view(lengths_B).contiguous(tokens)
     return k_BGSD, v_BGSD
-
-
-def holds_all(cache: Cache) -> bool:
-    """Whether each layer of a DynamicCache still has all tokens: one with a sliding window drops those behind it."""
-    layers: list[Any] = cache.layers
-    return all(layer.keys.shape[2] == layer.get_seq_length() for layer in layers)
 
 
 def check_owner_open(owner: CacheOwner) -> None:

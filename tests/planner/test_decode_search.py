@@ -255,8 +255,8 @@ def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
         cache = handle.new_cache(1024)
         loaded.model(input_ids=ids_1S, past_key_values=cache)
         steps = [loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R.split(1, 1)]
-    single_RV = torch.cat(steps, 1)[0].float().log_softmax(-1)
-    kl_R = (prefix.dense_RV.exp() * (prefix.dense_RV - single_RV)).sum(-1)
+    single_1RV = torch.cat(steps, 1).float().log_softmax(-1)
+    kl_R = (prefix.dense_1RV.exp() * (prefix.dense_1RV - single_1RV)).sum(-1)
     assert kl > 1e-6
     assert kl == pytest.approx(float(kl_R.mean()), rel=1e-2)
 

@@ -9,7 +9,7 @@ from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import for_profile
-from sparsekv.planner.verify import after_a_missed_gate
+from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 

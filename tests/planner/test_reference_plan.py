@@ -8,13 +8,13 @@ from random_tiles import RandomTiles
 from torch_threads import torch_threads
 
 from sparsekv.planner.cost.device_cost import HeadShape
-from sparsekv.planner.eval_results import EvalResult
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
+from sparsekv.planner.evaluation.results import EvalResult
+from sparsekv.planner.gates import misses_of
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.verify import misses_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model

@@ -127,34 +127,3 @@ def tensor_obstacle(call: IndexCall) -> str | None:
 @lru_cache
 def _ampere_or_newer(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
-
-
-@dataclass(frozen=True, slots=True)
-class StridedLaunch:
-    """How antidiagonal scores cut their work: strided rows of a program, strided keys of a step, warps, pipeline depth.
-
-    Rows and keys are multiples of the 8 that a tile of 128 has.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# The largest padded head size that a row is for, and its launch. Not tuned on a GPU. As compiled by Triton 3.7 they
-# spill 8 bytes at most and share 192 KiB on Hopper, 48 KiB elsewhere.
-_STRIDED_HOPPER = ((128, StridedLaunch(128, 128, 8, 3)), (256, StridedLaunch(128, 64, 8, 2)))
-_STRIDED_AMPERE = ((128, StridedLaunch(64, 64, 4, 2)), (256, StridedLaunch(64, 32, 8, 2)))
-# Without tensor cores every product is unrolled into registers; this only has to be right.
-_STRIDED_FLOAT32 = ((256, StridedLaunch(32, 32, 4, 1)),)
-
-
-def strided_launch(device: torch.device, dtype: torch.dtype, block_d: int) -> StridedLaunch:
-    """The launch for this GPU, dtype and padded head size; the interpreter takes the smallest, to have many steps."""
-    table: tuple[tuple[int, StridedLaunch], ...] = _STRIDED_FLOAT32
-    if device.type == "cuda" and dtype != torch.float32:
-        # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
-        large = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
-        table = _STRIDED_HOPPER if large else _STRIDED_AMPERE
-    return next(launch for limit, launch in table if block_d <= limit)

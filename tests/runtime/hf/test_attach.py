@@ -124,8 +124,6 @@ def test_a_cache_from_elsewhere_is_refused_where_a_selector_looks_at_older_queri
         layers = handed_over(model(random_tokens(1, 50)).past_key_values, 50)
         with pytest.raises(UnsupportedError, match="layer 0"):
             handle.cache_of(layers)
-    with apply(model, plan_for(model, None, decode_plan(part)), decode=False) as handle:
-        assert handle.takes_over
 
 
 @pytest.mark.parametrize(("count", "found"), [(0, "0"), (2, "2"), (4, "more")])

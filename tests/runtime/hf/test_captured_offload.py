@@ -26,7 +26,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DTYPE, SIZE = (torch.bfloat16, 64) if CUDA else (torch.float32, 16)
-slow_in_the_interpreter = pytest.mark.skipif(not CUDA, reason="test_captured.py has the stores alone")
+slow_in_the_interpreter = pytest.mark.skipif(not CUDA, reason="test_graph_stores.py has the stores alone")
 SEGMENT = segment(0, (1, 2), 12, sink=4, recent=10)
 STEPS = 150 if CUDA else 2  # the interpreter takes a second for each
 LONG = 130  # tokens of a prompt that lies in host memory: 26 slots and a ring of 74 rows are fewer
@@ -106,6 +106,26 @@ def interleaved(model, offload):
         step(0, ids(1, 100, 9))
         replayed = handle.steps.replayed
     return torch.cat(seen, 1), replayed
+
+
+@pytest.mark.parametrize("offload", [(1, 2), *([()] if CUDA else [])], ids=str)
+@torch.no_grad()
+def test_a_captured_step_that_failed_in_the_head_leaves_no_trace(model, captured, offload):
+    prompt, new = ids(1, LONG), ids(1, 2, 1)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with applied(model, offload) as handle:
+        expected, _ = steps(model, prompt, new)
+        _, cache = steps(model, prompt, new[:, :1])
+        with model.lm_head.register_forward_pre_hook(fail), pytest.raises(KeyboardInterrupt):
+            model(new[:, 1:], past_key_values=cache)
+        assert cache.get_seq_length() == LONG + 1
+        found, _ = steps(model, new[:, 1:], new[:, :0], cache)
+        assert (handle.steps.replayed, on_host(cache)) == (5, list(offload))
+    assert torch.equal(found, expected[:, 2:])
+    assert cache.get_seq_length() == LONG + 2
 
 
 @slow_in_the_interpreter
