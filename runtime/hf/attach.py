@@ -264,6 +264,15 @@ class Attached:
         if under_way.layer < layers:
             check_layer(under_way.layer, None)
 
+    @contextmanager
+    def alone(self, layer: int) -> Iterator[None]:
+        """Inside it, one layer attends, called by itself and without a cache."""
+        before, self.under_way = self.under_way, Pass(self._engine, Phase.PREFILL, None, layer)
+        try:
+            yield
+        finally:
+            self.under_way = before
+
     def _begin(self, inputs: dict[str, Any]) -> Pass:
         """One token behind a past is a decode step, unless it is a piece of a longer prompt of `generate`."""
         tokens = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
