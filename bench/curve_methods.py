@@ -40,8 +40,8 @@ from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
 from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions, Task
-from sparsekv.planner.profile.calibration import calibration_prompts
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
+from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
 from sparsekv.planner.profile.search_space import a_shape_range, last_q_for, vertical_slash_range
 from sparsekv.planner.settled import settle
@@ -205,9 +205,7 @@ def _streaming(inputs: CurveInputs, length: int) -> Modes:
 
 def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
     loaded, ladder = inputs.loaded, inputs.ladder(length, "vertical_slash")
-    options = PlanOptions(lengths=(length,), tasks=(cast(Task, inputs.task),), samples=1, seed=inputs.seed)
-    settled = settle(options, loaded.info.context_length, "cpu")
-    prompt = calibration_prompts(loaded.tokenizer, settled)[length][0]
+    (prompt,) = Calibration(loaded.tokenizer, (), (inputs.task,), inputs.seed).prompts(length, 1)
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)
     patterns = vertical_slash_range(1000, 6096, last_q=last_q_for(length))
     fitted = fitted_at_densities(loaded, ids_1S, patterns, ladder, inputs.tile)

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from sparsekv.bench.random_model import random_model
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress, Step
@@ -64,7 +65,7 @@ def main() -> None:
         gate=Gate(max_kl=1e3, min_agreement=0.0, min_exact=0.0),  # of random weights nothing is kept
     )
     stages = Timed()
-    result = compile_plan(loaded, options, progress=stages)
+    result = compile_plan(job_of(loaded, options), progress=stages)
     write_plan(result.plan, args.out)
     others = result.seconds - sum(stages.seconds.values())
     found = {

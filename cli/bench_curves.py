@@ -4,66 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import AfterValidator
+from typing import TYPE_CHECKING
 
 from sparsekv.cli.arguments import Subject
+from sparsekv.cli.eval_flags import EvalFlags, check_length
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
-from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import PHASES, Phase
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.planner.options import PHASES
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.bench.curve_file import CurveRow
-    from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.plans.model import ModelInfo
 
 _HEADER = ("length", "phase", "method", "setting", "density", "KL", "95%", "top-1", "exact", "accuracy", "of dense")
 
 
-class CurveFlags(Options):
-    """What to measure a curve of; nothing given is all there is."""
-
-    curve: Annotated[
-        Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
-    ] = None
-    profile: Annotated[
-        tuple[Path, ...],
-        Flag(
-            "For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
-            metavar="FILE",
-            reads=list[Path],
-        ),
-    ] = ()
-    phases: Annotated[
-        tuple[Phase, ...], text(words), AfterValidator(each_once), Flag("For --curve: prefill,decode.", metavar="NAMES")
-    ] = ()
-    methods: Annotated[
-        Names, Flag("For --curve, such as sparsekv,streamingllm,quest; all by default.", metavar="NAMES")
-    ] = ()
-    densities: Annotated[
-        Shares,
-        Flag("For --curve: of the prefill methods that take one.", ("--densities", "--density"), "SHARES"),
-    ] = ()
-    budgets: Annotated[
-        Shares, Flag("For --curve: of the context, of the decode methods.", ("--budgets", "--budget"), "SHARES")
-    ] = ()
-
-
-CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
-
-
-def measure_curve(subject: Subject, flags: CurveFlags, drawn: EvalSamples, as_json: bool) -> None:
-    """Measures, writes the file after each length, and prints a table.
-
-    Args:
-        flags: with those of the hardware.
-        drawn: the samples.
-    """
+def measure_curve(subject: Subject, flags: EvalFlags) -> None:
+    """Measures, writes the file after each length, and prints a table."""
     assert flags.curve is not None
     out = flags.curve
     check_writable(out)
@@ -75,7 +35,7 @@ def measure_curve(subject: Subject, flags: CurveFlags, drawn: EvalSamples, as_js
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model as check_plan
 
-    profile, preset = _profiles(flags.profile)
+    (profile, preset), drawn = _profiles(flags.profile), flags.drawn
     inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
     phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
     methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
@@ -88,7 +48,7 @@ def measure_curve(subject: Subject, flags: CurveFlags, drawn: EvalSamples, as_js
             if one is not None:
                 check_model(one, info, weights=False)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     for one in (profile, preset):
         if one is not None:
             check_model(one, loaded.info)
@@ -103,23 +63,11 @@ def measure_curve(subject: Subject, flags: CurveFlags, drawn: EvalSamples, as_js
     missing = {name for names in methods.values() for name in names} - {row.method for row in rows}
     if missing:
         tell(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model")
-    if as_json:
+    if flags.as_json:
         emit_json({"path": str(out), "rows": [row.model_dump(mode="json") for row in rows]})
     else:
         emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")
         emit(f"{out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
-
-
-def check_length(length: int, context: int) -> None:
-    """Refuses a length beyond a model's context.
-
-    Raises:
-        PromptError: it is.
-    """
-    if length > context:
-        raise PromptError(
-            f"expected lengths within the model's context of {context} tokens, found {length}; give a shorter --length"
-        )
 
 
 def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:

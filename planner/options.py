@@ -2,7 +2,7 @@
 model and a device by `settle` (settled.py).
 
 A field says its type, bounds, default, help and flag here and nowhere else: the command line is generated from it
-(cli/options.py). Fields without a flag are for programs.
+(cli/commands.py). Fields without a flag are for programs.
 """
 
 from __future__ import annotations
@@ -234,12 +234,26 @@ class Gated(Options):
 HELD_OUT = "Held-out samples a task and length; by default 1 on a CPU, as many as prove a plan on a GPU."
 
 
-class Hardware(Options):
-    """Where a model runs, in what precision, by which kernels."""
+class Device(Options):
+    """Where something runs."""
 
     device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
+
+
+class Precision(Options):
+    """In what precision."""
+
     dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
+
+
+class Kernels(Options):
+    """By which kernels."""
+
     backend: Annotated[Backend, Flag("Kernel backend, or the fastest that can run; see `doctor`.")] = "auto"
+
+
+class Hardware(Device, Precision, Kernels):
+    """Where a model runs, in what precision, by which kernels."""
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE, quick_options
+from planner_models import TILE, bare_job, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.bench.baselines.decode_rules import (
@@ -40,7 +40,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def profiled(loaded: LoadedModel) -> Profile:
-    return profile(loaded, settle(quick_options(row_stride=8), 2048, "cpu"))
+    return profile(bare_job(loaded, settle(quick_options(row_stride=8), 2048, "cpu")))
 
 
 @pytest.fixture(scope="module")

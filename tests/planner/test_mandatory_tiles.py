@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planner_models import quick_options
+from planner_models import bare_job, quick_options
 from progress import Counting, CtrlC
 
 from sparsekv.kernels.index.build import build_index
@@ -67,7 +67,7 @@ def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
 def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) -> None:
     progress, options = Counting(), settle(quick_options(target_density=(0.2,)), 4096, "cpu")
     with pytest.raises(UsageError, match=r"found 0\.2"):
-        profile(loaded, options, progress)
+        profile(bare_job(loaded, options), progress)
     assert progress.stages == []
 
 
@@ -75,4 +75,4 @@ def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) ->
 def test_nothing_is_refused_where_no_density_was_asked_for(loaded: LoadedModel, change: dict) -> None:
     asked = quick_options(**{"target_density": (0.2,), "levels": ()} | change)
     with pytest.raises(KeyboardInterrupt):  # profiling has begun
-        profile(loaded, settle(asked, 4096, "cpu"), CtrlC("profile", 0))
+        profile(bare_job(loaded, settle(asked, 4096, "cpu")), CtrlC("profile", 0))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from planner_models import TILE, made_up_cost
+from planner_models import TILE, bare_job, made_up_cost
 from random_tiles import RandomTiles
 from torch_threads import torch_threads
 
@@ -53,7 +53,7 @@ def plan(reference: LoadedModel) -> Plan:
         "cpu",
     )
     cost = made_up_cost(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
-    return compile_once(reference.info, options, profile(reference, options), cost)
+    return compile_once(reference.info, options, profile(bare_job(reference, options)), cost)
 
 
 @pytest.fixture(scope="module")

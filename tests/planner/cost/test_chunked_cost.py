@@ -18,8 +18,9 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import Chunks, DeviceCost, Line
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.cost.remarks import plan_remarks
+from sparsekv.planner.job import check_plannable, narrowed
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.plan import check_plannable, compile_once, for_host
+from sparsekv.planner.plan import compile_once
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, in_tokens, of_context, tokens
 from sparsekv.plans.schema import Target
@@ -77,7 +78,7 @@ def test_a_plan_for_vllm_names_it_and_its_chunks_and_has_no_decode_phase() -> No
     reuse = made_up_reuse(np.eye(3))
     profile = made_up_profile(made_up_length(8192, np.random.default_rng(0)).model_copy(update={"reuse": reuse}))
     cost = engine_cost(2048)
-    options = for_host(options_for(phases=("prefill", "decode"), target_density=(0.3,)), cost)
+    options = options_for(phases=("prefill",), target_density=(0.3,), host="vllm")
     plan = compile_once(profile.model, options, profile, cost)
     expected = Target(device=cost.device, host="vllm", backend="cpu", dtype="float32", chunk=2048)
     assert plan.targets == (expected,)
@@ -135,10 +136,10 @@ def density(pattern: Pattern, ends: Sequence[int]) -> float:
 
 def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
     with pytest.raises(UsageError, match="--only decode"):
-        for_host(PlanOptions(host="vllm", phases=("decode",)), None)
+        PlanOptions(host="vllm", phases=("decode",))
     with pytest.raises(UsageError, match=r"--decode-loss .*--host vllm"):
-        for_host(PlanOptions(decode_loss=0.1), engine_cost(2048))
-    assert for_host(PlanOptions(host="vllm"), None).phases == ("prefill",)
+        narrowed(PlanOptions(decode_loss=0.1), None, engine_cost(2048))
+    assert narrowed(PlanOptions(host="vllm"), None, None)[0].phases == ("prefill",)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
