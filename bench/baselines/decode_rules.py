@@ -84,7 +84,8 @@ class ExactTopK:
         if self.sink + count + self.recent >= length:
             return None
         one_1 = torch.ones(1, device=call.q_BHSD.device)
-        scores_BgS = token_scores(call.q_BHSD, call.k_BGKD, (length - 1,), one_1, scale=call.scale, heads=self.heads)
+        newest_11 = one_1[None].long() * (length - 1)
+        scores_BgS = token_scores(call.q_BHSD, call.k_BGKD, newest_11, one_1, scale=call.scale, heads=self.heads)
         best_BgK = scores_BgS[..., self.sink : length - self.recent].topk(count).indices + self.sink
         seen_BgS = torch.zeros_like(scores_BgS, dtype=torch.bool).scatter_(-1, best_BgK, True)
         seen_BgS[..., : self.sink] = seen_BgS[..., length - self.recent :] = True

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 
 from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstacle, interpreting
+from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstacle
 
 LARGEST_SAMPLE = 256  # queries of a head: four strips of 64 rows
 LARGEST_HEAD = 128  # with 256, four strips would fill the shared memory of most GPUs
-LONGEST = 2_000_000  # tokens: best_scores.py counts in 21 bits
+LONGEST = 2_000_000  # tokens: choices.py counts in 21 bits
 PADDING = 16  # rows of scores are padded to a multiple of this
 MOST_RANGES = 64  # partial results of a row that the second pass joins
 
@@ -105,25 +105,11 @@ def strips_for(sampled: int) -> Strips:
     return Strips(64, 2 if sampled <= 128 else 4)
 
 
-def tensor_obstacle(call: IndexCall) -> str | None:
-    """Why no index can be built of these tensors here; None when one can."""
+def takes_tensors(call: IndexCall) -> bool:
+    """Whether an index can be built of these tensors here; torch builds it elsewhere."""
     q_BHSD, k_BGKD = call.q_BHSD, call.k_BGKD
-    if not (q_BHSD.is_cuda or interpreting()):
-        return f"it needs tensors on a GPU, found {q_BHSD.device}"
-    if q_BHSD.is_cuda and not _ampere_or_newer(q_BHSD.device):
-        return "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
-    halves = (torch.float16, torch.bfloat16)
-    if q_BHSD.dtype not in (halves if q_BHSD.is_cuda else (*halves, torch.float32)) or k_BGKD.dtype != q_BHSD.dtype:
-        return f"it takes queries and keys in float16 or bfloat16, found {q_BHSD.dtype} and {k_BGKD.dtype}"
-    if q_BHSD.stride(3) != 1 or k_BGKD.stride(3) != 1 or k_BGKD.stride(2) >= LONGEST_ROW_STRIDE:
-        return f"it needs contiguous heads, and tokens less than {LONGEST_ROW_STRIDE} elements apart"
-    if call.layout.row_tiles == 0 or call.layout.chunk.longest == 0:
-        return "there is nothing to build"
-    if q_BHSD.shape[3] > LARGEST_HEAD:
-        return f"it takes head sizes up to {LARGEST_HEAD}, found {q_BHSD.shape[3]}"
-    return head_size_obstacle(q_BHSD.shape[3])
-
-
-@lru_cache
-def _ampere_or_newer(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+    dtypes = (torch.float16, torch.bfloat16, *(() if q_BHSD.is_cuda else (torch.float32,)))
+    contiguous = q_BHSD.stride(3) == k_BGKD.stride(3) == 1 and k_BGKD.stride(2) < LONGEST_ROW_STRIDE
+    size, anything = q_BHSD.shape[3], call.layout.row_tiles > 0 < call.layout.chunk.longest
+    fits = size <= LARGEST_HEAD and head_size_obstacle(size) is None
+    return q_BHSD.dtype in dtypes and k_BGKD.dtype == q_BHSD.dtype and contiguous and anything and fits
