@@ -50,9 +50,8 @@ from sparsekv.planner.options import (
 )
 from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
-from sparsekv.planner.profile.search_space import a_shape_range, last_q_for, vertical_slash_range
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, Budget, Pattern, TileShape, fraction
+from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
@@ -201,7 +200,7 @@ def _no_prices(profile: Profile) -> DeviceCost:
 
 
 def _streaming(inputs: CurveInputs, length: int) -> Modes:
-    patterns = a_shape_range(_SINK, length)
+    patterns = AShape.widening(_SINK, length)
     for density in inputs.ladder(length, "a_shape"):
         pattern = static_at_density(patterns, length, density, inputs.tile)
         yield _density(density), _same(inputs, pattern)
@@ -212,7 +211,7 @@ def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
     options = PlanOptions(lengths=(length,), tasks=(inputs.task,), samples=1, seed=inputs.seed)
     prompt = calibration_prompts(loaded.tokenizer, options)[length][0]
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)
-    patterns = vertical_slash_range(1000, 6096, last_q=last_q_for(length))
+    patterns = VerticalSlash.in_ratio(1000, 6096, last_q=last_q_for(length))
     fitted = fitted_at_densities(loaded, ids_1S, patterns, ladder, inputs.tile)
     for density, by_layer in zip(ladder, fitted, strict=True):
         plan = prefill_plan(loaded.info, inputs.tile, by_layer)

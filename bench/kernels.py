@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -38,14 +38,14 @@ from sparsekv.bench.structure import FAMILIES
 from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Family, mandatory_density
+from sparsekv.planner.options import PRESET_FAMILIES, mandatory_density
 from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
+from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.model_config import device_name, dtype_name
 
-MIXED: tuple[str, ...] = ("vertical_slash", "a_shape", "block_sparse")  # what plans choose from by default
+MIXED = PRESET_FAMILIES
 PLANTED_NOTE = (
     "Queries and keys are planted, not taken from a model: sinks, local windows, bands of diagonals, scattered "
     "columns and hot tiles, at the stated densities. Indices come from the shipped builders."
@@ -97,10 +97,8 @@ class KernelBench:
         families = {family for mix in self.patterns for family in families_of(mix, self.heads)}
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
             raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
-        if self.last_q is not None and "vertical_slash" not in families:
-            raise UsageError(
-                f"expected --last-q with vertical_slash heads, which sample queries, found {', '.join(self.patterns)}"
-            )
+        if self.last_q is not None and not any("last_q" in PATTERNS[family].model_fields for family in families):
+            raise UsageError(f"expected --last-q with heads that sample queries, found {', '.join(self.patterns)}")
         if self.builder == "triton" and not builds_by_triton(self.device):
             raise UsageError(f"expected --builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
         if self.rounds < 1:
@@ -114,7 +112,7 @@ def families_of(mix: str, heads: int) -> tuple[str, ...]:
     """The family of each query head: of one, or of several assigned to the heads in turn.
 
     Args:
-        mix: a family, several joined by `+`, or "mixed" for the three that plans choose from by default.
+        mix: a family, several joined by `+`, or "mixed" for the three of MInference 1.0.
 
     Raises:
         UsageError: it names something else.
@@ -291,7 +289,7 @@ def _why_denser(asked: KernelRow, computed: float, bench: KernelBench) -> str:
     """A note where much more is computed than was asked for; else empty."""
     if computed <= _DENSER * asked.target_density:
         return ""
-    families = (cast(Family, name) for name in families_of(asked.name, bench.heads))
+    families = families_of(asked.name, bench.heads)
     least = fmean(mandatory_density(asked.length, bench.tile, family) for family in families)
     return (
         f"{format_length(asked.length)} at {asked.target_density:g}: more is computed than was asked for, since the "

@@ -10,6 +10,7 @@ import typer
 from sparsekv.cli import arguments
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import PATTERNS
 
 if TYPE_CHECKING:
     from sparsekv.bench.decode import DecodeRow
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}
+_PLANTED = [name for name, kind in PATTERNS.items() if kind.planting]
 _WIDEST = 1024  # heads, their size, layers: as in a plan
 _PREFILL_LENGTHS = {"cuda": "8k,32k", "cpu": "4k"}
 _DECODE_LENGTHS = {"cuda": "8k,32k,128k,512k", "cpu": "8k"}
@@ -48,7 +50,7 @@ def kernels(
         str,
         typer.Option(
             metavar="LIST",
-            help="vertical_slash, a_shape, block_sparse, adaptive, or several joined by +; mixed is the first three.",
+            help=f"{', '.join(_PLANTED)}, or several joined by +; mixed is the three of MInference 1.0.",
         ),
     ] = "mixed,vertical_slash",
     backend: Annotated[

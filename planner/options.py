@@ -14,26 +14,33 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
+from pydantic import AfterValidator
 
 from sparsekv.planner.conflicts import check_used
 from sparsekv.planner.tasks import QUOTE_TASKS
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Budget, TileShape, fraction
+from sparsekv.plans.patterns import PATTERNS, Budget, TileShape, fraction
 from sparsekv.plans.schema import HostName
 from sparsekv.plans.types import LEAST_CHUNK, format_length
 from sparsekv.runtime.settings import DeviceMap
 
-Family = Literal["a_shape", "vertical_slash", "block_sparse"]
+_SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
+FAMILIES = tuple(name for name in _SEARCHED if PATTERNS[name].by_default)
+KNOWN_FAMILIES = (*FAMILIES, *(name for name in _SEARCHED if name not in FAMILIES))  # the others when asked for
+PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.published(TileShape()))
 
-# Searched by default: the family that no other one improved on in any model measured (benchmarks/EXPERIMENTS.md).
-FAMILIES: tuple[Family, ...] = ("vertical_slash",)
-# The others only when asked for, or by a preset.
-KNOWN_FAMILIES: tuple[Family, ...] = (*FAMILIES, "a_shape", "block_sparse")
-PRESET_FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
+
+def _known(name: str) -> str:
+    if name not in KNOWN_FAMILIES:
+        raise ValueError(f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}")
+    return name
+
+
+Family = Annotated[str, AfterValidator(_known)]
 Phase = Literal["prefill", "decode"]
 Preset = Literal["minference"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -306,24 +313,13 @@ def density_for(length: int) -> float:
     return round(math.exp(np.interp(math.log(length), lengths, densities)), 4)
 
 
-def mandatory_a_row(tile: TileShape) -> int:
-    """Tiles that every pattern computes in a whole row tile: those of the diagonal, the one before, the first."""
-    return (tile.query - 1) // tile.key + 3
-
-
 def mandatory_density(length: int, tile: TileShape, family: Family) -> float:
     """The least share of the causal tiles of a prompt of `length` tokens that a head of a family computes."""
     from sparsekv.kernels.tiles import Chunk  # here, since it brings torch: options are read before that is imported
 
-    rows = [_row(first, min(first + tile.query, length) - 1, tile, family) for first in range(0, length, tile.query)]
+    least, starts = PATTERNS[family].least_tiles, range(0, length, tile.query)
+    rows = (least(first, min(first + tile.query, length) - 1, tile) for first in starts)
     return sum(rows) / Chunk.uniform(1, 0, length).causal_tiles(tile)
-
-
-def _row(first: int, last: int, tile: TileShape, family: Family) -> int:
-    base, seen = first // tile.key, last // tile.key + 1
-    if family == "block_sparse":  # the last row tile, which may be cut short, gets as many tiles as a whole one
-        return min(seen, mandatory_a_row(tile))
-    return seen - max(base - 1, 0) + int(base > 1)
 
 
 def check_targets(
