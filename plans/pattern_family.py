@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, Self, TypeVar
 
-from sparsekv.plans.budgets import Budget, TileShape, fraction, tokens
+from sparsekv.plans.budget import Budget, TileShape, fraction, tokens
 from sparsekv.plans.types import Part
 
 P_co = TypeVar("P_co", covariant=True)

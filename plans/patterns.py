@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field
 
-from sparsekv.plans.budgets import Budget, TileShape, fraction, tokens
+from sparsekv.plans.budget import Budget, TileShape, fraction, tokens
 from sparsekv.plans.pattern_family import Grid, PatternFamily, Planting, SizeRange, Structure
 from sparsekv.plans.types import Share
 
