@@ -43,11 +43,10 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
-from sparsekv.planner.profile.search_space import a_shape_range, last_q_for, vertical_slash_range
 from sparsekv.planner.settled import settle
 from sparsekv.planner.targets import density_for, mandatory_density
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, Budget, Pattern, TileShape, fraction
+from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
@@ -197,7 +196,7 @@ def _no_prices(profile: Profile) -> DeviceCost:
 
 
 def _streaming(inputs: CurveInputs, length: int) -> Modes:
-    patterns = a_shape_range(_SINK, length)
+    patterns = AShape.widening(_SINK, length)
     for density in inputs.ladder(length, "a_shape"):
         pattern = static_at_density(patterns, length, density, inputs.tile)
         yield _density(density), _same(inputs, pattern)
@@ -207,7 +206,7 @@ def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
     loaded, ladder = inputs.loaded, inputs.ladder(length, "vertical_slash")
     (prompt,) = Calibration(loaded.tokenizer, (), (inputs.task,), inputs.seed).prompts(length, 1)
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)
-    patterns = vertical_slash_range(1000, 6096, last_q=last_q_for(length))
+    patterns = VerticalSlash.in_ratio(1000, 6096, last_q=last_q_for(length))
     fitted = fitted_at_densities(loaded, ids_1S, patterns, ladder, inputs.tile)
     for density, by_layer in zip(ladder, fitted, strict=True):
         plan = prefill_plan(loaded.info, inputs.tile, by_layer)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,11 +21,10 @@ from sparsekv.bench.structure import FAMILIES
 from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Family
 from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.targets import mandatory_density
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
+from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.model_config import device_name, dtype_name
 
@@ -95,10 +94,8 @@ class KernelBench:
         families = {family for mix in self.patterns for family in families_of(mix, self.heads)}
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
             raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
-        if self.last_q is not None and "vertical_slash" not in families:
-            raise UsageError(
-                f"expected --last-q with vertical_slash heads, which sample queries, found {', '.join(self.patterns)}"
-            )
+        if self.last_q is not None and not any("last_q" in PATTERNS[family].model_fields for family in families):
+            raise UsageError(f"expected --last-q with heads that sample queries, found {', '.join(self.patterns)}")
         if self.builder == "triton" and not builds_by_triton(self.device):
             raise UsageError(f"expected --builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
         if self.rounds < 1:
@@ -261,7 +258,7 @@ def _why_denser(asked: Row, computed: float, bench: KernelBench) -> str:
     share = asked.own["target_density"]
     if computed <= _DENSER * share:
         return ""
-    families = (cast(Family, name) for name in families_of(asked.name, bench.heads))
+    families = families_of(asked.name, bench.heads)
     least = fmean(mandatory_density(asked.length, bench.tile, family) for family in families)
     return (
         f"{format_length(asked.length)} at {share:g}: the tiles that every pattern computes are {least:.3f} of the "

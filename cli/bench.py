@@ -17,10 +17,11 @@ from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Count, Flag, Names, Shares, Tile
 from sparsekv.planner.options import Device, Hardware, Precision, PrefillChunk
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import PATTERNS, TileShape
 
 _LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
 _PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
+_PLANTED = [name for name, kind in PATTERNS.items() if kind.planting]
 
 
 class KernelFlags(Timed, Device, Precision, Output):
@@ -38,8 +39,7 @@ class KernelFlags(Timed, Device, Precision, Output):
     patterns: Annotated[
         Names,
         Flag(
-            "vertical_slash, a_shape, block_sparse, several joined by +, or mixed: all three; by default mixed and "
-            "vertical_slash.",
+            f"{', '.join(_PLANTED)}, several joined by +, or mixed: all of them; by default mixed and vertical_slash.",
             metavar="LIST",
         ),
     ] = ("mixed", "vertical_slash")

@@ -26,15 +26,23 @@ from sparsekv.planner.flags import (
     words,
 )
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import fraction
+from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
-Family = Literal["vertical_slash", "a_shape", "block_sparse"]
-KNOWN_FAMILIES: tuple[Family, ...] = get_args(Family)
-# Searched by default: the family that no other one improved on in any model measured (docs/experiments.md).
-FAMILIES: tuple[Family, ...] = ("vertical_slash",)
-PRESET_FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
+_SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
+FAMILIES = tuple(name for name in _SEARCHED if PATTERNS[name].by_default)
+KNOWN_FAMILIES = (*FAMILIES, *(name for name in _SEARCHED if name not in FAMILIES))  # the others when asked for
+PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.published(TileShape()))
+
+
+def _known(name: str) -> str:
+    if name not in KNOWN_FAMILIES:
+        raise ValueError(f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}")
+    return name
+
+
+Family = Annotated[str, AfterValidator(_known)]
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Preset = Literal["minference"]

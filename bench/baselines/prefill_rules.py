@@ -30,9 +30,9 @@ from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import ascending
 from sparsekv.planner.evaluation.results import Spent
-from sparsekv.planner.profile.search_space import PatternRange, Patterns, Prefix, fit_to_target
+from sparsekv.planner.profile.search_space import Patterns, Prefix, fit_to_target
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.plans.patterns import Pattern, PatternRange, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel

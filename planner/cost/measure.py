@@ -36,9 +36,8 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
-from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
@@ -279,18 +278,6 @@ class OffloadedSteps:
         return found
 
 
-def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
-    """A few of each kind, so that tiles and columns vary apart from one another."""
-    yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 16))
-    yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 4))
-    yield "block_sparse", BlockSparse(keep=tokens(max(256, length // 16)))
-    yield "block_sparse", BlockSparse(keep=tokens(max(512, length // 4)))
-    few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
-    for vertical, slash in ((few, many), (many, few)):
-        lines = VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few))
-        yield "vertical_slash", lines
-
-
 @dataclass(frozen=True, slots=True)
 class Bench:
     """One device, one layer's heads, one tile shape."""
@@ -321,14 +308,12 @@ class Bench:
         yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
         if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
             yield _timing("copy", length, (1.0, float(length)), self._us(copy))
-        for name, pattern in _patterns(length):
-            if name not in self.families:
-                continue
+        for pattern in (one for name in self.families for one in PATTERNS[name].timed(length)):
             build = partial(build_index, (pattern,) * heads, q_BHTD, k_BGSD, chunk, self.tile, scale=scale)
             scored = float(heads * length)
             index, build_us = build(), self._us(build)
             attend = partial(prefill_attention, q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
-            yield _timing(f"index {name}", length, (1.0, scored, scored * rows), build_us)
+            yield _timing(f"index {pattern.pattern}", length, (1.0, scored, scored * rows), build_us)
             query_tiles, tiles = float(index.counts_BHT.numel()), float(index.counts_BHT.sum())
             work = (query_tiles, tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))
             yield _timing("sparse prefill", length, (1.0, *work), self._us(partial(self._taken, attend)))

@@ -21,7 +21,6 @@ from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.types import format_ids
 from sparsekv.runtime.architecture import architecture_of
@@ -378,23 +377,10 @@ def _index_bytes(layer: LayerProgram, request: Request) -> int:
     if not patterns:
         return 0
     row_tiles = -(-request.piece // layer.tile.query)
-    width = max(_tiles(pattern, keys, layer.tile) for pattern in patterns)
-    columns = max(pattern.vertical.resolve(keys) if isinstance(pattern, VerticalSlash) else 0 for pattern in patterns)
+    width = max(pattern.listed_tiles(keys, layer.tile) for pattern in patterns)
+    columns = max(pattern.most_columns(keys) for pattern in patterns)
     lines = 2 * keys if columns else 0  # scores of columns and diagonals
     return 4 * (row_tiles * (width + 1 + columns // 32) + columns + lines)
-
-
-def _tiles(pattern: Pattern, keys: int, tile: TileShape) -> int:
-    """Tiles of a row at most."""
-    if isinstance(pattern, VerticalSlash | Adaptive):
-        tokens = pattern.max_tiles.resolve(keys)
-    elif isinstance(pattern, BlockSparse):
-        tokens = pattern.keep.resolve(keys)
-    elif isinstance(pattern, AShape):
-        tokens = pattern.sink.resolve(keys) + pattern.window.resolve(keys) + tile.query
-    else:
-        return 1
-    return min(-(-tokens // tile.key) + 2, -(-keys // tile.key))
 
 
 def _last(holds: Callable[[int], bool], bound: int) -> int:
