@@ -73,7 +73,7 @@ def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> Pr
     """All that the host knows about the index of these heads.
 
     Args:
-        group: heads with VerticalSlash patterns, which `takes` them.
+        group: heads with VerticalSlash patterns that `takes` accepts.
         call: the layer's queries and keys.
         sizes: block sizes to use instead of the table's, for tuning and for tests.
     """
