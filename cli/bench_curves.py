@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sparsekv.cli.arguments import Subject
 from sparsekv.cli.eval_flags import EvalFlags, check_length
 from sparsekv.cli.output import columns, emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.planner.options import PHASES
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length
@@ -26,7 +26,6 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     """Measures, writes the file after each length, and prints a table."""
     assert flags.curve is not None
     out = flags.curve
-    check_writable(out)
     check_replaceable(out, "--curve", "curve")
     from sparsekv.bench.curve_file import write_curve
     from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, chosen_methods

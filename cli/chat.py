@@ -61,6 +61,19 @@ class Answer:
         said = self.generation
         return f"{(said.new_tokens - 1) / said.decode_seconds:.1f}/s" if said.decode_seconds > 0 else "-"
 
+    def facts(self) -> dict[str, str]:
+        """What people compare, by name."""
+        said = self.generation
+        return {
+            "prompt tokens": f"{said.prompt_tokens:,}",
+            "prefill": f"{said.prefill_seconds:.2f} s",
+            "prefill density": f"{self.prefill_density:.3f}",
+            "new tokens": f"{said.new_tokens}",
+            "decode": self.rate,
+            "KV on the device": size(self.kv_bytes_device),
+            "KV on the host": size(self.kv_bytes_host),
+        }
+
     def as_line(self) -> str:
         """What people are told after an answer."""
         said = self.generation

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import settings_of
 from sparsekv.cli.bench_curves import measure_curve
 from sparsekv.cli.eval_flags import OF_PLAN, EvalFlags, PhaseName, check_length
-from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
+from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Quality, to_data
 
@@ -68,22 +67,10 @@ def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
     from sparsekv.planner.verify import is_sparse_at
     from sparsekv.plans.types import format_length
 
-    parts = {"prefill": plan.prefill, "decode": plan.decode}
-    ends = []
-    for name, part in parts.items():
-        if part is None or phase not in (name, "both"):
-            continue
-        if is_sparse_at(part.bucket(length), length):
-            return None
-        behind = [bucket for bucket in part.lengths if bucket.up_to is None or bucket.up_to >= length]
-        dense = list(takewhile(lambda bucket: bucket.dense, behind))
-        if not dense:
-            ends.append(f"{name}, which chooses nothing of so few tokens")
-        else:
-            last = dense[-1].up_to
-            ends.append(f"{name} {'at every longer length too' if last is None else f'up to {format_length(last)}'}")
-    where = f" ({', '.join(ends)})" if ends else f": it has no {phase} phase"
-    return f"the plan is dense at {format_length(length)}{where}; dense is compared with itself"
+    parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
+    if any(part is not None and is_sparse_at(part.bucket(length), length) for part in parts):
+        return None
+    return f"the plan is dense at {format_length(length)}, and dense is compared with itself; `show` says where not"
 
 
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
@@ -100,8 +87,12 @@ def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
 
 
 def _text(result: EvalResult, samples: int, phase: PhaseName, measured: Measurement | None) -> str:
-    rows = [score_row(name, task.score, measured is not None) for name, task in result.tasks.items()]
-    parts = [columns([SCORE_HEADER, *rows], right=(1, 2))]
+    from sparsekv.plans.show import SCORE_HEADER, score_row
+
+    rows = [score_row(name, task.score) for name, task in result.tasks.items()]
+    if measured is None:  # there is no sparse side
+        rows = [(task, dense, "", "") for task, dense, *_ in rows]
+    parts = [columns([tuple(map(str.lower, SCORE_HEADER)), *rows], right=(1, 2))]
     facts = f"{samples} {'sample' if samples == 1 else 'samples'} a task at {result.lengths[0]:,} tokens"
     if measured is not None:
         parts.append(agreement_table(Quality(**{phase: measured})))

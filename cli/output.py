@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from sparsekv.plans.errors import SparseKVError
 
 if TYPE_CHECKING:
-    from sparsekv.plans.schema import Quality, Score
+    from sparsekv.plans.schema import Quality
 
 FAILED = 1
-SCORE_HEADER = ("task", "dense", "sparse", "sparse - dense, 95%")
 
 
 def prepare_streams() -> None:
@@ -108,33 +107,25 @@ def placed(host_layers: Collection[int], layers: int) -> str:
     return f"keys and values of {moved} in host memory, of the others on the device"
 
 
-def score_row(task: str, score: Score, has_plan: bool = True) -> tuple[str, str, str, str]:
-    """One task: shares of right answers, or perplexities. Without a plan there is no sparse side."""
-    if not has_plan:
-        return task, f"{score.dense:.4g}", "", ""
-    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
-    return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
-
-
 _DENSITIES = "density: share of the tiles, in decode of the tokens, measured on held-out prompts of all lengths"
 
 
 def quality_table(quality: Quality) -> str:
     """What was measured of a plan, phase by phase."""
-    rows = [("phase", "density", *SCORE_HEADER, "samples")]
-    for phase in ("prefill", "decode", "both"):
-        measured = getattr(quality, phase)
-        for task, score in measured.tasks.items() if measured else ():
-            rows.append((phase, f"{measured.density:.3f}", *score_row(task, score), str(score.samples)))
+    from sparsekv.plans.show import SCORE_HEADER, score_row  # brings rich
+
+    rows = [("phase", "density", *map(str.lower, SCORE_HEADER), "samples")]
+    for phase, measured in quality.phases.items():
+        named = (phase, f"{measured.density:.3f}")
+        rows += [(*named, *score_row(task, score), str(score.samples)) for task, score in measured.tasks.items()]
     return f"{columns(rows, right=(1, 3, 4, 6))}\n{_DENSITIES}\n\n{agreement_table(quality)}"
 
 
 def agreement_table(quality: Quality) -> str:
     """Divergence, top-1 and exact agreement with dense, phase by phase."""
-    from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows  # brings rich
+    from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows
 
-    header = tuple(name.lower() for name in AGREEMENT_HEADER)
-    return columns([header, *agreement_rows(quality)], right=(2,))
+    return columns([tuple(map(str.lower, AGREEMENT_HEADER)), *agreement_rows(quality)], right=(2,))
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -47,28 +47,24 @@ class PlanFiles(Options):
             UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
                 to one file.
         """
-        for path in (self.out, self.profile_out, self.cost_out):
-            if path is not None:
-                check_writable(path)
+        for path in filter(None, (self.out, self.profile_out, self.cost_out)):
+            check_writable(path)
         check_writable(self.resume)
         inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts_file))
         outputs = (
             ("--out", self.out, "plan"),
             ("--profile-out", self.profile_out, "profile"),
-            ("an unfinished --profile-out", self.resume, "partial"),
             ("--cost-out", self.cost_out, "cost"),
+            ("an unfinished --profile-out", self.resume, "partial"),
         )
+        written = [(flag, path, kind) for flag, path, kind in outputs if path is not None]
         taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
-        for flag, path, _ in outputs:
-            if path is None:
-                continue
-            real = os.path.realpath(path)
-            if real in taken:
-                raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
-            taken[real] = f"{flag} {path}"
-        for flag, path, kind in outputs:
-            if path is not None:
-                check_replaceable(path, flag, kind)
+        for flag, path, _ in written:
+            found = taken.setdefault(os.path.realpath(path), own := f"{flag} {path}")
+            if found != own:
+                raise UsageError(f"expected a file of its own for {flag}, found {found} there; name another one")
+        for flag, path, kind in written:
+            check_replaceable(path, flag, kind)
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
@@ -144,11 +140,13 @@ _WHAT = {
 
 
 def check_replaceable(path: Path, flag: str, kind: str) -> None:
-    """Refuses a file that nothing of sparsekv wrote. One that is damaged, or of another schema, still tells its kind.
+    """Refuses what cannot be written, and a file that nothing of sparsekv wrote. One that is damaged, or of another
+    schema, still tells its kind.
 
     Raises:
         UsageError: naming the file.
     """
+    check_writable(path)
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf")

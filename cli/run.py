@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -13,7 +12,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import NewTokens, Output, Placement, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
-from sparsekv.cli.output import columns, emit, emit_json, size, tell
+from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.planner.flags import Flag
 from sparsekv.planner.options import Hardware, PrefillChunk, Seed
 from sparsekv.plans.errors import PromptError, UsageError
@@ -201,26 +200,14 @@ def _first_difference(dense: Answer, sparse: Answer) -> int | None:
 
 
 def _comparison_text(dense: Answer, sparse: Answer) -> str:
-    facts: dict[str, Callable[[Answer], str]] = {
-        "prompt tokens": lambda answer: f"{answer.generation.prompt_tokens:,}",
-        "prefill": lambda answer: f"{answer.generation.prefill_seconds:.2f} s",
-        "prefill density": lambda answer: f"{answer.prefill_density:.3f}",
-        "new tokens": lambda answer: f"{answer.generation.new_tokens}",
-        "decode": lambda answer: answer.rate,
-        "KV on the device": lambda answer: size(answer.kv_bytes_device),
-        "KV on the host": lambda answer: size(answer.kv_bytes_host),
-    }
-    rows = [(name, show(dense), show(sparse)) for name, show in facts.items()]
+    rows = [(name, told, sparse.facts()[name]) for name, told in dense.facts().items()]
     index, count = _first_difference(dense, sparse), dense.generation.new_tokens
-    same = "the new token is the same" if count == 1 else f"all {count} new tokens are the same"
+    lines = [f"{name} {answer.generation.text.strip()}" for name, answer in (("dense: ", dense), ("sparse:", sparse))]
+    lines += ["", columns([("", "dense", "sparse"), *rows], right=(1, 2)), ""]
     return "\n".join(
         [
-            f"dense:  {dense.generation.text.strip()}",
-            f"sparse: {sparse.generation.text.strip()}",
-            "",
-            columns([("", "dense", "sparse"), *rows], right=(1, 2)),
-            "",
-            same if index is None else f"the answers part at new token {index + 1} of {count}",
+            *lines,
+            "all new tokens are the same" if index is None else f"the answers part at new token {index + 1} of {count}",
         ]
     )
 

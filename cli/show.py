@@ -11,7 +11,7 @@ import typer
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan_files import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def show(
     if idle:
         raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
     if html is not None:
-        check_writable(html)
         check_replaceable(html, "--html", "page")
     found = load_plan(plan_file(plan))
     if html is not None:

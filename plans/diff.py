@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from sparsekv.plans.files import content_digest
-from sparsekv.plans.phases import DecodePlan, PrefillPlan, bucket_of, reach
+from sparsekv.plans.phases import bucket_of, reach
 from sparsekv.plans.schema import Plan, to_data
 from sparsekv.plans.show import span
 from sparsekv.plans.types import SHA256_WEIGHTS, Part, canonical_json, format_ids
@@ -39,37 +39,38 @@ def diff_plans(old: Plan, new: Plan, full: bool = False) -> tuple[Change, ...]:
         full: every pattern of every head and every figure; otherwise many patterns in one range of lengths are
             condensed by kind, and of quality and cost only the main figures are listed.
     """
-    before, after = to_data(old), to_data(new)
+    plans, before, after = (old, new), to_data(old), to_data(new)
     if content_digest(before) == content_digest(after):
         return ()
-    found = [
-        *_record_changes("model", before, after, full),
-        *_record_changes("status", before, after, full),
-        *_record_changes("targets", before, after, full),
-        *_by_length("prefill", (old.prefill, new.prefill), lambda at: _moved(_heads(old, at), _heads(new, at), full)),
-        *_by_length(
-            "prefill", (old.prefill, new.prefill), lambda at: _flag(_extrapolated(old, at), _extrapolated(new, at))
-        ),
-        *_leaf_changes("Prefill", "prefill.tile", *((data.get("prefill", {}).get("tile")) for data in (before, after))),
-        *_by_length(
-            "decode", (old.decode, new.decode), lambda at: _moved(_segments(old, at), _segments(new, at), full)
-        ),
-        *_leaf_changes(
-            "Decode", "decode.offload", *(data.get("decode", {}).get("offload") for data in (before, after))
-        ),
+
+    def record(*names: str) -> Iterator[Change]:
+        return (change for name in names for change in _record_changes(name, before, after, full))
+
+    def leaf(phase: str, name: str) -> Iterator[Change]:
+        sides = (data.get(phase, {}).get(name) for data in (before, after))
+        return _leaf_changes(phase.capitalize(), f"{phase}.{name}", *sides)
+
+    def at_lengths(phase: str, grid: Callable[[Plan, int], Grid]) -> Iterator[Change]:
+        return _by_length(phase, plans, lambda length: _moved(grid(old, length), grid(new, length), full))
+
+    found = (
+        *record("model", "status", "targets"),
+        *at_lengths("prefill", _heads),
+        *_by_length("prefill", plans, lambda at: _flag(*(_is_extrapolated(plan, at) for plan in plans))),
+        *leaf("prefill", "tile"),
+        *at_lengths("decode", _segments),
+        *leaf("decode", "offload"),
         *(one.at("Cache retention", "kv_cache.") for one in _moved(_retention(old), _retention(new), full)),
-        *(change for name in _RECORDS for change in _record_changes(name, before, after, full)),
-    ]
+        *record("quality", "cost", "provenance", "extensions"),
+    )
     same = "the same in effect, written in other groups or in another order"
-    return tuple(found) or (Change("Plan", "", same, None, None),)
+    return found or (Change("Plan", "", same, None, None),)
 
-
-_RECORDS = ("quality", "cost", "provenance", "extensions")
 
 # --- layers and heads -------------------------------------------------------------------------------------------------
 
 _MOST_LINES = 12  # of one range of lengths; more are condensed by kind
-Item = TypeVar("Item")
+_WHOLE = -1  # in place of a head: the layer as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,12 @@ class _Setting:
     parameters: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, kind: str, part: Part, *without: str) -> _Setting:
-        return cls(kind, tuple((name, getattr(part, name)) for name in type(part).model_fields if name not in without))
+    def of(cls, kind: str, part: Part, *without: str, **more: Any) -> _Setting:
+        own = {name: getattr(part, name) for name in type(part).model_fields if name not in without}
+        return cls(kind, tuple((own | more).items()))
 
 
 _DENSE = _Setting("dense")
-_WHOLE = -1  # in place of a head: the layer as a whole
 Grid = Mapping[tuple[int, int], _Setting]  # what heads or layers do that is not dense
 _Pair = tuple[_Setting, _Setting]
 
@@ -110,54 +111,44 @@ def _moved(old: Grid, new: Grid, full: bool) -> tuple[_Line, ...]:
         pair = old.get(cell, _DENSE), new.get(cell, _DENSE)
         if pair[0] != pair[1]:
             layers.setdefault((cell[0], pair), []).append(cell[1])
-    alike = _grouped(layers.items(), lambda item: (item[0][1], tuple(item[1])))
-    if len(alike) > _MOST_LINES and not full:
-        alike = _grouped(layers.items(), lambda item: tuple(side.kind for side in item[0][1]))
-    return tuple(
-        _line([layer for (layer, _), _ in one], [heads for _, heads in one], [pair for (_, pair), _ in one])
-        for one in alike
-    )
-
-
-def _grouped(items: Iterable[Item], key: Callable[[Item], object]) -> list[list[Item]]:
-    """The items with equal keys together, in the order of the first of each."""
-    groups: dict[object, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
+    alike: dict[Any, list[Any]] = {}
+    by_kind: dict[Any, list[Any]] = {}
+    for (layer, pair), heads in layers.items():
+        alike.setdefault((pair, tuple(heads)), []).append((layer, heads, pair))
+        by_kind.setdefault((pair[0].kind, pair[1].kind), []).append((layer, heads, pair))
+    groups = by_kind if len(alike) > _MOST_LINES and not full else alike
+    return tuple(_line(*zip(*members, strict=True)) for members in groups.values())
 
 
 def _line(layers: Sequence[int], heads: Sequence[list[int]], pairs: Sequence[_Pair]) -> _Line:
-    same_heads = all(own == heads[0] for own in heads)
-    where, told = f"layers[{format_ids(set(layers))}]", f"layers {format_ids(set(layers))}"
+    ids = format_ids(set(layers))
+    where, told = f"layers[{ids}]", f"layers {ids}"
     if heads[0] != [_WHOLE]:
-        where += f".heads[{format_ids(heads[0])}]" if same_heads else ""
-        told += f", heads {format_ids(heads[0])}" if same_heads else f", {sum(map(len, heads))} heads"
-    kinds = tuple(side.kind for side in pairs[0])
-    sides = [_values(setting for setting in side) for side in zip(*pairs, strict=True)]
-    if kinds[0] == kinds[1]:
-        names = [
-            name for name in sides[0] if any(dict(a.parameters)[name] != dict(b.parameters)[name] for a, b in pairs)
+        same = all(own == heads[0] for own in heads)
+        where += f".heads[{format_ids(heads[0])}]" if same else ""
+        told += f", heads {format_ids(heads[0])}" if same else f", {sum(map(len, heads))} heads"
+    kinds = [side.kind for side in pairs[0]]
+    old, new = (_values(side) for side in zip(*pairs, strict=True))
+    if kinds[0] != kinds[1]:
+        both = [
+            {"kind": kind} | {name: _json(own) for name, own in side.items()}
+            for kind, side in zip(kinds, (old, new), strict=True)
         ]
-        steps = ", ".join(f"{name} {span(sides[0][name])} -> {span(sides[1][name])}" for name in names)
-        return _Line(
-            where, f"{told}: {kinds[0]} {steps}", *({name: _json(side[name]) for name in names} for side in sides)
-        )
-    both = [_in_brackets(kind, side) for kind, side in zip(kinds, sides, strict=True)]
-    data = [
-        {"kind": kind} | {name: _json(own) for name, own in side.items()}
-        for kind, side in zip(kinds, sides, strict=True)
-    ]
-    return _Line(where, f"{told}: {both[0]} -> {both[1]}", *data)
+        return _Line(where, f"{told}: {_in_brackets(kinds[0], old)} -> {_in_brackets(kinds[1], new)}", *both)
+    names = [name for name in old if any(dict(a.parameters)[name] != dict(b.parameters)[name] for a, b in pairs)]
+    steps = ", ".join(f"{name} {span(old[name])} -> {span(new[name])}" for name in names)
+    return _Line(
+        where, f"{told}: {kinds[0]} {steps}", *({name: _json(side[name]) for name in names} for side in (old, new))
+    )
 
 
 def _values(settings: Iterable[_Setting]) -> dict[str, list[Any]]:
     """The distinct values of each parameter."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, dict[Any, None]] = {}
     for setting in settings:
         for name, value in setting.parameters:
-            found.setdefault(name, []).append(value)
-    return {name: list(dict.fromkeys(own)) for name, own in found.items()}
+            found.setdefault(name, {})[value] = None
+    return {name: list(own) for name, own in found.items()}
 
 
 def _in_brackets(kind: str, values: Mapping[str, list[Any]]) -> str:
@@ -173,18 +164,14 @@ def _json(values: Sequence[Any]) -> Any:
 
 # --- the phases, at every length --------------------------------------------------------------------------------------
 
-Phase = PrefillPlan | DecodePlan
 
-
-def _by_length(
-    name: str, phases: tuple[Phase | None, Phase | None], lines: Callable[[int], tuple[_Line, ...]]
-) -> Iterator[Change]:
+def _by_length(name: str, plans: tuple[Plan, Plan], lines: Callable[[int], tuple[_Line, ...]]) -> Iterator[Change]:
     """The changes of `lines(length)` in every range of lengths; neighbouring ranges with the same ones are one."""
-    bounds = sorted({bucket.up_to for phase in phases if phase for bucket in phase.lengths if bucket.up_to})
-    ranges = [(after or 0, up_to, lines((after or 0) + 1)) for after, up_to in pairwise((0, *bounds, None))]
-    for same, members in groupby(ranges, key=lambda each: each[2]):
+    phases = [phase for plan in plans if (phase := getattr(plan, name))]
+    bounds = sorted({bucket.up_to for phase in phases for bucket in phase.lengths if bucket.up_to})
+    for same, members in groupby(pairwise((0, *bounds, None)), key=lambda ends: lines((ends[0] or 0) + 1)):
         covered = list(members)
-        after, up_to = covered[0][0], covered[-1][1]
+        after, up_to = covered[0][0] or 0, covered[-1][1]
         path = f"{name}.lengths[{after + 1}:{up_to or ''}]."
         yield from (line.at(f"{name.capitalize()}, {reach(after, up_to)}", path) for line in same)
 
@@ -198,7 +185,7 @@ def _heads(plan: Plan, length: int) -> Grid:
     }
 
 
-def _extrapolated(plan: Plan, length: int) -> bool:
+def _is_extrapolated(plan: Plan, length: int) -> bool:
     return plan.prefill is not None and bucket_of(plan.prefill.lengths, length).extrapolated
 
 
@@ -207,13 +194,13 @@ def _flag(old: bool, new: bool) -> tuple[_Line, ...]:
 
 
 def _segments(plan: Plan, length: int) -> Grid:
-    grid: dict[tuple[int, int], _Setting] = {}
-    for segment in plan.decode.bucket(length).segments if plan.decode else ():
-        for layer in segment.layers:
-            own = segment.heads if isinstance(segment.heads, str) else segment.heads[layer]
-            setting = _Setting.of("sparse", segment, "layers", "heads")
-            grid[layer, _WHOLE] = _Setting(setting.kind, (*setting.parameters, ("heads", own)))
-    return grid
+    return {
+        (layer, _WHOLE): _Setting.of(
+            "sparse", one, "layers", "heads", heads=one.heads if isinstance(one.heads, str) else one.heads[layer]
+        )
+        for one in (plan.decode.bucket(length).segments if plan.decode else ())
+        for layer in one.layers
+    }
 
 
 def _retention(plan: Plan) -> Grid:

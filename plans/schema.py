@@ -141,6 +141,12 @@ class Quality(Part):
             raise FieldError("expected a measurement of prefill, decode or both, found none")
         return self
 
+    @property
+    def phases(self) -> dict[str, Measurement]:
+        """What was measured, by phase."""
+        found = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        return {phase: one for phase, one in found.items() if one is not None}
+
 
 class Estimate(Part):
     """Attention of the whole model: dense and sparse, in microseconds, and the share of tiles or tokens computed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern
 from sparsekv.plans.phases import (
     AnyBucket,
@@ -24,7 +24,7 @@ from sparsekv.plans.phases import (
     Retention,
     reach,
 )
-from sparsekv.plans.schema import Agreement, Cost, Measurement, Plan, Quality, Target, to_data, unsupported
+from sparsekv.plans.schema import Agreement, Cost, Plan, Quality, Score, Target, to_data, unsupported
 from sparsekv.plans.types import Part, format_ids, format_length
 
 _LONG = 6
@@ -52,15 +52,14 @@ def layer_rows(
 
 
 def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) -> tuple[HeadRow, ...]:
-    by_pattern: dict[Pattern, list[int]] = {}
-    for head, pattern in enumerate(bucket.patterns(layer, model.group_of(layer).heads)):
-        by_pattern.setdefault(pattern, []).append(head)
-    alike: dict[object, list[Pattern]] = {}
-    for pattern in by_pattern:
-        alike.setdefault(pattern if full or len(by_pattern) <= _LONG else pattern.pattern, []).append(pattern)
+    patterns = bucket.patterns(layer, model.group_of(layer).heads)
+    together = full or len(set(patterns)) <= _LONG
+    alike: dict[object, list[int]] = {}
+    for head, pattern in enumerate(patterns):
+        alike.setdefault(pattern if together else pattern.pattern, []).append(head)
     return tuple(
-        HeadRow(tuple(sorted(head for p in same for head in by_pattern[p])), same[0].pattern, parameters(same))
-        for same in alike.values()
+        HeadRow(tuple(heads), patterns[heads[0]].pattern, parameters([patterns[head] for head in heads]))
+        for heads in alike.values()
     )
 
 
@@ -96,10 +95,8 @@ def text_of(value: Any) -> str:
 
 def titled(lengths: Sequence[AnyBucket]) -> Iterator[tuple[str, AnyBucket]]:
     """The buckets, each with the context lengths that it is for."""
-    after = 0
-    for bucket in lengths:
-        yield reach(after, bucket.up_to), bucket
-        after = bucket.up_to or after
+    for before, bucket in zip((None, *lengths), lengths, strict=False):
+        yield reach((before and before.up_to) or 0, bucket.up_to), bucket
 
 
 def summary(plan: Plan) -> dict[str, Any]:
@@ -122,15 +119,13 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
     facts: dict[str, Any] = {"up_to": bucket.up_to, "dense": bucket.dense, "extrapolated": bucket.extrapolated}
     if bucket.same_as is not None:
         return facts | {"same_as": bucket.same_as}
-    kinds: Counter[str] = Counter()
-    layers = []
-    for layer in range(model.layers):
-        rows = _head_rows(bucket, layer, model, full=True)
-        for row in rows:
-            kinds[row.kind] += len(row.heads)
-        heads = {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}
-        layers.append({"layer": layer, "heads": heads})
-    return facts | {"heads": dict(sorted(kinds.items())), "layers": layers}
+    layers = {layer: _head_rows(bucket, layer, model, full=True) for layer in range(model.layers)}
+    kinds = Counter(row.kind for rows in layers.values() for row in rows for _ in row.heads)
+    told = [
+        {"layer": layer, "heads": {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}}
+        for layer, rows in layers.items()
+    ]
+    return facts | {"heads": dict(sorted(kinds.items())), "layers": told}
 
 
 def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
@@ -138,16 +133,11 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     parts: list[RenderableType] = [_facts(plan)]
     parts += _prefill(plan.prefill, plan.model, full) if plan.prefill else [Text("\nPrefill: dense at every length")]
     parts += _decode(plan.decode, plan.model) if plan.decode else [Text("\nDecode: dense at every length")]
-    if plan.kv_cache:
-        parts.append(_cache(plan.kv_cache))
-    parts.append(_quality(plan.quality) if plan.quality else Text("\nQuality: not measured"))
-    if plan.quality and any(agreement_rows(plan.quality)):
-        parts.append(_agreement(plan.quality))
-    if plan.cost:
-        parts.append(_cost(plan.cost))
-    refused = unsupported(plan)
-    if refused:
-        parts.append(Text("\nThis version cannot run this plan:\n" + "\n".join(f"  {line}" for line in refused)))
+    parts += [_cache(plan.kv_cache)] if plan.kv_cache else []
+    parts += _quality(plan.quality) if plan.quality else [Text("\nQuality: not measured")]
+    parts += [_cost(plan.cost)] if plan.cost else []
+    if refused := unsupported(plan):
+        parts.append(Text("\n  ".join(("\nThis version cannot run this plan:", *refused))))
     return parts
 
 
@@ -164,32 +154,29 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
     part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
-    sparse = [bucket for bucket in part.lengths if not bucket.dense] if part else []
-    if not sparse:
+    if part is None or all(bucket.dense for bucket in part.lengths):
         return f"{phase}: dense at every length"
     line = f"{phase}: sparse"
     if isinstance(part, DecodePlan):
         chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"
         line = f"{phase}: {chosen}"
     known = [(entry.length, getattr(entry, phase)) for entry in (plan.cost.lengths if plan.cost else ())]
-    known = [(length, found) for length, found in known if found is not None]
-    if not known:
+    length, found = next((one for one in reversed(known) if one[1] is not None), (0, None))
+    if found is None:
         return line
-    length, found = known[-1]
     gain = f"attention {found.dense_us / max(found.sparse_us, 1e-9):.2f}x as fast as dense, predicted"
     share = f", {found.density:.3f} of the tiles" if phase == "prefill" else ""
     return f"{line}{share}; {gain} at {format_length(length)}"
 
 
-def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+def _table(title: str, names: str, rows: Iterable[Sequence[str]], numbers: str = "") -> Table:
+    """Names are separated by two blanks; columns in `numbers` are aligned to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for name in names.split("  "):
+        table.add_column(name, justify="right" if name in numbers.split("  ") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # not as markup: a task or device may be called anything
     return table
-
-
-def _row(table: Table, *cells: str) -> None:
-    table.add_row(*map(Text, cells))  # not as markup: a task or device may be called anything
 
 
 def _named(part: Part, *names: str) -> list[str]:
@@ -211,17 +198,14 @@ def header(plan: Plan) -> list[tuple[str, str]]:
         ("Model", model.id + (f" @ {model.revision}" if model.revision else "")),
         ("Status", plan.status),
         ("Architecture", f"{model.model_type}, {model.layers} layers, context {format_length(model.context_length)}"),
-        *(("", line) for line in _shapes(model)),
+        *(("", _shape(group)) for group in model.attention),
         *(("Target", _target(target)) for target in plan.targets),
     ]
     made = [f"{name} {version}" for name, version in plan.provenance.versions.items()]
     made += _named(plan.provenance, "preset", "seed", "source")
-    if made:
-        rows.append(("Made with", ", ".join(made)))
-    if plan.provenance.mix:
-        mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
-        rows.append(("Calibration", f"at each length at most {mix}"))
-    return rows
+    mix = ", ".join(f"{count} x {task}" for task, count in plan.provenance.mix.items())
+    rows += [("Made with", ", ".join(made))] if made else []
+    return rows + ([("Calibration", f"at each length at most {mix}")] if mix else [])
 
 
 def _target(target: Target) -> str:
@@ -229,32 +213,25 @@ def _target(target: Target) -> str:
     return f"{target.count} x {target.device}, {target.host}, {target.backend}, {target.dtype}{chunks}"
 
 
-def _shapes(model: ModelInfo) -> Iterator[str]:
-    for group in model.attention:
-        window = f", window {group.window}" if group.window else ""
-        shape = f"{group.heads} heads, {group.kv_heads} key-value heads of {group.head_dim}"
-        yield f"layers {format_ids(group.layers)}: {group.kind}{window}, {shape}"
+def _shape(group: AttentionGroup) -> str:
+    window = f", window {group.window}" if group.window else ""
+    shape = f"{group.heads} heads, {group.kv_heads} key-value heads of {group.head_dim}"
+    return f"layers {format_ids(group.layers)}: {group.kind}{window}, {shape}"
 
 
 def _prefill(prefill: PrefillPlan, model: ModelInfo, full: bool) -> Iterator[RenderableType]:
     yield Text(f"\nPrefill, tiles of {prefill.tile.query} x {prefill.tile.key}; lengths are past + chunk", style="bold")
     for reached, bucket in titled(prefill.lengths):
         title = reached + (", extrapolated" if bucket.extrapolated else "")
-        if bucket.dense:
-            yield Text(f"{title}: dense")
-        elif bucket.same_as is not None:
-            yield Text(f"{title}: as up to {bucket.same_as:,}")
+        if bucket.heads:
+            rows = (
+                (format_ids(layers) if row is group[0] else "", format_ids(row.heads), row.kind, row.parameters)
+                for layers, group in layer_rows(bucket, model, full)
+                for row in group
+            )
+            yield _table(title, "Layers  Heads  Pattern  Parameters", rows)
         else:
-            yield _patterns(title, bucket, model, full)
-
-
-def _patterns(title: str, bucket: PrefillBucket, model: ModelInfo, full: bool) -> Table:
-    table = _table(title, "Layers", "Heads", "Pattern", "Parameters")
-    for layers, rows in layer_rows(bucket, model, full):
-        for number, row in enumerate(rows):
-            name = "" if number else format_ids(layers)
-            _row(table, name, format_ids(row.heads), row.kind, row.parameters)
-    return table
+            yield Text(f"{title}: dense" if bucket.dense else f"{title}: as up to {bucket.same_as:,}")
 
 
 def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
@@ -271,50 +248,42 @@ def _decode(decode: DecodePlan, model: ModelInfo) -> Iterator[RenderableType]:
 
 
 def _segments(title: str, bucket: DecodeBucket, model: ModelInfo) -> Table:
-    numbers = ("Filter", "Sink", "Recent")
-    columns = ("Filter", "Layers", "Budget", "Sink", "Recent", "Selector", "Window", "Heads", "Scope")
-    table = _table(title, *columns, numbers=numbers)
-    for segment in bucket.segments:
-        heads = segment.heads if isinstance(segment.heads, str) else "mapped"
-        always = (str(segment.sink), str(segment.recent))
-        chosen = (*always, segment.selector, str(segment.window), heads, segment.scope)
-        _row(table, str(segment.filter), format_ids(segment.layers), text_of(segment.budget), *chosen)
-    dense = format_ids(set(range(model.layers)) - bucket.sparse_layers)
-    _row(table, "", dense, "everything")
-    return table
+    rows: list[Sequence[str]] = []
+    for one in bucket.segments:
+        always = (str(one.sink), str(one.recent))
+        scored = (one.selector, str(one.window), one.heads if isinstance(one.heads, str) else "mapped", one.scope)
+        rows.append((str(one.filter), format_ids(one.layers), text_of(one.budget), *always, *scored))
+    rows.append(("", format_ids(set(range(model.layers)) - bucket.sparse_layers), "everything"))
+    names = "Filter  Layers  Budget  Sink  Recent  Selector  Window  Heads  Scope"
+    return _table(title, names, rows, "Filter  Sink  Recent")
 
 
-def _cache(rules: tuple[Retention, ...]) -> Table:
-    table = _table("\nCache retention", "Layers", "Keep", "Sink", "Recent", "Score", "Observe")
-    for rule in rules:
-        details = (rule.sink, rule.recent, rule.score, rule.observe)
-        _row(table, format_ids(rule.layers), text_of(rule.keep), *("" if v is None else str(v) for v in details))
-    return table
+def _cache(rules: Sequence[Retention]) -> Table:
+    lossy = ("sink", "recent", "score", "observe")
+    told = [tuple("" if (own := getattr(one, name)) is None else str(own) for name in lossy) for one in rules]
+    rows = [(format_ids(one.layers), text_of(one.keep), *own) for one, own in zip(rules, told, strict=True)]
+    return _table("\nCache retention", "Layers  Keep  Sink  Recent  Score  Observe", rows)
 
 
-def _quality(quality: Quality) -> Table:
-    numbers = ("Dense", "Sparse", "Samples")
-    columns = ("Phase", "Task", *numbers, "Sparse - dense, 95%", "Measured at")
-    table = _table("\nMeasured quality", *columns, numbers=numbers)
-    for phase in ("prefill", "decode", "both"):
-        measured = getattr(quality, phase)
-        if measured is None:
-            continue
+SCORE_HEADER = ("Task", "Dense", "Sparse", "Sparse - dense, 95%")
+
+
+def score_row(task: str, score: Score) -> tuple[str, str, str, str]:
+    """One task: shares of right answers, or perplexities."""
+    interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
+    return task, f"{score.dense:.4g}", f"{score.sparse:.4g}", interval
+
+
+def _quality(quality: Quality) -> Iterator[RenderableType]:
+    rows: list[Sequence[str]] = []
+    for phase, measured in quality.phases.items():
         facts = ", ".join(_named(measured, "density", "output_error", "kl", "chunk"))
-        _row(table, phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths)))
-        for task, score in measured.tasks.items():
-            interval = "-" if score.interval is None else "{:+.3g} to {:+.3g}".format(*score.interval)
-            scores = (f"{score.dense:.4g}", f"{score.sparse:.4g}", str(score.samples))
-            _row(table, "", task, *scores, interval)
-    return table
-
-
-def _agreement(quality: Quality) -> Table:
-    """Below the scores, where it was measured."""
-    table = _table("\nAgreement with dense, with 95% intervals", *AGREEMENT_HEADER, numbers=("Samples",))
-    for row in agreement_rows(quality):
-        _row(table, *row)
-    return table
+        rows.append((phase, facts, "", "", "", "", ", ".join(map(format_length, measured.lengths))))
+        rows += [("", *score_row(*task), str(task[1].samples)) for task in measured.tasks.items()]
+    names = "  ".join(("Phase", *SCORE_HEADER, "Samples", "Measured at"))
+    yield _table("\nMeasured quality", names, rows, "Dense  Sparse  Samples")
+    if rows := list(agreement_rows(quality)):
+        yield _table("\nAgreement with dense, with 95% intervals", "  ".join(AGREEMENT_HEADER), rows, "Samples")
 
 
 AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token", "Exact text")
@@ -322,39 +291,40 @@ AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token
 
 def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
     """For each phase: over everything, at each of several lengths, and of each task."""
-    for phase in ("prefill", "decode", "both"):
-        measured: Measurement | None = getattr(quality, phase)
-        if measured is None or measured.agreement is None:
+    for phase, measured in quality.phases.items():
+        if measured.agreement is None:
             continue
         yield phase, "all", *_agreed(measured.agreement)
         for part in measured.by_length if len(measured.by_length) > 1 else ():
             yield "", format_length(part.length), *_agreed(part.agreement)
-        for task, score in measured.tasks.items():
-            if score.agreement is not None:
-                yield "", task, *_agreed(score.agreement)
+        tasks = ((task, score.agreement) for task, score in measured.tasks.items())
+        yield from (("", task, *_agreed(found)) for task, found in tasks if found is not None)
 
 
 def _agreed(found: Agreement) -> tuple[str, ...]:
     kl = f"{found.kl:.3g}" + (" [{:.3g}, {:.3g}]".format(*found.kl_interval) if found.kl_interval else "")
-    shares = ((found.top1, found.top1_interval), (found.exact, found.exact_interval))
-    return str(found.samples), kl, *(_share(share, interval) for share, interval in shares)
+    return str(found.samples), kl, _share(found.top1, found.top1_interval), _share(found.exact, found.exact_interval)
 
 
 def _share(share: float | None, interval: tuple[float, float] | None) -> str:
-    if share is None:
-        return "-"
     bounds = "" if interval is None else f" [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
-    return f"{share:.1%}{bounds}"
+    return "-" if share is None else f"{share:.1%}{bounds}"
 
 
 def _cost(cost: Cost) -> Table:
-    numbers = ("Length", "Dense", "Sparse", "Speedup", "Density")
+    rows = [
+        (
+            format_length(entry.length),
+            phase,
+            f"{found.dense_us / 1000:,.3f} ms",
+            f"{found.sparse_us / 1000:,.3f} ms",
+            f"{found.dense_us / found.sparse_us:.2f}x" if found.sparse_us else "",
+            f"{found.density:.3g}",
+        )
+        for entry in cost.lengths
+        for phase, found in (("prefill", entry.prefill), ("decode step", entry.decode))
+        if found is not None
+    ]
     title = f"\nPredicted time of attention alone on {cost.device}, {cost.backend}"
-    table = _table(title, "Length", "Phase", *numbers[1:], numbers=numbers)
-    for entry in cost.lengths:
-        for phase, estimate in (("prefill", entry.prefill), ("decode step", entry.decode)):
-            if estimate is not None:
-                faster = f"{estimate.dense_us / estimate.sparse_us:.2f}x" if estimate.sparse_us else ""
-                times = (f"{estimate.dense_us / 1000:,.3f} ms", f"{estimate.sparse_us / 1000:,.3f} ms")
-                _row(table, format_length(entry.length), phase, *times, faster, f"{estimate.density:.3g}")
-    return table
+    numbers = "Length  Dense  Sparse  Speedup  Density"
+    return _table(title, "Length  Phase  Dense  Sparse  Speedup  Density", rows, numbers)
