@@ -9,9 +9,18 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli.arguments import AllowMismatch, Output, Subject, device_and_dtype, settings_of
 from sparsekv.cli.bench_decode import decode
-from sparsekv.cli.bench_rows import Benched, BenchLengths, HandDensity, HandTile, Narrow, Timed, print_rows
+from sparsekv.cli.bench_rows import (
+    Benched,
+    BenchLengths,
+    HandDensity,
+    HandTile,
+    Narrow,
+    Timed,
+    print_rows,
+    subject_of,
+    title_of,
+)
 from sparsekv.cli.bench_serve import serve
-from sparsekv.cli.bench_subject import subject_of, title_of
 from sparsekv.cli.commands import command
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Count, Flag, Names, Shares, Tile

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import model_validator
 
 from sparsekv.cli.arguments import AllowMismatch, Output, Subject, device_and_dtype, settings_of
-from sparsekv.cli.bench_rows import Benched, Narrow, Timed, print_rows
-from sparsekv.cli.bench_subject import subject_of, title_of
+from sparsekv.cli.bench_rows import Benched, Narrow, Timed, print_rows, subject_of, title_of
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Counts, Flag, Layers, Lengths, Names, OneShare, TokenBudget
 from sparsekv.planner.options import Hardware

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "cli": {"plans", "kernels", "runtime", "planner", "bench"},
 }
 # The only files that import bench/, when their command runs.
-MEASURE = {"cli/bench.py", "cli/bench_curves.py", "cli/bench_rows.py", "cli/bench_serve.py", "cli/show.py"}
+MEASURE = {f"cli/{name}.py" for name in ("bench", "bench_curves", "bench_decode", "bench_rows", "bench_serve", "show")}
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
 HOSTS = {"transformers", "vllm"}
