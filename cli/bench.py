@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import columns, emit, emit_json, size, tell
+from sparsekv.cli.bench_rows import print_rows
+from sparsekv.cli.bench_serve import serve
+from sparsekv.cli.output import tell
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
-    from sparsekv.planner.bench.decode_bench import DecodeRow
-    from sparsekv.planner.bench.kernel_bench import KernelRow
-    from sparsekv.planner.bench.offload_bench import OffloadRow
-    from sparsekv.planner.bench.prefill_bench import PrefillRow
-    from sparsekv.planner.bench.timing import DensePeers
+    import torch
+
+    from sparsekv.bench.harness import Row
+    from sparsekv.bench.random_model import BenchModel
 
 app = typer.Typer(
-    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.", no_args_is_help=True
+    help="Time kernels, a model's prefill or decode, or requests through vLLM, against dense.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
+app.command("serve", short_help="Requests through vLLM, by a plan and dense.")(serve)
 
 _LENGTHS = {"cuda": "8k,32k,128k", "cpu": "4k,8k"}
 _WIDEST = 1024  # heads, their size, layers: as in a plan
@@ -79,7 +84,7 @@ def kernels(
     given = None if lengths is None else arguments.lengths_from(lengths, "--lengths")
     densities = arguments.shares_from(density, "--density")
     hardware, precision = arguments.device_and_dtype(device, dtype)
-    from sparsekv.planner.bench.kernel_bench import PLANTED_NOTE, KernelBench, bench_kernels
+    from sparsekv.bench.kernels import COLUMNS, PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
     bench = KernelBench(
@@ -102,7 +107,7 @@ def kernels(
     if as_json:
         tell(PLANTED_NOTE)
     shape = f"{heads}/{kv_heads} heads of size {head_dim}, {rows[0].dtype}, {tile} tiles"
-    _print(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", _KERNEL_COLUMNS, 3, as_json)
+    print_rows(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", COLUMNS, as_json)
 
 
 @app.command("prefill", short_help="A model's prefill, by its plan and dense.")
@@ -156,27 +161,20 @@ def prefill(
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     hardware, precision = arguments.device_and_dtype(device, dtype)
     wanted = given or arguments.lengths_from(_PREFILL_LENGTHS[hardware.type], "--lengths")
-    from sparsekv.planner.bench.prefill_bench import PrefillBench, bench_prefill
-    from sparsekv.planner.bench.random_model import BenchModel, hand_plan, random_model
-    from sparsekv.planner.options import density_for
+    from sparsekv.bench.hand_plans import FAMILIES, hand_plan
+    from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.runtime.model_config import dtype_name
+    from sparsekv.planner.targets import density_for
 
-    if random_weights:
-        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), layers=layers, seed=seed)
-        tell(subject.note)
-    else:
-        loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))
-        subject = BenchModel(loaded.model, loaded.info, model, "loaded")
-    words = "given"
+    how = {"longest": max(wanted), "layers": layers, "seed": seed}
+    subject, words = _subject(model, random_weights, hardware, precision, **how), "given"
     if used is None:
-        families = ("vertical_slash", "a_shape") if patterns is None else arguments.names_from(patterns, "--patterns")
+        families = FAMILIES if patterns is None else arguments.names_from(patterns, "--patterns")
         shares = tuple(map(density_for, wanted)) if density is None else arguments.shares_from(density, "--density")
         used, words = hand_plan(subject.info, wanted, shares, arguments.tile_from(tile), families)
     bench = PrefillBench(wanted, repeats, chunk, named, kv_host_layers, dense_layers, seed, allow_mismatch)
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
-    title = f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}"
-    _print(rows, title, _PREFILL_COLUMNS, 2, as_json)
+    print_rows(rows, _title(subject, rows[0], words), COLUMNS, as_json)
 
 
 @app.command("decode", short_help="A model's decode steps, by a plan and dense.")
@@ -258,11 +256,12 @@ def decode(
     if not used and allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
     hardware, precision = arguments.device_and_dtype(device, dtype)
-    from sparsekv.planner.bench.decode_bench import RANDOM_NOTE, DecodeBench, bench_decode, check_decode
-    from sparsekv.planner.bench.random_model import BenchModel, HandDecode, describe_named, random_model
+    from sparsekv.bench import decode as steps
+    from sparsekv.bench import offload as offloading
+    from sparsekv.bench.hand_plans import HandDecode
+    from sparsekv.bench.random_model import describe_named
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.patterns import tokens
-    from sparsekv.runtime.model_config import dtype_name
 
     if miss_rate is not None and offload is None:
         raise UsageError("expected --miss-rate beside --offload, found it alone; add --offload always")
@@ -285,176 +284,46 @@ def decode(
         info = info.model_copy(update={"context_length": max(*wanted, info.context_length)})
     else:
         wanted = given or tuple(n for n in usual if n <= info.context_length) or (info.context_length,)
-    bench = DecodeBench(wanted, batches, repeats, backend=named, seed=seed, allow_mismatch=allow_mismatch)
+    bench = steps.DecodeBench(wanted, batches, repeats, backend=named, seed=seed, allow_mismatch=allow_mismatch)
     plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
-    check_decode(info, plans, bench)
+    steps.check_decode(info, plans, bench)
     if offload is not None and any(one.decode and one.decode.offload is None for one in plans.values()):
         raise UsageError(
             "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
             "`plan --offload`, or make one by hand: --budget 2k"
         )
     if shares:
-        from sparsekv.planner.bench.offload_bench import check_miss_rate
-
-        check_miss_rate(info, plans, bench)
-    if random_weights:
-        # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
-        offloads = any(one.decode and one.decode.offload for one in plans.values())
-        least = 0 if offloads else min(wanted) * min(batches)
-        subject = random_model(model, device=hardware, dtype=precision, longest=max(wanted), seed=seed, cached=least)
-        tell(subject.note)
-    else:
-        loaded = arguments.Subject(model).load(str(hardware), dtype_name(precision))
-        subject = BenchModel(loaded.model, loaded.info, model, "loaded")
+        offloading.check_miss_rate(info, plans, bench)
+    # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
+    offloads = any(one.decode and one.decode.offload for one in plans.values())
+    how = {"longest": max(wanted), "seed": seed, "cached": 0 if offloads else min(wanted) * min(batches)}
+    subject = _subject(model, random_weights, hardware, precision, **how)
     if offload is not None:
-        from sparsekv.planner.bench.offload_bench import bench_offload
-
-        found = list(bench_offload(subject, plans, words, bench, offload, shares[0] if shares else None, BarProgress()))
-        _print_offload(found, as_json)
+        share = shares[0] if shares else None
+        rows = list(offloading.bench_offload(subject, plans, words, bench, offload, share, BarProgress()))
+        title = f"{_title(subject, rows[0], words)}; --offload {offload}"
+        title += f"; choices swapped for lists with {share:.3g} of new tokens a step" if share else ""
+        measured = "device_ms" if offload == "never" else "offloaded_ms"
+        print_rows(rows, title, offloading.COLUMNS, as_json, measured)
         return
-    rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
+    rows = list(steps.bench_decode(subject, plans, words, bench, BarProgress()))
     if as_json:
-        tell(RANDOM_NOTE)
-    title = f"{subject.name}, {rows[0].device}, {rows[0].dtype}; weights: {subject.weights}; plan: {words}"
-    _print(rows, f"{title}\n{RANDOM_NOTE}", _DECODE_COLUMNS, 3, as_json)
+        tell(steps.RANDOM_NOTE)
+    print_rows(rows, f"{_title(subject, rows[0], words)}\n{steps.RANDOM_NOTE}", steps.COLUMNS, as_json)
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+def _subject(model: str, random_weights: bool, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
+    """Loaded, or of its shape with random weights: `random_model` says how."""
+    from sparsekv.bench.random_model import BenchModel, random_model
+    from sparsekv.runtime.model_config import dtype_name
+
+    if random_weights:
+        subject = random_model(model, device=device, dtype=dtype, **how)
+        tell(subject.note)
+        return subject
+    loaded = arguments.Subject(model).load(str(device), dtype_name(dtype))
+    return BenchModel(loaded.model, loaded.info, model, "loaded")
 
 
-def _recall(part: str) -> Callable[[KernelRow], str]:
-    return lambda row: _number(getattr(row.recall, part, None), ".3f")
-
-
-_KERNEL_COLUMNS: dict[str, Callable[[KernelRow], str]] = {
-    "pattern": lambda row: row.name,
-    "length": lambda row: _tokens(row.length),
-    "backend": lambda row: row.backend,
-    "asked": lambda row: _number(row.target_density, ".3g"),
-    "density": lambda row: _number(row.density, ".3f"),
-    "dense ms": lambda row: _number(row.dense_ms, ".3f"),
-    "index ms": lambda row: _number(row.index_ms, ".3f"),
-    "attention ms": lambda row: _number(row.attention_ms, ".3f"),
-    "whole ms": lambda row: _number(row.sparse_ms, ".3f"),
-    "speedup": lambda row: _number(row.speedup, ".2f"),
-    "TFLOP/s": lambda row: _number(row.tflops, ".3g"),
-    "dense TFLOP/s": lambda row: _number(row.dense_tflops, ".3g"),
-    "columns": _recall("columns"),
-    "diagonals": _recall("diagonals"),
-    "tiles": _recall("tiles"),
-    "mass": lambda row: _number(row.mass, ".3f"),
-    "error": lambda row: _number(row.error, ".1e"),
-}
-_PREFILL_COLUMNS: dict[str, Callable[[PrefillRow], str]] = {
-    "length": lambda row: _tokens(row.length),
-    "backend": lambda row: row.backend,
-    "density": lambda row: _number(row.density, ".3f"),
-    "dense s": lambda row: _number(row.dense_ms and row.dense_ms / 1e3, ".3f"),
-    "sparse s": lambda row: _number(row.sparse_ms and row.sparse_ms / 1e3, ".3f"),
-    "speedup": lambda row: _number(row.speedup, ".2f"),
-    "TFLOP/s": lambda row: _number(row.tflops, ".3g"),
-    "dense peak": lambda row: _bytes(row.dense_peak_bytes),
-    "sparse peak": lambda row: _bytes(row.sparse_peak_bytes),
-    "KV device": lambda row: _bytes(row.kv_bytes_device),
-    "KV host": lambda row: _bytes(row.kv_bytes_host),
-}
-
-
-_DECODE_COLUMNS: dict[str, Callable[[DecodeRow], str]] = {
-    "of one": lambda row: row.name,
-    "selector": lambda row: row.selector if row.window == 1 else f"{row.selector} {row.window}",
-    "backend": lambda row: row.backend,
-    "length": lambda row: _tokens(row.length),
-    "batch": lambda row: str(row.batch),
-    "tokens read": lambda row: _number(row.density, ".4f"),
-    "dense ms": lambda row: _number(row.dense_ms, ".3f"),
-    "sparse ms": lambda row: _number(row.sparse_ms, ".3f"),
-    "speedup": lambda row: _number(row.speedup, ".2f"),
-    "GB/s": lambda row: _number(row.gbytes_per_second, ".4g"),
-    "dense GB/s": lambda row: _number(row.dense_gbytes_per_second, ".4g"),
-    "unmodified ms": lambda row: _number(row.unmodified_ms, ".3f"),
-    "replay ms": lambda row: _number(row.replay_ms, ".3f"),
-    "dense replay ms": lambda row: _number(row.dense_replay_ms, ".3f"),
-}
-
-
-_OFFLOAD_COLUMNS: dict[str, Callable[[OffloadRow], str]] = {
-    "length": lambda row: _tokens(row.length),
-    "batch": lambda row: str(row.batch),
-    "host layers": lambda row: str(row.host_layers),
-    "device ms": lambda row: _number(row.device_ms, ".3f"),
-    "offloaded ms": lambda row: _number(row.offloaded_ms, ".3f"),
-    "ratio": lambda row: _number(row.slowdown, ".3f"),
-    "device replay": lambda row: _number(row.device_replay_ms, ".3f"),
-    "offloaded replay": lambda row: _number(row.offloaded_replay_ms, ".3f"),
-    "ratio of replays": lambda row: _number(row.replay_slowdown, ".3f"),
-    "misses": lambda row: _number(row.misses, ".1f"),
-    "share": lambda row: _number(row.miss_share, ".3f"),
-    "MB a step": lambda row: _number(row.fetched_bytes and row.fetched_bytes / 1e6, ".2f"),
-    "link GB/s": lambda row: _number(row.link.gbytes_per_second if row.link else None, ".1f"),
-    "200 tokens us": lambda row: _number(row.link.few_us if row.link else None, ".1f"),
-}
-
-
-def _print_offload(rows: Sequence[OffloadRow], as_json: bool) -> None:
-    """As `_print`."""
-    if as_json:
-        emit_json([row.as_data() for row in rows])
-    else:
-        first = rows[0]
-        title = f"{first.model}, {first.device}, {first.dtype}; weights: {first.weights}; --offload {first.mode}"
-        if first.miss_rate is not None:
-            title += f"; choices swapped for lists with {first.miss_rate:.3g} of new tokens a step"
-        lines = [tuple(show(row) for show in _OFFLOAD_COLUMNS.values()) for row in rows]
-        table = columns([tuple(_OFFLOAD_COLUMNS), *lines], right=range(len(_OFFLOAD_COLUMNS)))
-        plans = dict.fromkeys(f"plan: {row.plan}" for row in rows)
-        notes = dict.fromkeys(f"{_tokens(row.length)}, batch {row.batch}: {row.note}" for row in rows if row.note)
-        emit("\n".join([title, *plans, "", table, *notes]))
-    if not any(row.measured for row in rows):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)
-
-
-def _print(
-    rows: Sequence[Any], title: str, shown: Mapping[str, Callable[[Any], str]], left: int, as_json: bool
-) -> None:
-    """The rows: as JSON, or dense kernels, a line a case (only the first `left` columns are words), and notes.
-
-    Raises:
-        typer.Exit: nothing sparse was measured, which is a failure.
-    """
-    if as_json:
-        emit_json([row.as_data() for row in rows])
-    else:
-        lines = [tuple(show(row) for show in shown.values()) for row in rows]
-        table = columns([tuple(shown), *lines], right=range(left, len(shown)))
-        notes = dict.fromkeys(f"{row.backend}: {row.note}" for row in rows if row.note)
-        emit("\n".join([title, *_dense_lines(rows), "", table, *notes]))
-    if not any(row.sparse_ms is not None for row in rows):
-        tell("nothing could be measured; the notes say why")
-        raise typer.Exit(1)
-
-
-def _dense_lines(rows: Sequence[KernelRow | PrefillRow | DecodeRow]) -> Iterator[str]:
-    """Every dense kernel, once a length; ratios are against the first named."""
-    seen: dict[str, DensePeers] = {row.dense_case: row.dense_peers for row in rows if row.dense_peers}
-    for case, peers in seen.items():
-        timed = sorted(peers.timed_ms.items(), key=lambda item: item[1])
-        named = [f"{name} {ms:.3f} ms" for name, ms in timed]
-        yield f"dense at {case}: {', '.join(named) or 'none ran'}"
-        for name, why in peers.refused.items():
-            yield f"  not {name}: {why}"
-
-
-def _tokens(length: int) -> str:
-    from sparsekv.plans.types import format_length
-
-    return format_length(length)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else size(count)
+def _title(subject: BenchModel, row: Row, words: str) -> str:
+    return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"

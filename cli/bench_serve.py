@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from sparsekv.cli import arguments
-from sparsekv.cli.output import columns, emit, emit_json, tell
+from sparsekv.cli.bench_rows import print_rows
+from sparsekv.cli.output import tell
 from sparsekv.plans.errors import UsageError
-
-if TYPE_CHECKING:
-    from sparsekv.planner.bench.serve_bench import ServeRow
 
 _LENGTHS = {"cuda": "32k,128k", "cpu": "4k"}
 _CROSSOVER = "8k"
@@ -63,15 +60,10 @@ def serve(
         raise UsageError(
             "expected --plan, or --density, --crossover and --tile of a plan made by hand, found both; choose one"
         )
-    from sparsekv.planner.bench.serve_bench import (
-        Load,
-        ServeBench,
-        bench_serve,
-        dense_up_to,
-        dummy_plan,
-        served_model,
-        start_engines,
-    )
+    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan
+    from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model, start_engines
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.targets import density_for
     from sparsekv.runtime.vllm.engine_facts import check_installed
 
     check_installed()
@@ -80,10 +72,6 @@ def serve(
     wanted = given or arguments.lengths_from(_LENGTHS[hardware.type], "--lengths")
     loads = tuple(Load(length, answer, at_once, requests or at_once) for length in wanted)
     bench = ServeBench(loads, hardware, precision, repeats, budget, named, seed)
-    from sparsekv.planner.bench.random_model import hand_plan
-    from sparsekv.planner.options import density_for
-    from sparsekv.planner.progress import BarProgress
-
     words = "given"
     with served_model(model, random_weights, bench.longest) as subject:
         if used is None:
@@ -96,46 +84,11 @@ def serve(
             tell(subject.note)
         with start_engines(subject, used, bench) as engines:
             rows = list(bench_serve(engines, subject, words, bench, BarProgress()))
-    _print(rows, as_json)
-
-
-_COLUMNS: dict[str, Callable[[ServeRow], str]] = {
-    "prompt": lambda row: str(row.length),
-    "answer": lambda row: str(row.answer),
-    "at once": lambda row: str(row.at_once),
-    "requests": lambda row: str(row.requests),
-    "density": lambda row: _number(row.density, ".3f"),
-    "first s dense": lambda row: _number(row.dense_ms and row.dense_ms / 1e3, ".3f"),
-    "sparse": lambda row: _number(row.sparse_ms and row.sparse_ms / 1e3, ".3f"),
-    "speedup": lambda row: _number(row.speedup, ".2f"),
-    "token ms dense": lambda row: _number(row.dense_token_ms, ".2f"),
-    "sparse ": lambda row: _number(row.token_ms, ".2f"),
-    "tokens/s dense": lambda row: _number(row.dense_tokens_per_second, ".0f"),
-    "sparse  ": lambda row: _number(row.tokens_per_second, ".0f"),
-}
-
-
-def _print(rows: Sequence[ServeRow], as_json: bool) -> None:
-    """As JSON, or a line a load, and notes.
-
-    Raises:
-        typer.Exit: nothing was measured, or sparse prefill failed, which is a failure.
-    """
-    if as_json:
-        emit_json([row.as_data() for row in rows])
-    else:
-        one = rows[0]
-        title = f"{one.model}, {one.device}, {one.dtype}, {one.host}, {one.backend} kernels, steps of {one.step_tokens}"
-        lines = [tuple(show(row) for show in _COLUMNS.values()) for row in rows]
-        table = columns([tuple(_COLUMNS), *lines], right=range(len(_COLUMNS)))
-        notes = dict.fromkeys(row.note for row in rows if row.note)
-        emit("\n".join([f"{title}; weights: {one.weights}; plan: {one.plan}", "", table, *notes]))
-    failures = sum(row.failures for row in rows)
-    if failures:
+    own = rows[0].data()
+    what = (
+        f"{own['model']}, {own['device']}, {own['dtype']}, {own['host']}, {own['backend']} kernels, steps of {budget}"
+    )
+    print_rows(rows, f"{what}; weights: {own['weights']}; plan: {words}", COLUMNS, as_json)
+    if failures := sum(row.own["failures"] for row in rows):
         tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
-    if failures or not any(row.sparse_ms is not None for row in rows):
         raise typer.Exit(1)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -168,8 +168,8 @@ class Session:
 class Conversation:
     """What was said so far: as messages for the chat template, as tokens, and as the cache that holds them.
 
-    Each turn prefills only what is new. `handle` is that of the plan where `session` has one applied; `turns` is
-    whether there may be more than one, up to the model's context.
+    Each turn prefills only what is new; one behind a turn that failed prefills everything again. `handle` is that of
+    the plan where `session` has one applied; `turns` is whether there may be more than one, up to the model's context.
     """
 
     session: Session
@@ -198,15 +198,17 @@ class Conversation:
             self.handle.check_growth(self.cache, tokens, chunk=self.session.chunk, answer=tokens - len(prompt))
         if self.handle is not None:
             self.handle.reset_stats()
+        cache, self.cache = self.cache, None  # whatever ends the turn early leaves tokens in it that nobody knows of
         said = generate_stream(
             self.session.loaded,
             prompt,
             max_new_tokens=self.session.max_new_tokens,
             sampling=self.session.sampling,
             chunk=self.session.chunk,
-            cache=self.cache,
+            cache=cache,
             on_text=on_text,
         )
+        self.cache = cache
         self.messages = [*messages, {"role": "assistant", "content": said.text}]
         self.token_ids = prompt + said.token_ids
         return self._answer(said)

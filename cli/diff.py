@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import PLACE, Json, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
 
@@ -51,3 +52,6 @@ def _read(place: Path) -> Plan:
     if plan != sign(plan):
         tell(f"{path}: its integrity does not fit its content; `sparsekv seal {path}` signs it, as unverified")
     return plan
+
+
+app = options.app(diff)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsekv.cli import arguments
+from sparsekv.cli import arguments, options
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.plans.errors import UsageError
 
@@ -93,7 +93,7 @@ def doctor(
     placing = arguments.Placing.named(offload, kv_host_layers)
     subject = arguments.Subject.named(model, plan, None)
     tell_if_idle(placing, subject.plan.decode if subject.plan else None)
-    from sparsekv.planner.bench.random_model import config_of
+    from sparsekv.runtime.hf.public_shapes import config_of
 
     config, notes = config_of(model)
     estimate = MemoryEstimate.of(
@@ -366,3 +366,6 @@ def _way_out(data: dict[str, Any]) -> str:
         narrower = " (--dtype bfloat16)" if data["dtype"] == "float32" else ""
         return f": the weights alone take more than there is; take a narrower dtype{narrower}, or a larger device"
     return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"
+
+
+app = options.app(doctor)

@@ -3,130 +3,105 @@
 from __future__ import annotations
 
 from itertools import takewhile
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import typer
+from pydantic import Field, model_validator
 
-from sparsekv.cli import arguments
-from sparsekv.cli.curves import CURVE_OPTIONS, Curve, measure_curve
+from sparsekv.cli import options
+from sparsekv.cli.arguments import Output, Subjects, settings_of
+from sparsekv.cli.bench_curves import CURVE_OPTIONS, CurveFlags, check_length, measure_curve
 from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.planner.flags import MOST, Flag, Lengths
+from sparsekv.planner.options import TASKS, Drawn, Hardware
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Quality, to_data
 
 if TYPE_CHECKING:
     from sparsekv.planner.eval_results import EvalResult
-    from sparsekv.planner.evaluation import PhaseName
+    from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Measurement, Plan
 
+PhaseName = Literal["prefill", "decode", "both"]
+_OF_PLAN = ("phase", "backend", "allow_mismatch")
 
-def evaluate(
-    context: typer.Context,
-    target: arguments.Target = None,
-    plan: arguments.PlanFile = None,
-    model: arguments.Model = None,
-    tasks: arguments.Tasks = None,
-    length: Annotated[
-        str,
-        typer.Option(
-            "--length",
-            "--lengths",
-            metavar="TOKENS",
-            help="Most tokens of a prompt and its answer; several for --curve.",
+
+class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
+    """What `eval` is asked to do."""
+
+    lengths: Annotated[
+        Lengths,
+        Flag(
+            "Most tokens of a prompt and its answer, by default 4k; several for --curve.",
+            ("--length", "--lengths"),
+            "TOKENS",
         ),
-    ] = "4k",
-    samples: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Samples a task.")] = 20,
-    phase: Annotated[Literal["prefill", "decode", "both"], typer.Option(help="Phases that follow the plan.")] = "both",
-    seed: arguments.Seed = 0,
-    batch: arguments.Batch = None,
-    chunk: arguments.Chunk = None,
-    device: arguments.Device = None,
-    dtype: arguments.Dtype = None,
-    backend: arguments.Backend = None,
-    allow_mismatch: arguments.AllowMismatch = False,
-    curve: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Measure many densities of the plan and of other methods into this file."),
-    ] = None,
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
-        ),
-    ] = None,
-    phases: Annotated[str | None, typer.Option(metavar="NAMES", help="For --curve: prefill,decode.")] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="For --curve, such as sparsekv,streamingllm,quest; all by default."),
-    ] = None,
-    densities: Annotated[
-        str | None,
-        typer.Option(
-            "--densities", "--density", metavar="SHARES", help="For --curve: of the prefill methods that take one."
-        ),
-    ] = None,
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            "--budgets", "--budget", metavar="SHARES", help="For --curve: of the context, of the decode methods."
-        ),
-    ] = None,
-    as_json: arguments.Json = False,
-) -> None:
+    ] = (4096,)
+    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
+    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        if self.curve is not None:
+            self.refuse(_OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
+        elif unread := next(filter(self.is_given, CURVE_OPTIONS), None):
+            flag = self.flag_of(unread)
+            raise UsageError(f"expected --curve FILE beside {flag}, found none; leave {flag} out, or name the file")
+        elif len(self.lengths) != 1:
+            raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
+        return self
+
+    @property
+    def drawn(self) -> EvalSamples:
+        """The samples."""
+        from sparsekv.planner.evaluation import EvalSamples
+
+        lengths = tuple(sorted(self.lengths))
+        return EvalSamples(self.tasks or TASKS, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
+
+
+def evaluate(flags: EvalFlags) -> None:
     """Measure the tasks on held-out samples: retrieval by exact match, text by perplexity.
 
     Without a plan (--plan, or sparsekv.yaml in the model's folder or hub repository) dense is measured alone. With
     --curve FILE the divergence from dense is measured at many densities, of plans compiled from --profile and of other
     methods, on the same samples; `show --html --curve FILE` draws it.
     """
-    subject = arguments.Subject.named(target, plan, model)
-    has_plan = subject.plan is not None
-    idle = [
-        name for name in ("phase", "backend", "allow_mismatch") if name in arguments.given(context) and not has_plan
-    ]
-    if idle:
-        raise UsageError(f"expected a plan beside --{idle[0].replace('_', '-')}, found none; name one with --plan FILE")
-    lengths = arguments.lengths_from(length, "--length")
-    _check_curve(arguments.given(context))
-    if len(lengths) != 1 and curve is None:
-        raise UsageError(f"expected one --length, found {length!r}; call eval once for each")
-    from sparsekv.planner.options import TASKS
-
-    names = TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks")
-    if curve is not None:
-        asked_curve = Curve.of(curve, profile or [], phases, methods, densities, budgets)
-        measure_curve(subject, asked_curve, names, lengths, samples, seed, batch, chunk, device, dtype, as_json)
+    subject = flags.subject
+    if subject.plan is None and (unread := next(filter(flags.is_given, _OF_PLAN), None)):
+        raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
+    if flags.curve is not None:
+        measure_curve(subject, flags)
         return
-    asked_backend = arguments.settings(device, dtype, backend).backend
+    backend = settings_of(flags).backend
     from sparsekv.planner.eval_results import measurement_of
-    from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode
+    from sparsekv.planner.evaluation import DENSE, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
-    if not has_plan:
+    plan, phase, length = subject.plan, flags.phase, flags.lengths[0]
+    if plan is None:
         tell(f"dense is measured alone: {subject.no_plan}")
 
     def check(info: ModelInfo, _: str) -> None:
-        _check_length(lengths[0], info.context_length)
-        if subject.plan:
-            check_model(subject.plan, info, allow_mismatch)
+        check_length(length, info.context_length)
+        if plan is not None:
+            check_model(plan, info, flags.allow_mismatch)
 
-    loaded = subject.load(device, dtype, check)
-    differs = check_model(subject.plan, loaded.info, allow_mismatch) if subject.plan else []
+    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    differs = check_model(plan, loaded.info, flags.allow_mismatch) if plan else []
     modes: dict[str, Mode] = {}
-    if subject.plan is not None:
-        modes[phase] = PlanMode(subject.plan, phase, asked_backend, allow_mismatch)
-        if note := _all_dense(subject.plan, phase, lengths[0]):
+    if plan is not None:
+        modes[phase] = PlanMode(plan, phase, backend, flags.allow_mismatch)
+        if note := _all_dense(plan, phase, length):
             tell(note)
-    asked = EvalSamples(tuple(names), lengths, samples, batch, seed, chunk)
-    (result,) = measure(loaded, modes, asked, progress=BarProgress())[phase if modes else DENSE]
-    if as_json:
-        emit_json(_report(result, samples, has_plan) | ({"differs": differs} if has_plan else {}))
+    (result,) = measure(loaded, modes, flags.drawn, progress=BarProgress())[phase if modes else DENSE]
+    if flags.as_json:
+        emit_json(_report(result, flags.samples, plan is not None) | ({"differs": differs} if plan else {}))
     else:
-        emit(_text(result, samples, phase, measurement_of([result], phase, chunk) if has_plan else None))
+        measured = measurement_of([result], phase, flags.prefill_chunk) if plan else None
+        emit(_text(result, flags.samples, phase, measured))
 
 
 def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
@@ -152,22 +127,6 @@ def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
     return f"the plan is dense at {format_length(length)}{where}; dense is compared with itself"
 
 
-def _check_curve(given: dict[str, Any]) -> None:
-    has_curve = "curve" in given
-    for name in ("phase", "backend", "allow_mismatch") if has_curve else CURVE_OPTIONS:
-        if name in given:
-            flag = f"--{name.replace('_', '-')}"
-            missing = f"no {flag} beside --curve, found it" if has_curve else f"--curve FILE beside {flag}, found none"
-            raise UsageError(f"expected {missing}; leave {flag} out{'' if has_curve else ', or name the file'}")
-
-
-def _check_length(length: int, context: int) -> None:
-    if length > context:
-        raise PromptError(
-            f"expected a length within the model's context of {context} tokens, found {length}; give a shorter --length"
-        )
-
-
 def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
     scores = {name: task.score for name, task in result.tasks.items()}
     tasks: dict[str, Any] = {name: {"dense": score.dense, "sparse": None} for name, score in scores.items()}
@@ -190,3 +149,6 @@ def _text(result: EvalResult, samples: int, phase: PhaseName, measured: Measurem
         facts += f"; prefill computed {result.prefill_density:.3f} of the tiles"
         facts += f", decode attended to {result.decode_share:.3f} of the tokens; KL {result.kl:.3g}"
     return "\n\n".join((*parts, facts))
+
+
+app = options.app(options.command(evaluate))

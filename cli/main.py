@@ -7,14 +7,14 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.cli import bench, bench_serve, diff, doctor, eval, plan, run, schema, seal, show, validate, verify
 from sparsekv.cli.output import (
     emit,
     emit_json,
@@ -34,8 +34,53 @@ _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
 _JSON, _BACKEND = "sparsekv.json", "sparsekv.backend"
 
 
+# Of each command the line in the list of commands; it stands in the module of its name.
+SUMMARIES = {
+    "plan": "Profile a model and write its sparsity plan.",
+    "run": "Answer a prompt by a model and its plan.",
+    "show": "Print a plan as tables, or as a page with charts.",
+    "diff": "Say what changed between two plans.",
+    "validate": "Check plan files: schema, consistency, integrity.",
+    "verify": "Compare a plan with dense on held-out prompts, by its gate.",
+    "seal": "Sign an edited plan again.",
+    "eval": "Measure a model on the tasks, dense and by its plan.",
+    "schema": "Print the JSON Schema of the plan file.",
+    "doctor": "Print what is installed and can run, or what a run takes.",
+    "bench": "Time kernels, a model, or vLLM's requests against dense.",
+}
+
+
+class _Modules(Mapping[str, Any]):
+    """The commands by name, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in SUMMARIES:
+            raise KeyError(name)
+        module = import_module(f"sparsekv.cli.{name}")
+        found = typer.main.get_command(module.app)
+        found.name = name
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SUMMARIES)
+
+    def __len__(self) -> int:
+        return len(SUMMARIES)
+
+
 class _Commands(TyperGroup):
     """Runs a command and turns what goes wrong in it into a message, an exit code, and JSON where that is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Modules()  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(SUMMARIES)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta.setdefault(_JSON, "--json" in args)  # read here: what is wrong may be the other options
@@ -116,24 +161,6 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Compile a long-context language model into a sparsity plan, and run it."""
-
-
-# What the list of commands says of each: as much as fits a line.
-for name, command, summary in (
-    ("plan", plan.plan, "Profile a model and write its sparsity plan."),
-    ("run", run.run, "Answer a prompt by a model and its plan."),
-    ("show", show.show, "Print a plan as tables, or as a page with charts."),
-    ("diff", diff.diff, "Say what changed between two plans."),
-    ("validate", validate.validate, "Check plan files: schema, consistency, integrity."),
-    ("verify", verify.verify, "Compare a plan with dense on held-out prompts, by its gate."),
-    ("seal", seal.seal, "Sign an edited plan again."),
-    ("eval", eval.evaluate, "Measure a model on the tasks, dense and by its plan."),
-    ("schema", schema.schema, "Print the JSON Schema of the plan file."),
-    ("doctor", doctor.doctor, "Print what is installed and can run, or what a run takes."),
-):
-    app.command(name, short_help=summary)(command)
-bench.app.command("serve", short_help="Requests through vLLM, by a plan and dense.")(bench_serve.serve)
-app.add_typer(bench.app, name="bench", short_help="Time kernels, a model, or vLLM's requests against dense.")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

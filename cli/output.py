@@ -238,6 +238,10 @@ def failure_data(kind: str, message: str, exit_code: int, notes: Sequence[str] =
     return {"kind": kind, "message": message, "notes": list(notes), "exit_code": exit_code}
 
 
+# Of torch on a CPU, and of the loader of its libraries, which have no exceptions of their own for it.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "failed to map segment")
+
+
 def _meaning(error: BaseException, command: str, notes: list[str]) -> tuple[str, str, int]:
     """Kind, message and exit code of `error`; what it takes to find a bug is added to `notes`."""
     kind = type(error).__name__
@@ -250,7 +254,7 @@ def _meaning(error: BaseException, command: str, notes: list[str]) -> tuple[str,
     if isinstance(error, OSError) and error.strerror:
         return kind, f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror, FAILED
     # Named, not imported: torch must stay out of the commands that do not need it.
-    if kind == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if kind == "OutOfMemoryError" or isinstance(error, MemoryError) or any(word in str(error) for word in _NO_MEMORY):
         return kind, f"out of memory during `{command}`; try a shorter prompt or length, or a smaller dtype", FAILED
     notes.append(f"run `sparsekv --debug {command} ...` for the traceback")
     return kind, f"unexpected {kind}: {(str(error).splitlines() or [''])[0]:.300}", FAILED

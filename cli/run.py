@@ -6,136 +6,151 @@ import sys
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import typer
+from pydantic import Field, model_validator
 
-from sparsekv.cli import arguments
+from sparsekv.cli import options
+from sparsekv.cli.arguments import NewTokens, Output, Placement, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
+from sparsekv.planner.flags import Flag
+from sparsekv.planner.options import Hardware, PrefillChunk, Seed
 from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
+    from sparsekv.plans.model import ModelInfo
+    from sparsekv.plans.schema import Plan
 
 # Logits over a temperature below this leave float32; one token has all of the probability long before.
 _COLDEST, _HOTTEST = 0.01, 100.0
 
 
-def run(
-    target: arguments.Target = None,
-    plan: arguments.PlanFile = None,
-    model: arguments.Model = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.")] = None,
+class RunFlags(Subjects, Placement, Hardware, Output):
+    """What `run` is asked to do."""
+
+    prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", "-f", metavar="FILE", help="A file with the prompt; - is stdin.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
-    dense: Annotated[bool, typer.Option("--dense", help="Run without the plan.")] = False,
-    dense_prefill: Annotated[bool, typer.Option("--dense-prefill", help="Prefill without the plan.")] = False,
-    dense_decode: Annotated[bool, typer.Option("--dense-decode", help="Decode without the plan.")] = False,
+        Path | None, Flag("A file with the prompt; - is stdin.", ("--prompt-file", "-f"), "FILE")
+    ] = None
+    raw: Annotated[bool, Flag("Do not apply the model's chat template.")] = False
+    dense: Annotated[bool, Flag("Run without the plan.")] = False
+    dense_prefill: Annotated[bool, Flag("Prefill without the plan.")] = False
+    dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
     compare: Annotated[
         bool,
-        typer.Option(
-            "--compare",
-            help="Run dense, then sparse; show both side by side. First both run a beginning of the prompt, untimed, "
-            "so that neither pays for being first.",
+        Flag(
+            "Run dense, then sparse; show both side by side. First both run a beginning of the prompt, untimed, so "
+            "that neither pays for being first."
         ),
-    ] = False,
-    max_new_tokens: arguments.MaxNewTokens = 256,
+    ] = False
+    max_new_tokens: NewTokens = 256
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=_HOTTEST, metavar="T", help=f"0 is greedy; else from {_COLDEST} on.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of sampling.")] = 1.0,
-    seed: arguments.Seed = 0,
-    chunk: arguments.Chunk = None,
-    offload: arguments.OffloadMode = None,
-    kv_host_layers: arguments.HostLayers = None,
+        float, Field(ge=0.0, le=_HOTTEST), Flag(f"0 is greedy; else from {_COLDEST} on.", metavar="T")
+    ] = 0.0
+    top_p: Annotated[float, Field(ge=0.0, le=1.0), Flag("Nucleus of sampling.", metavar="P")] = 1.0
+    seed: Seed = 0
+    prefill_chunk: PrefillChunk = None
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            help="Load no weights and run nothing: print the memory that this prompt takes, and the longest that fits. "
-            "Exit 1 if it does not fit.",
+        Flag(
+            "Load no weights and run nothing: print the memory that this prompt takes, and the longest that fits. Exit "
+            "1 if it does not fit."
         ),
-    ] = False,
-    device: arguments.Device = None,
-    dtype: arguments.Dtype = None,
-    backend: arguments.Backend = None,
-    allow_mismatch: arguments.AllowMismatch = False,
-    as_json: arguments.Json = False,
-) -> None:
+    ] = False
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        if 0.0 < self.temperature < _COLDEST:
+            raise UsageError(
+                f"expected --temperature 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found "
+                f"{self.temperature:g}"
+            )
+        if self.compare:
+            self.refuse(("dense",), "it runs dense as well", "compare")
+        if self.dense:
+            because = "--dense-prefill and --dense-decode together run dense and place keys and values"
+            self.refuse(("offload", "kv_host_layers"), because, "dense")
+            if not (self.target or self.plan or self.model):
+                raise UsageError("expected a model (a folder, hub id or alias) beside --dense, found none; name one")
+        if self.dry_run:
+            self.refuse(("dense", "compare"), "nothing is run", "dry_run")
+        return self
+
+
+def run(flags: RunFlags) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
     from sparsekv.cli.prompts import given_prompt
 
-    if dense and compare:
-        raise UsageError("expected --dense or --compare, found both; --compare runs dense as well")
-    if 0.0 < temperature < _COLDEST:
-        raise UsageError(
-            f"expected --temperature 0, which is greedy, or one from {_COLDEST} to {_HOTTEST:g}, found {temperature:g}"
-        )
-    machine = arguments.settings(device, dtype, backend)
-    placing = arguments.Placing.named(offload, kv_host_layers)
-    if dense and not placing.by_default:
-        raise UsageError(
-            "expected --offload and --kv-host-layers with a plan applied, found --dense; "
-            "--dense-prefill and --dense-decode together run dense and place keys and values"
-        )
-    if dry_run and (dense or compare):
-        raise UsageError("expected --dry-run with a plan, found --dense or --compare; leave them out")
-    if dense and target is None and plan is None and model is None:
-        raise UsageError("expected a model (a folder, hub id or alias) beside --dense, found none; name one")
-    subject = arguments.Subject.named(target, plan, model)
-    used = None if dense else subject.need_plan()
-    text = given_prompt(prompt, prompt_file)
-    if text is None and (as_json or compare or dry_run):
+    machine, placing = settings_of(flags), flags.placing
+    subject = flags.subject
+    used = None if flags.dense else subject.need_plan()
+    text = given_prompt(flags.prompt, flags.prompt_file)
+    if text is None and (flags.as_json or flags.compare or flags.dry_run):
         raise UsageError(
             "expected a prompt beside --json, --compare or --dry-run, found none; give --prompt or --prompt-file"
         )
-    if not dense:
-        tell_if_idle(placing, None if dense_decode or used is None else used.decode)
-    if dry_run:
-        from sparsekv.runtime.hf.generate import room_for_answer
-
+    if used is not None:
+        tell_if_idle(placing, None if flags.dense_decode else used.decode)
+    if flags.dry_run:
         assert used is not None, "--dense was refused"
         assert text is not None
-        phases = {"prefill": None if dense_prefill else used.prefill, "decode": None if dense_decode else used.decode}
-        config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not raw)
-        named = (config, subject.model, used.model_copy(update=phases))
-        estimate = MemoryEstimate.of(*named, machine, placing, allow_mismatch)
-        room = room_for_answer(config.max_position_embeddings, prompt_tokens)
-        say_memory(estimate, prompt_tokens, min(max_new_tokens, room), chunk=chunk, as_json=as_json)
+        _estimate(flags, subject, used, text)
         return
+    session = _session(flags, subject, used, machine.backend)
+    if text is None:
+        _talk(session)
+    elif flags.compare:
+        dense_answer, sparse_answer = session.dense_and_sparse(text)
+        if flags.as_json:
+            emit_json(_comparison(dense_answer, sparse_answer))
+        else:
+            emit(_comparison_text(dense_answer, sparse_answer))
+    elif flags.as_json:
+        emit_json(session.once(text).as_data())
+    else:
+        _tell(session.once(text, _stream))
+
+
+def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
+    """The memory that a prompt takes."""
+    from sparsekv.runtime.hf.generate import room_for_answer
+
+    prefill, decode = (
+        None if is_dense else part
+        for is_dense, part in ((flags.dense_prefill, used.prefill), (flags.dense_decode, used.decode))
+    )
+    config, prompt_tokens = subject.config_and_prompt_tokens(text, chat=not flags.raw)
+    named = (config, subject.model, used.model_copy(update={"prefill": prefill, "decode": decode}))
+    estimate = MemoryEstimate.of(*named, settings_of(flags), flags.placing, flags.allow_mismatch)
+    most = min(flags.max_new_tokens, room_for_answer(config.max_position_embeddings, prompt_tokens))
+    say_memory(estimate, prompt_tokens, most, chunk=flags.prefill_chunk, as_json=flags.as_json)
+
+
+def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str) -> Session:
     from sparsekv.cli.chat import Session
     from sparsekv.plans.schema import check_model
     from sparsekv.runtime.hf.generate import Sampling
 
-    session = Session(
-        loaded=subject.load(device, dtype, lambda info, _: used and check_model(used, info, allow_mismatch)),
+    def check(info: ModelInfo, _: str) -> None:
+        if used is not None:
+            check_model(used, info, flags.allow_mismatch)
+
+    return Session(
+        loaded=subject.load(flags.typed("device"), flags.typed("dtype"), check),
         plan=used,
-        prefill=not dense_prefill,
-        decode=not dense_decode,
-        backend=machine.backend,
-        allow_mismatch=allow_mismatch,
-        chat=not raw,
-        max_new_tokens=max_new_tokens,
-        chunk=chunk,
-        offload=placing.mode,
-        kv_host_layers=placing.host_layers,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        prefill=not flags.dense_prefill,
+        decode=not flags.dense_decode,
+        backend=backend,
+        allow_mismatch=flags.allow_mismatch,
+        chat=not flags.raw,
+        max_new_tokens=flags.max_new_tokens,
+        chunk=flags.prefill_chunk,
+        offload=flags.placing.mode,
+        kv_host_layers=flags.placing.host_layers,
+        sampling=Sampling(temperature=flags.temperature, top_p=flags.top_p, seed=flags.seed),
     )
-    if text is None:
-        _talk(session)
-    elif compare:
-        dense_answer, sparse_answer = session.dense_and_sparse(text)
-        if as_json:
-            emit_json(_comparison(dense_answer, sparse_answer))
-        else:
-            emit(_comparison_text(dense_answer, sparse_answer))
-    elif as_json:
-        emit_json(session.once(text).as_data())
-    else:
-        _tell(session.once(text, _stream))
 
 
 def _talk(session: Session) -> None:
@@ -208,3 +223,6 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
             same if index is None else f"the answers part at new token {index + 1} of {count}",
         ]
     )
+
+
+app = options.app(options.command(run))

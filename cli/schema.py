@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import Json
 from sparsekv.cli.output import emit_json
 
@@ -11,3 +12,6 @@ def schema(as_json: Json = False) -> None:
     from sparsekv.plans.schema import json_schema
 
     emit_json(json_schema())
+
+
+app = options.app(schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import Json, PlanArgument
 from sparsekv.cli.output import emit, emit_json
 
@@ -16,3 +17,6 @@ def seal(plan: PlanArgument, as_json: Json = False) -> None:
         emit_json({"path": str(plan), **facts, "notes": list(sealed.notes)})
     else:
         emit(f"{plan}: " + "; ".join(sealed.notes))
+
+
+app = options.app(seal)

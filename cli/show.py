@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
-from sparsekv.cli.plan import check_replaceable, check_writable
+from sparsekv.cli.plan_files import check_replaceable, check_writable
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,28 +53,29 @@ def show(
     elif html is not None:
         emit(f"{html}: the page of {found.model.id}, {found.status}")
     else:
-        _print(found, full)
+        _print(found, full, str(plan))
 
 
-def _print(plan: Plan, full: bool) -> None:
+def _print(plan: Plan, full: bool, place: str) -> None:
     from rich.console import Console
 
-    from sparsekv.plans.show import describe
+    from sparsekv.plans.show import describe, verdict
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     for part in describe(plan, full):
         console.print(part)
+    emit("\n".join(("", *verdict(plan, place))))
 
 
 def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:
     try:
-        from sparsekv.planner.report.page import report
+        from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
         raise UsageError(
             f"expected the packages that --html needs, found no {error.name}; "
             "install them: pip install 'sparsekv[report]'"
         ) from error
-    from sparsekv.planner.curve import read_curve
+    from sparsekv.bench.curve_file import read_curve
     from sparsekv.plans.files import write_bytes
 
     points = read_curve(curve) if curve else ()
@@ -97,3 +99,6 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
             f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
         )
     return found
+
+
+app = options.app(show)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsekv.cli import options
 from sparsekv.cli.arguments import PLACE, Json, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json
 from sparsekv.plans.errors import PlanError, SparseKVError, UsageError
@@ -53,3 +54,6 @@ def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
     found = PlanError(said)
     found.exit_code = FAILED
     return found
+
+
+app = options.app(validate)

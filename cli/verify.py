@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from pydantic import Field
 
-from sparsekv.cli import arguments
+from sparsekv.cli import options
+from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
-from sparsekv.cli.plan import check_writable
-from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.cli.plan_files import check_writable
+from sparsekv.planner.flags import MOST, Flag, Lengths
+from sparsekv.planner.options import HELD_OUT, TASKS, Drawn, Gated, Hardware, PlanOptions
+from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -18,106 +21,95 @@ if TYPE_CHECKING:
     from sparsekv.plans.schema import Plan
 
 
-def verify(
-    target: arguments.Target = None,
-    plan: arguments.PlanFile = None,
-    model: arguments.Model = None,
+class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
+    """What `verify` is asked to do."""
+
     lengths: Annotated[
-        str | None,
-        typer.Option("--lengths", "--length", metavar="LIST", help="Such as 4k,16k; the plan's own by default."),
-    ] = None,
-    tasks: arguments.Tasks = None,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", "--verify-samples", min=1, max=arguments.MOST, metavar="N", help=arguments.HELD_OUT),
-    ] = None,
-    max_accuracy_drop: arguments.MaxAccuracyDrop = None,
-    max_kl: arguments.MaxKl = None,
-    max_decode_kl: arguments.MaxDecodeKl = None,
-    min_agreement: arguments.MinAgreement = None,
-    min_exact: arguments.MinExact = None,
-    write: Annotated[
-        bool,
-        typer.Option("--write", help="If the gate is met, put this quality and status in place of the plan's own."),
-    ] = False,
-    seed: arguments.Seed = 0,
-    batch: arguments.Batch = None,
-    chunk: arguments.Chunk = None,
-    device: arguments.Device = None,
-    dtype: arguments.Dtype = None,
-    backend: arguments.Backend = None,
-    allow_mismatch: arguments.AllowMismatch = False,
-    as_json: arguments.Json = False,
-) -> None:
+        Lengths, Flag("Such as 4k,16k; the plan's own by default.", ("--lengths", "--length"), "LIST")
+    ] = ()
+    verify_samples: Annotated[
+        int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples", "--verify-samples"), "N")
+    ] = None
+    write: Annotated[bool, Flag("If the gate is met, put this quality and status in place of the plan's own.")] = False
+
+    def options(self, plan: Plan) -> PlanOptions:
+        """What to verify of a plan: the lengths it was made for, unless others are asked for."""
+        own = sorted({bucket.up_to for bucket in plan.buckets if bucket.up_to is not None and not bucket.dense})
+        if not own and plan.cost:  # one bucket for all lengths
+            own = sorted(entry.length for entry in plan.cost.lengths)
+        return PlanOptions(
+            lengths=self.lengths or tuple(own),
+            tasks=self.tasks or TASKS,
+            verify_samples=self.verify_samples,
+            gate=self.gate,
+            seed=self.seed,
+            batch=self.batch,
+            prefill_chunk=self.prefill_chunk,
+            backend=settings_of(self).backend,
+        )
+
+
+def verify(flags: VerifyFlags) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both.
 
     Exit 1 when a mean misses its gate. Exit 0 when all meet theirs, also where samples or their 95% bounds are too
     little to call the plan verified.
     """
-    subject = arguments.Subject.named(target, plan, model)
-    found = subject.need_plan()
-    file = _own_file(subject) if write else None
-    from sparsekv.planner.options import TASKS, PlanOptions
+    from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 
-    own = sorted({bucket.up_to for bucket in found.buckets if bucket.up_to is not None and not bucket.dense})
-    if not own and found.cost:  # one bucket for all lengths
-        own = sorted(entry.length for entry in found.cost.lengths)
-    asked = PlanOptions(
-        lengths=tuple(own) if lengths is None else arguments.lengths_from(lengths, "--lengths"),
-        tasks=TASKS if tasks is None else arguments.tasks_from(tasks, "--tasks"),
-        verify_samples=samples,
-        gate=arguments.gate_of(
-            max_accuracy_drop=max_accuracy_drop,
-            max_kl=max_kl,
-            max_decode_kl=max_decode_kl,
-            min_agreement=min_agreement,
-            min_exact=min_exact,
-        ),
-        seed=seed,
-        batch=batch,
-        prefill_chunk=chunk,
-        backend=arguments.settings(device, dtype, backend).backend,
-    )
+    subject = flags.subject
+    found, file, before = subject.need_plan(), None, ""
+    if flags.write:
+        file = _own_file(subject)
+        before = read_text(file)
+        found = parse_plan(before, str(file))
+    asked = flags.options(found)
     from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
-    from sparsekv.plans.files import write_plan
     from sparsekv.plans.schema import check_model, to_data
 
     def check(info: ModelInfo, hardware: str) -> None:
-        check_model(found, info, allow_mismatch)
-        asked.settled(info.context_length, hardware)
+        check_model(found, info, flags.allow_mismatch)
+        settle(asked, info.context_length, hardware)
 
-    loaded = subject.load(device, dtype, check)
-    differs = check_model(found, loaded.info, allow_mismatch)
-    if write:
+    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    differs = check_model(found, loaded.info, flags.allow_mismatch)
+    if flags.write:
         _check_same_model(found, loaded.info, differs)
-    settled = asked.settled(loaded.info.context_length, loaded.model.device.type)
-    verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=allow_mismatch)
+    settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
+    verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=flags.allow_mismatch)
     facts: dict[str, Any] = {"passed": verdict.passed, "verified": verdict.passed and verdict.conclusive}
     facts |= {"reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
-    if not as_json:
+    if not flags.as_json:
         emit(quality_table(verdict.quality))
     if not verdict.passed:
         raise GateError("gate missed: " + "; ".join(verdict.reasons)).with_facts(**facts)
-    (tell if as_json else emit)(_met(verdict))
+    (tell if flags.as_json else emit)(_met(verdict, found, subject))
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
         recorded = verdict.recorded(found)
-        write_plan(recorded, file)
+        try:
+            rewrite_plan(recorded, file, before)
+        except SparseKVError as error:
+            error.with_facts(**facts).add_note("what was measured is printed, and in no file")
+            raise
         tell(f"{file}: written as {recorded.status}")
-    if as_json:
+    if flags.as_json:
         emit_json(facts)
 
 
-def _met(verdict: Verification) -> str:
-    if verdict.conclusive:
-        return "gate met: verified"
-    return "\n".join(("gate met by what was measured, too little to call the plan verified:", *verdict.reasons))
+def _met(result: Verification, plan: Plan, subject: Subject) -> str:
+    from sparsekv.plans.show import verdict
+
+    first, *others = result.reasons or ("",)
+    file = str(subject.path or plan.model.id)
+    return "\n".join((*verdict(result.recorded(plan), file, first), *others))
 
 
-def _own_file(subject: arguments.Subject) -> Path:
+def _own_file(subject: Subject) -> Path:
     """The plan's file, to be written."""
     if subject.path is None:
         raise UsageError(
@@ -141,3 +133,6 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
             f"expected the model that the plan was made for beside --write, found another one ({model.id}, with "
             f"{part}); leave --write out, or plan this model"
         )
+
+
+app = options.app(options.command(verify))

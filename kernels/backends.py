@@ -51,6 +51,12 @@ _DECODE = {
 }
 
 
+# What a kernel's failure is told by: where its error is defined, its type, or what a plain RuntimeError says.
+_COMPILERS = ("triton", "cutlass")
+_FAILURES = (BackendError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+_FAILURE_WORDS = ("Triton Error", "DefaultCPUAllocator: can't allocate memory")
+
+
 class PrefillBackend(Protocol):
     """Sparse prefill of one layer: tensors and an index in, output out. It sees no plan and no model."""
 
@@ -419,6 +425,14 @@ class Fallback:
             stacklevel=4,
         )
         self.backend = fallback
+
+
+def is_backend_failure(error: Exception, device: torch.device) -> bool:
+    """Whether a kernel did not compile or launch, or found no memory, on a device that still works: not an error in the
+    code that called it."""
+    is_kernels = isinstance(error, _FAILURES) or type(error).__module__.partition(".")[0] in _COMPILERS
+    says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _FAILURE_WORDS)
+    return (is_kernels or says_so) and _alive(device)
 
 
 def _of_input(error: Exception) -> bool:

@@ -6,9 +6,7 @@ M key tiles, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 
 import torch
 
@@ -41,49 +39,6 @@ def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = N
     chosen_BHTK = index.dense_H[:, None, None] | _in_tiles(index, keys) | _live(index, keys)
     chosen_BHSK = chosen_BHTK.repeat_interleave(index.tile.query, dim=2)[:, :, :queries]
     return chosen_BHSK & causal_BSK[:, None]
-
-
-def reference_with_means(
-    q_BHSD: torch.Tensor,
-    k_BGKD: torch.Tensor,
-    v_BGKD: torch.Tensor,
-    index: TileIndex,
-    chunk: Chunk,
-    heads: Sequence[int],
-    *,
-    scale: float,
-    window: int | None = None,
-) -> AttentionOutput:
-    """Attention with means in these heads, straight from the definition in prefill/means.py: each row tile of a head
-    attends by itself, to its keys and to the means of what it skips, a mean as often as it has keys."""
-    mask_BHSK, tile = mask_of(index, chunk, q_BHSD.shape[2], window), index.tile
-    found, group = (
-        reference_attention(q_BHSD, k_BGKD, v_BGKD, mask_BHSK, scale=scale),
-        q_BHSD.shape[1] // k_BGKD.shape[1],
-    )
-    assert found.lse_BHS is not None
-    for b, h, t in product(range(len(chunk.past)), heads, range(index.counts_BHT.shape[2])):
-        rows = slice(t * tile.query, min((t + 1) * tile.query, chunk.rows[b]))
-        first, count = chunk.past[b] + rows.start, int(index.counts_BHT[b, h, t])
-        listed, columns = index.tiles_BHTW[b, h, t, :count].tolist(), set(index.columns_BHC[b, h].tolist())
-        keys, values, added = [k_BGKD[b, h // group]], [v_BGKD[b, h // group]], []
-        for m in range(first // tile.key if rows.start < rows.stop else 0):
-            own = [key for key in range(m * tile.key, (m + 1) * tile.key) if key not in columns]
-            if m not in listed and own and (window is None or first + tile.query - 1 - m * tile.key < window):
-                keys.append(keys[0][own].float().mean(0, keepdim=True).expand(len(own), -1))
-                values.append(values[0][own].float().mean(0, keepdim=True).expand(len(own), -1))
-                added.append(len(own))
-        if added:
-            mask_SK = mask_BHSK[b, h, rows]
-            mask_SK = torch.cat([mask_SK, mask_SK.new_ones(len(mask_SK), sum(added))], 1)
-            all_keys, all_values = (torch.cat([x[0][: mask_BHSK.shape[3]].float(), *x[1:]]) for x in (keys, values))
-            own_1 = reference_attention(
-                q_BHSD[b, h, rows][None, None], all_keys[None, None], all_values[None, None], mask_SK[None, None],
-                scale=scale,
-            )  # fmt: skip
-            assert own_1.lse_BHS is not None
-            found.out_BHSD[b, h, rows], found.lse_BHS[b, h, rows] = own_1.out_BHSD[0, 0], own_1.lse_BHS[0, 0]
-    return found
 
 
 def decode_mask(keys: KeyView, selection: Selection | None, heads: int, window: int | None = None) -> torch.Tensor:

@@ -12,14 +12,14 @@ real one from below, which gives the proven gap.
 
 Heads that the crossover makes dense stand outside the target: they are dense because that is faster, so that sparser
 neighbours would lose accuracy and win nothing that was asked for. The plan is then denser than its target, which
-`crossover_remarks` tells; without a crossover the target bounds the whole.
+`plan_remarks` tells; without a crossover the target bounds the whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -36,8 +36,10 @@ from sparsekv.planner.cost.predict import (
     layer_times,
     prefill_estimate,
 )
-from sparsekv.planner.options import ROUNDING, Family, PlanOptions, mandatory_density, too_low
+from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.settled import Settled
+from sparsekv.planner.targets import ROUNDING, mandatory_density, too_low
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Pattern, TileShape, of_context
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
@@ -49,7 +51,7 @@ _SPEEDUP_STEPS = 24  # of the bisection for a budget that comes to a speedup
 
 
 def allocate(
-    profile: Profile, cost: DeviceCost, options: PlanOptions, say: Callable[[str], None] | None = None
+    profile: Profile, cost: DeviceCost, options: Settled, say: Callable[[str], None] | None = None
 ) -> PrefillPlan:
     """The prefill phase of a plan: one bucket a profiled length, and an open-ended one like the last (dense where that
     would not pay all the way up to the model's context).
@@ -88,7 +90,7 @@ def allocate(
     return PrefillPlan(tile=profile.tile, lengths=(*lengths, last))
 
 
-def check_profiled(profile: Profile, options: PlanOptions) -> None:
+def check_profiled(profile: Profile, options: Settled) -> None:
     """Finds out, without a device cost, whether anything was profiled within the target densities.
 
     Args:
@@ -107,7 +109,7 @@ def check_profiled(profile: Profile, options: PlanOptions) -> None:
             )
 
 
-def with_reached_densities(options: PlanOptions, profile: Profile) -> PlanOptions:
+def with_reached_densities(options: Settled, profile: Profile) -> Settled:
     """The options with default target densities no lower than what the prompts of the profile come down to.
 
     A default is made for prompts of the whole length. Theirs are some tokens shorter, and patterns that were fitted on
@@ -122,7 +124,7 @@ def with_reached_densities(options: PlanOptions, profile: Profile) -> PlanOption
         return options
     targets = zip(entries, options.target_density, strict=True)
     reached = tuple(max(target, _least_density(entry, options.families)) for entry, target in targets)
-    return replace(options, target_density=reached)
+    return options.but(target_density=reached)
 
 
 def _least_density(entry: LengthProfile, families: Collection[Family]) -> float:
@@ -214,7 +216,7 @@ def at_target(tables: ScoreTables, families: Collection[Family], target: float) 
 class _Length:
     """The allocation of one length."""
 
-    def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: PlanOptions) -> None:
+    def __init__(self, profile: Profile, entry: LengthProfile, cost: DeviceCost, options: Settled) -> None:
         self._profile, self._entry, self._cost = profile, entry, cost
         self._longest = entry is profile.lengths[-1]
         self._tile: TileShape = profile.tile

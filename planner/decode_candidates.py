@@ -2,10 +2,10 @@
 
 The dynamic programme of `filter_layers` proposes most: for every profiled budget, and for a ladder of allowed losses. A
 lost share of attention mass counts once by what it does to the next token where a layer alone is sparse (measured),
-once by how much the layer moves the residual. Beside it stand the rules of others: filters at even distances, OmniKV's
-choice with and without its wait layer, and Kascade's anchor layers.
+once by how much the layer moves the residual. Beside it stand the rules of others: filters at even distances and
+Kascade's anchor layers.
 
-Shapes: S selectors, J layers that attend, I layers that choose.
+Shapes: J layers that attend, I layers that choose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from sparsekv.planner.cost.predict import decode_share, visible_tokens
 from sparsekv.planner.filter_layers import (
-    WAIT,
     FilterSegment,
     Floats,
     SegmentProblem,
@@ -27,7 +26,6 @@ from sparsekv.planner.filter_layers import (
     lost_mass,
     segment_of,
     shares_of,
-    similar_layers,
     solve,
 )
 from sparsekv.planner.options import PlanOptions
@@ -55,7 +53,7 @@ class CandidateSpace:
     Args:
         model: that was profiled; it has layers with full attention.
         entry: of the length, with decode statistics.
-        options: settled: budget, sink, recent, selectors.
+        options: settled: budget, sink, recent.
     """
 
     def __init__(self, model: ModelInfo, entry: LengthProfile, options: PlanOptions) -> None:
@@ -64,16 +62,16 @@ class CandidateSpace:
         self.full = model.full_layers
         self.budgets: tuple[Budget, ...] = entry.reuse.budgets if options.any_budget else (options.decode_budget,)
         self._lost = {budget: self._lost_with(budget) for budget in self.budgets}
-        self._losses: dict[tuple[str, int, int, int], float] = {}  # what `_loss` has found
+        self._losses: dict[tuple[int, int, int], float] = {}  # what `_loss` has found
 
     def _lost_with(self, budget: Budget) -> Floats:
         reuse: Reuse = self._reuse
-        return lost_mass(reuse, budget_index(reuse.budgets, budget, self._length), self.full, self._options)
+        return lost_mass(reuse, budget_index(reuse.budgets, budget, self._length), self.full)
 
     def probe(self, layer: int) -> Segments:
         """One layer alone, behind the nearest one that can choose for it; the first of `full` chooses for itself."""
         nearest = max((other for other in self.full if other < layer), default=layer)
-        return self.segments([FilterSegment(nearest, self._first_selector, (layer,))], self._probed)
+        return self.segments([FilterSegment(nearest, (layer,))], self._probed)
 
     def weights(self, divergence: dict[int, float]) -> Floats:
         """[J]: nats for each share of attention mass that a layer loses, from the divergence of its probe."""
@@ -128,7 +126,7 @@ class CandidateSpace:
             merged = first.model_copy(update={"layers": layers, "budget": self._larger(first, second)})
             yield (*segments[:number], merged, *segments[number + 2 :])
         for one in combinations(dense, 2):  # a filter layer more
-            new = self.segments([FilterSegment(one[0], self._first_selector, one[1:])], self._probed)
+            new = self.segments([FilterSegment(one[0], one[1:])], self._probed)
             yield tuple(sorted((*segments, *new), key=lambda segment: segment.filter))
 
     def _instead(self, segment: Segment, dense: Sequence[int]) -> Iterator[Segments]:
@@ -196,22 +194,16 @@ class CandidateSpace:
     def _probed(self) -> Budget:
         return min(self.budgets, key=lambda one: abs(one.resolve(self._length) - _PROBED * self._length))
 
-    @property
-    def _first_selector(self) -> int:
-        asked = self._options.decode_selectors
-        return next(number for number, choice in enumerate(self._reuse.selectors) if choice.selector in asked)
-
     def _loss(self, segment: Segment, layer: int) -> float:
         """Share of attention mass, between the profiled budgets and beyond them along a power law."""
-        key = segment.selector, segment.filter, segment.budget.resolve(self._length), layer
+        key = segment.filter, segment.budget.resolve(self._length), layer
         if key not in self._losses:
             self._losses[key] = self._interpolated(*key)
         return self._losses[key]
 
-    def _interpolated(self, name: str, filter_layer: int, size: int, layer: int) -> float:
-        selector = next(n for n, choice in enumerate(self._reuse.selectors) if choice.selector == name)
+    def _interpolated(self, filter_layer: int, size: int, layer: int) -> float:
         sizes = [budget.resolve(self._length) for budget in self.budgets]
-        lost = [float(self._lost[budget][selector, layer, filter_layer]) for budget in self.budgets]
+        lost = [float(self._lost[budget][layer, filter_layer]) for budget in self.budgets]
         return _power_law(sizes, lost, size)
 
     def _all(self, weights_J: Floats, allowed: float) -> Iterator[Segments]:
@@ -226,14 +218,10 @@ class CandidateSpace:
                 yield self.segments(found, budget)
 
     def _by_rule(self, budget: Budget) -> Iterator[tuple[FilterSegment, ...]]:
-        selector, full = self._first_selector, self.full
-        kept_JI = 1.0 - np.minimum(self._lost[budget][selector], 1.0)
-        rules = [(similar_layers(kept_JI, full), wait) for wait in (0, WAIT)]
+        full, kept_JI = self.full, 1.0 - np.minimum(self._lost[budget], 1.0)
         for count in range(1, min(_MOST_FILTERS, len(full) - 1) + 1):
-            rules += [(tuple(full[len(full) * number // count] for number in range(count)), 0)]
-            rules += [(anchor_layers(kept_JI, self._reuse.importance, full, count), 0)]
-        for filters, wait in rules:
-            yield tuple(replace(one, selector=selector) for one in following(filters, full, wait))
+            yield following([full[len(full) * number // count] for number in range(count)], full)
+            yield following(anchor_layers(kept_JI, self._reuse.importance, full, count), full)
 
     def _problem(self, budget: Budget, weights_J: Floats) -> SegmentProblem:
         options, groups = self._options, self._model.by_layer
@@ -243,7 +231,7 @@ class CandidateSpace:
             dense_ns=np.array(visible, np.int64) * _TOKEN_COST,
             sparse_ns=np.full(len(visible), attended * _TOKEN_COST),
             choose_ns=np.zeros(len(visible), np.int64),
-            loss=self._lost[budget] * weights_J[None, :, None],
+            loss=self._lost[budget] * weights_J[:, None],
             most_loss=0.0,
         )
 

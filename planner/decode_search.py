@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -27,11 +27,11 @@ import torch
 from sparsekv.planner.decode_candidates import CandidateSpace, Segments
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
 from sparsekv.planner.filter_layers import Floats
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, Step
+from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.hf.load import LoadedModel
@@ -100,7 +100,7 @@ class Effort:
 def measure_decode(
     loaded: LoadedModel,
     profile: Profile,
-    options: PlanOptions,
+    options: Settled,
     progress: Progress | None = None,
     effort: Effort | None = None,
     kit: Kit | None = None,
@@ -140,10 +140,9 @@ def measure_decode(
     return profile.model_copy(update={"lengths": tuple(reversed(entries))})
 
 
-def tries_decode(model: ModelInfo, options: PlanOptions) -> bool:
+def tries_decode(model: ModelInfo, options: Settled) -> bool:
     """Whether there is anything to search, of options that are settled."""
-    by_trials = options.filter_rule == "dp" and options.decode_loss is None
-    return "decode" in options.phases and by_trials and len(model.full_layers) > 1
+    return "decode" in options.phases and options.tries_decode and len(model.full_layers) > 1
 
 
 def upper_bound(values: Sequence[float]) -> float:
@@ -163,7 +162,7 @@ class _Search:
         prefixes: Sequence[Prefix],
         model: DecodeTrials,
         entry: LengthProfile,
-        options: PlanOptions,
+        options: Settled,
         effort: Effort,
         step: Step,
         share: float,
@@ -303,7 +302,7 @@ def _prefixes(
     loaded: LoadedModel,
     model: DecodeTrials,
     length: int,
-    options: PlanOptions,
+    options: Settled,
     effort: Effort,
     step: Step,
     kit: Kit | None,
@@ -312,7 +311,7 @@ def _prefixes(
     own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
     fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
     count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
-    alone = replace(options, lengths=(length,), verify_lengths=(length,), samples=count, samples_are_default=False)
+    alone = options.but(lengths=(length,), verify_lengths=(length,), samples=count, samples_are_default=False)
     prompts = calibration_prompts(loaded.tokenizer, alone, kit)[length]
     found = []
     for number, prompt in enumerate(prompts, start=1):

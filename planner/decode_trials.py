@@ -5,8 +5,8 @@ prompt, its answer, and the text that dense itself goes on with. As the tokens a
 one forward pass: in every layer each row attends to what its own step would, by its own choice of tokens. That is the
 decode of the runtime up to rounding (a test compares them), in a fraction of the time of single steps.
 
-Shapes: H query heads, G KV heads, N query heads of a KV head, S cached tokens, R rows, K = S + R, D head size,
-W last tokens of a prompt, T steps, V vocabulary; g is 1 (one choice for all heads) or G.
+Shapes: H query heads, G KV heads, N query heads of a KV head, S cached tokens, R rows (a step each), K = S + R, D head
+size, V vocabulary; g is 1 (one choice for all heads) or G.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from transformers import Cache, DynamicCache
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks, top_mask
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt
-from sparsekv.planner.profile.similarity import WINDOW
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
-from sparsekv.runtime.core.select import selector_weights
 from sparsekv.runtime.hf.cache import SparseLayer, reserve
 from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.generate import piece_sizes
@@ -42,14 +40,13 @@ class Prefix:
 
     Attributes:
         cache: of all but the last tokens of the prompt; usable while the `DecodeTrials` that made it are open.
-        rows_1R: the tokens after those: W of the prompt, which selectors with a window look at, then those of the
-            steps.
-        dense_TV: log-probabilities after each step, float32.
+        rows_1R: the tokens of the steps.
+        dense_RV: log-probabilities after each step, float32.
     """
 
     cache: Cache
     rows_1R: torch.Tensor
-    dense_TV: torch.Tensor
+    dense_RV: torch.Tensor
 
 
 class DecodeTrials:
@@ -63,26 +60,25 @@ class DecodeTrials:
         """What each layer of the model asks for."""
         return self._steps.attend(call) if self._steps else None
 
-    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: PlanOptions) -> Prefix:
+    def prefilled(self, prompt: CalibrationPrompt, steps: int, options: Settled) -> Prefix:
         """Runs a prompt and its continuation densely.
 
         Args:
             steps: most decode steps; fewer where dense ends its text before.
-            options: `prefill_chunk` and `decode_selectors`.
+            options: `prefill_chunk`.
         """
-        window = 0 if options.decode_selectors == ("last",) else WINDOW
         ids_1S = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(self._loaded.model.device)
         first = max(1, prompt.answer_start - 1)
-        body_1S, known_1R = ids_1S[:, : first - window], ids_1S[:, first - window : first + steps]
+        body_1S, known_1R = ids_1S[:, :first], ids_1S[:, first : first + steps]
         cache, tokens = DynamicCache(), body_1S.shape[1]
         reserve(cache, first + steps)
         with torch.no_grad():
             pieces = piece_sizes(tokens, options.prefill_chunk) if options.prefill_chunk else [tokens]
             for piece in torch.split(body_1S, pieces, 1):
                 self._next_logits(piece, cache)
-            rows_1R = self._continued(known_1R, window + steps, cache)
+            rows_1R = self._continued(known_1R, steps, cache)
         _rewind(cache, tokens)
-        return Prefix(cache, rows_1R, self._log_probabilities((), cache, rows_1R, rows_1R.shape[1] - window))
+        return Prefix(cache, rows_1R, self._log_probabilities((), cache, rows_1R))
 
     def divergences(
         self, segments: Sequence[Segment], prefixes: Sequence[Prefix], most: float = math.inf
@@ -97,9 +93,9 @@ class DecodeTrials:
         for prefix in prefixes:
             if sum(found) > most:
                 break
-            sparse_TV = self._log_probabilities(segments, prefix.cache, prefix.rows_1R, len(prefix.dense_TV))
-            kl_T = (prefix.dense_TV.exp() * (prefix.dense_TV - sparse_TV)).sum(-1).double().clamp(min=0.0)
-            found.append(float(kl_T.mean()))
+            sparse_RV = self._log_probabilities(segments, prefix.cache, prefix.rows_1R)
+            kl_R = (prefix.dense_RV.exp() * (prefix.dense_RV - sparse_RV)).sum(-1).double().clamp(min=0.0)
+            found.append(float(kl_R.mean()))
         return found
 
     def _next_logits(self, ids_1S: torch.Tensor, cache: Cache, rows: int = 1) -> torch.Tensor:
@@ -119,15 +115,13 @@ class DecodeTrials:
             tokens = torch.cat([tokens, fed_1S], 1)
         return tokens
 
-    def _log_probabilities(
-        self, segments: Sequence[Segment], cache: Cache, rows_1R: torch.Tensor, steps: int
-    ) -> torch.Tensor:
-        """[T, V]: after each of the last rows. The cache is left as it was."""
+    def _log_probabilities(self, segments: Sequence[Segment], cache: Cache, rows_1R: torch.Tensor) -> torch.Tensor:
+        """[R, V]: after each of the rows. The cache is left as it was."""
         past = cache.get_seq_length()
-        self._steps = _Steps(segments, past, rows_1R.shape[1], steps)
+        self._steps = _Steps(segments, past, rows_1R.shape[1])
         try:
             with torch.no_grad():
-                return self._next_logits(rows_1R, cache, steps).float().log_softmax(-1)
+                return self._next_logits(rows_1R, cache, rows_1R.shape[1]).float().log_softmax(-1)
         finally:
             self._steps = None
             _rewind(cache, past)
@@ -156,7 +150,6 @@ class _Steps:
     segments: Sequence[Segment]
     past: int  # S
     rows: int  # R
-    steps: int  # T, the last rows
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)  # by filter layer, [g, R, K]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -207,22 +200,15 @@ class _Steps:
         return chosen_gRK[list(segment.heads[layer])] if isinstance(segment.heads, dict) else chosen_gRK
 
     def _choice(self, segment: Segment, best_GRK: torch.Tensor) -> torch.Tensor:
-        """[g, R, K]: sinks, chosen and recent tokens of the rows that are steps, everything of the others."""
+        """[g, R, K]: sinks, chosen and recent tokens of each row."""
         scores_gRK = best_GRK.amax(0, keepdim=True) if segment.heads == "max" else best_GRK
-        window = 1 if segment.selector == "last" else segment.window
         device = best_GRK.device
-        weights_W1 = on_device(selector_weights(segment.selector, window), device, torch.float32)[:, None]
-        first = self.rows - self.steps
-        rows_gTWK = scores_gRK[:, first - window + 1 :].unfold(1, window, 1).transpose(2, 3)
-        scores_gTK = (rows_gTWK * weights_W1).sum(2)
         at_R1, at_K = self._positions(device)
-        at_T1 = at_R1[first:]
-        between_TK = (at_K >= segment.sink) & (at_K <= at_T1 - segment.recent)
-        counts = [segment.chosen_tokens(int(self.past + first + 1 + t)) for t in range(self.steps)]
+        between_RK = (at_K >= segment.sink) & (at_K <= at_R1 - segment.recent)
+        counts = [segment.chosen_tokens(self.past + 1 + row) for row in range(self.rows)]
         sizes = [0 if count is None else count for count in counts]
-        count_T = on_device(sizes, device)
-        all_T1 = on_device([count is None for count in counts], device, torch.bool)[:, None]
-        free_gTK = scores_gTK.masked_fill(~between_TK, -1.0)
-        top_gTK = top_mask(free_gTK, count_T.expand(len(free_gTK), -1), max(sizes))
-        chosen_gTK = top_gTK | ~between_TK | all_T1
-        return torch.nn.functional.pad(chosen_gTK, (0, 0, first, 0), value=True)
+        count_R = on_device(sizes, device)
+        all_R1 = on_device([count is None for count in counts], device, torch.bool)[:, None]
+        free_gRK = scores_gRK.masked_fill(~between_RK, -1.0)
+        top_gRK = top_mask(free_gRK, count_R.expand(len(free_gRK), -1), max(sizes))
+        return top_gRK | ~between_RK | all_R1

@@ -1,14 +1,12 @@
 """Choosing filter layers: which layers decode densely and choose tokens for the layers after them (OmniKV).
 
-Three rules. `dp` takes, where segments were tried out on the model (`decode_search`), the cheapest whose divergence
-from dense stays within `decode_kl`. Where none were, or a `decode_loss` is asked for, it solves for the cheapest
-assignment whose lost attention mass, weighted by how much each layer moves the residual, stays within that. How many
-filter layers there are comes out of it. `omnikv` is the paper's reading of inter-layer similarity (section 3.1 and its
-released analysis): the first layers dense, filters at the layers whose choice serves the next stretch of layers best,
-one wait layer. `fixed` takes the layers it is given.
+Where segments were tried out on the model (`decode_search`), the cheapest are taken whose divergence from dense stays
+within `decode_kl`. Where none were, or a `decode_loss` is asked for, the cheapest assignment whose lost attention mass,
+weighted by how much each layer moves the residual, stays within that. How many filter layers there are comes out of it;
+or the caller names them.
 
 All sparse lengths of a plan share their segments, so that one captured step serves them; budgets may differ where they
-were tried. A length at which no trial of the same segments stayed inside the gate goes dense. Without trials `dp`
+were tried. A length at which no trial of the same segments stayed inside the gate goes dense. Without trials it
 bounds the loss at the worst of the sparse lengths, and counts the time of the longest, where decode has most to gain. A
 short length that would cost the longer ones their sparsity goes dense: segments are solved for all lengths, for all but
 the shortest, and so on; those that save most over all lengths together are taken.
@@ -30,8 +28,8 @@ import numpy.typing as npt
 from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, tokens
@@ -42,14 +40,11 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _DENSE, _SPARSE, _FILTER = 0, 1, 2
-_NO_FILTER = (-1, -1)
+_NO_FILTER = -1
 _LEAST_HOT = 4096
-_FIRST_DENSE = 2
-_LAYERS_A_FILTER = 32 / 3  # the paper's choice for 32 layers has three filters
-WAIT = 1  # layers between a filter and its segment, by OmniKV's rule
 
 
-def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOptions) -> DecodePlan:
+def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -> DecodePlan:
     """The decode phase of a plan: the same segments at every length that is sparse.
 
     Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
@@ -60,7 +55,7 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
     """
     check_filters(profile.model, options)
     check_budget(profile, options)
-    chooser = _Chooser(profile, cost, replace(options, crossover=options.crossover and not options.offload))
+    chooser = _Chooser(profile, cost, options.but(crossover=options.crossover and not options.offload))
     buckets = chooser.buckets(chooser.choose())
     plan = DecodePlan(lengths=buckets)
     layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
@@ -73,33 +68,30 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: PlanOption
 
 def hot_set(budgets: Iterable[DecodeBudget], longest: int) -> Budget:
     """Tokens on the device for layers that choose so many at contexts of up to `longest`: twice the largest budget, and
-    never few. What that leaves to fetch is in benchmarks/EXPERIMENTS.md."""
+    never few. What that leaves to fetch is in docs/experiments.md."""
     return tokens(max(_LEAST_HOT, 2 * max(budget.resolve(longest) for budget in budgets)))
 
 
-def takes_trials(profile: Profile, options: PlanOptions) -> bool:
+def takes_trials(profile: Profile, options: Settled) -> bool:
     """Whether segments are taken from what was tried out on the model, not by the attention mass that they lose."""
-    by_trials = options.filter_rule == "dp" and options.decode_loss is None
-    return by_trials and any(entry.trials for entry in profile.lengths)
+    return options.tries_decode and any(entry.trials for entry in profile.lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Statistics:
-    """One profiled length: [selector, layer j, layer i] each, for the budget asked for."""
+    """One profiled length, for the budget asked for."""
 
     length: int
-    kept: Floats
-    loss: Floats  # weighted by importance; infinite where layer j may not attend to the choice of layer i
+    loss: Floats  # [layer j, layer i], weighted by importance; infinite where j may not attend to the choice of i
 
     @classmethod
-    def of(cls, length: int, reuse: Reuse, options: PlanOptions, full: Sequence[int]) -> _Statistics:
+    def of(cls, length: int, reuse: Reuse, options: Settled, full: Sequence[int]) -> _Statistics:
         budget = budget_index(reuse.budgets, options.decode_budget, length)
-        loss = lost_mass(reuse, budget, full, options) * shares_of(reuse.importance)[None, :, None]
-        return cls(length, _square(reuse, budget), loss)
+        return cls(length, lost_mass(reuse, budget, full) * shares_of(reuse.importance)[:, None])
 
     def lost(self, segments: Sequence[FilterSegment]) -> float:
         """By an assignment."""
-        return sum(float(self.loss[one.selector, layer, one.filter]) for one in segments for layer in one.layers)
+        return sum(float(self.loss[layer, one.filter]) for one in segments for layer in one.layers)
 
 
 Choice = tuple[tuple[Segment, ...], ...]
@@ -107,7 +99,7 @@ Choice = tuple[tuple[Segment, ...], ...]
 _ANY = DecodeBudget(tokens=1)
 
 
-def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
+def _inside(entry: LengthProfile, options: Settled) -> list[DecodeTrial]:
     """The trials of a length inside the gate that use what is asked for; not those that were given up."""
     prompts = max((trial.prompts for trial in entry.trials), default=0)
     most = entry.length if options.any_budget else options.decode_budget.resolve(entry.length)
@@ -117,14 +109,13 @@ def _inside(entry: LengthProfile, options: PlanOptions) -> list[DecodeTrial]:
         if trial.prompts == prompts
         and trial.kl_bound <= options.decode_bound
         and all(segment.budget.resolve(entry.length) <= most for segment in trial.segments)
-        and all(segment.selector in options.decode_selectors for segment in trial.segments)
     ]
 
 
 class _Chooser:
     """The lengths that have decode statistics, on one device."""
 
-    def __init__(self, profile: Profile, cost: DeviceCost, options: PlanOptions) -> None:
+    def __init__(self, profile: Profile, cost: DeviceCost, options: Settled) -> None:
         model = profile.model
         self._cost, self._options, self._model = cost, options, model
         self._full = model.full_layers
@@ -137,12 +128,9 @@ class _Chooser:
 
     def choose(self) -> Choice:
         """What each length attends to."""
-        if self._options.filter_rule == "fixed":
-            given = following(sorted(self._options.filter_layers), self._full, wait=0)
+        if self._options.filter_layers:
+            given = following(sorted(self._options.filter_layers), self._full)
             return self._where_it_pays(given, range(len(self._lengths)))
-        if self._options.filter_rule == "omnikv":
-            similar = following(similar_layers(self._lengths[-1].kept[0], self._full), self._full, wait=WAIT)
-            return self._where_it_pays(similar, range(len(self._lengths)))
         found = list(self._proven() if self._tried else self._solved())
         return min(found, key=self._spent)
 
@@ -239,7 +227,6 @@ def segment_of(found: FilterSegment, choice: TokenChoice, budget: Budget, length
         choice: how tokens were chosen where it was found.
         budget: of its filter layer; a fraction chooses no more than it comes to at `length`.
     """
-    selector = choice.selectors[found.selector]
     at_most = None if budget.fraction is None else budget.resolve(length)
     return Segment(
         filter=found.filter,
@@ -247,48 +234,22 @@ def segment_of(found: FilterSegment, choice: TokenChoice, budget: Budget, length
         budget=DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most),
         sink=choice.sink,
         recent=choice.recent,
-        selector=selector.selector,
-        window=selector.window,
     )
 
 
-def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Filter layers by OmniKV's similarity.
-
-    Args:
-        kept_JI: share of layer j's attention mass that the choice of layer i holds.
-        full: the layers with full attention, which alone choose and are served; all of them when None.
-
-    Returns:
-        For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
-        apart, the first two layers excepted.
-    """
-    layers = len(kept_JI)
-    count = max(1, round(layers / _LAYERS_A_FILTER))
-    stretch = max(1, layers // (count + 1))
-    among = range(layers) if full is None else full
-    stretches = {i: [j for j in among if i < j <= i + stretch] for i in among if i >= min(_FIRST_DENSE, layers - 2)}
-    served = {i: float(np.mean(kept_JI[after, i])) for i, after in stretches.items() if after}
-    chosen: list[int] = []
-    for layer in sorted(served, key=lambda i: (-served[i], i)):
-        if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
-            chosen.append(layer)
-    return tuple(sorted(chosen))
-
-
-def following(filters: Sequence[int], full: Sequence[int], wait: int) -> tuple[FilterSegment, ...]:
-    """Each filter serves all layers of `full` up to the next one, but for the first `wait` after it."""
+def following(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegment, ...]:
+    """Each filter serves all layers of `full` up to the next one."""
     if not filters:
         return ()
     ends = [*filters[1:], max(full) + 1]
     spans = (
-        FilterSegment(first, 0, tuple(layer for layer in full if first + wait < layer < end))
+        FilterSegment(first, tuple(layer for layer in full if first < layer < end))
         for first, end in zip(filters, ends, strict=True)
     )
     return tuple(span for span in spans if span.layers)
 
 
-def check_filters(model: ModelInfo, options: PlanOptions) -> None:
+def check_filters(model: ModelInfo, options: Settled) -> None:
     """Finds out, from the model alone, whether it has the filter layers that are given.
 
     Raises:
@@ -305,7 +266,7 @@ def check_filters(model: ModelInfo, options: PlanOptions) -> None:
         )
 
 
-def check_budget(profile: Profile, options: PlanOptions) -> None:
+def check_budget(profile: Profile, options: Settled) -> None:
     """Finds out whether a profile says what the budget loses.
 
     Raises:
@@ -316,48 +277,38 @@ def check_budget(profile: Profile, options: PlanOptions) -> None:
             budget_index(entry.reuse.budgets, options.decode_budget, entry.length)
 
 
-def check_trials(profile: Profile, options: PlanOptions) -> None:
+def check_trials(profile: Profile, options: Settled) -> None:
     """Refuses a bound on divergence with a profile that says nothing of it.
 
     Raises:
         UsageError: nothing was tried out.
     """
-    if options.decode_kl is not None and options.filter_rule == "dp" and not takes_trials(profile, options):
+    if options.decode_kl is not None and not options.filter_layers and not takes_trials(profile, options):
         raise UsageError(
             "expected a profile with decode trials for --decode-kl, found none in it; profile again (leave --profile "
             "out), or bound the attention mass that is lost instead (--decode-loss)"
         )
 
 
-def lost_mass(reuse: Reuse, budget: int, full: Sequence[int], options: PlanOptions) -> Floats:
-    """[selector, layer j, layer i]: share of layer j's attention mass that is lost to the choice of layer i; infinite
+def lost_mass(reuse: Reuse, budget: int, full: Sequence[int]) -> Floats:
+    """[layer j, layer i]: share of layer j's attention mass that is lost to the choice of layer i; infinite
     where layer j may not attend to it.
 
     Args:
         budget: position among the measured ones.
         full: the layers with full attention.
-        options: `decode_selectors`.
     """
-    lost = 1.0 - np.minimum(_square(reuse, budget), 1.0)
-    for layer in set(range(len(reuse.importance))).difference(full):
-        lost[:, layer, :] = lost[:, :, layer] = np.inf
-    lost[[choice.selector not in options.decode_selectors for choice in reuse.selectors]] = np.inf
+    lost = np.ones((len(reuse.importance),) * 2)
+    for j, row in enumerate(reuse.kept[budget]):
+        lost[j, : j + 1] = 1.0 - np.minimum(row, 1.0)
+    for layer in set(range(len(lost))).difference(full):
+        lost[layer, :] = lost[:, layer] = np.inf
     return lost
 
 
 def shares_of(importance: Sequence[float]) -> Floats:
     """Of all layers together; positive, so that what is not allowed stays infinite."""
     return np.maximum(np.asarray(importance) / max(sum(importance), 1e-20), 1e-20)
-
-
-def _square(reuse: Reuse, budget: int) -> Floats:
-    """[selector, layer j, layer i] with zeros above the diagonal, for one budget."""
-    layers = len(reuse.importance)
-    kept = np.zeros((len(reuse.selectors), layers, layers))
-    for selector, tables in enumerate(reuse.kept):
-        for j, row in enumerate(tables[budget]):
-            kept[selector, j, : j + 1] = row
-    return kept
 
 
 def budget_index(measured: Sequence[Budget], wanted: Budget, length: int) -> int:
@@ -382,7 +333,7 @@ class SegmentProblem:
 
     Attributes:
         dense_ns, sparse_ns, choose_ns: per layer; a filter costs dense_ns + choose_ns.
-        loss: [selector, layer j, layer i]: what is lost when layer j attends to the choice of layer i < j; infinite
+        loss: [layer j, layer i]: what is lost when layer j attends to the choice of layer i < j; infinite
             where it may not.
         most_loss: the sum of losses that is allowed.
     """
@@ -396,10 +347,9 @@ class SegmentProblem:
 
 @dataclass(frozen=True, slots=True)
 class FilterSegment:
-    """A filter layer, how it chooses, and the layers that use its choice."""
+    """A filter layer, and the layers that use its choice."""
 
     filter: int
-    selector: int
     layers: tuple[int, ...]
 
 
@@ -425,19 +375,17 @@ def solve(problem: SegmentProblem) -> Assignment:
         trail.extend((step, layer, action) for _, _, step in front)
         return [(spent + cost, lost + loss, first + n) for n, (spent, lost, _) in enumerate(front)]
 
-    selectors = np.flatnonzero(np.isfinite(problem.loss).any((1, 2))).tolist()
-    fronts: dict[tuple[int, int], _Front] = {_NO_FILTER: [(0, 0.0, -1)]}
+    fronts: dict[int, _Front] = {_NO_FILTER: [(0, 0.0, -1)]}
     prices = zip(problem.dense_ns.tolist(), problem.sparse_ns.tolist(), problem.choose_ns.tolist(), strict=True)
     for layer, (dense, sparse, choose) in enumerate(prices):
         everything = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)
-        for (filter_, selector), front in fronts.items():
+        for filter_, front in fronts.items():
             options = extended(front, layer, _DENSE, dense)
-            lost = float(problem.loss[selector, layer, filter_])
+            lost = float(problem.loss[layer, filter_])
             if filter_ >= 0 and math.isfinite(lost):
                 options += extended(front, layer, _SPARSE, sparse, lost)
-            fronts[filter_, selector] = _pruned(options, problem.most_loss)
-        for selector in selectors:
-            fronts[layer, selector] = extended(everything, layer, _FILTER + selector, dense + choose)
+            fronts[filter_] = _pruned(options, problem.most_loss)
+        fronts[layer] = extended(everything, layer, _FILTER, dense + choose)
     cost, loss, step = _pruned(chain.from_iterable(fronts.values()), problem.most_loss)[0]
     actions = []
     while step >= 0:
@@ -461,8 +409,8 @@ def _pruned(partial: Iterable[tuple[int, float, int]], most_loss: float) -> _Fro
 def _segments_of(actions: Iterable[Sequence[int]]) -> tuple[FilterSegment, ...]:
     found: list[FilterSegment] = []
     for layer, action in actions:
-        if action >= _FILTER:
-            found.append(FilterSegment(layer, action - _FILTER, ()))
+        if action == _FILTER:
+            found.append(FilterSegment(layer, ()))
         elif action == _SPARSE:
             found[-1] = replace(found[-1], layers=(*found[-1].layers, layer))
     return tuple(segment for segment in found if segment.layers)

@@ -12,7 +12,7 @@ cannot be, so the plan carries the fingerprint of the weights that were profiled
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.refine import refine, refines
+from sparsekv.planner.settled import Settled, settle
+from sparsekv.planner.settled import held_out_samples as held_out
 from sparsekv.planner.tasks import Split, prepare
 from sparsekv.planner.verify import (
     Verification,
@@ -114,11 +116,11 @@ def compile_plan(
     if profile_in is not None:
         check_model(profile_in, loaded.info)
         options, own = for_profile(options, profile_in)  # of the lengths that are asked for
-    asked = options.settled(loaded.info.context_length, loaded.model.device.type)
+    asked = settle(options, loaded.info.context_length, loaded.model.device.type)
     _check(loaded.info, asked, own, cost_in)
     if asked.verify_samples or not (own or asked.prompts):
         asked = with_tasks(loaded, asked, own.tasks if own else (), progress)
-        asked = replace(asked, verify_samples=options.held_out(asked.tasks, loaded.model.device.type))
+        asked = asked.but(verify_samples=held_out(options, asked.tasks, loaded.model.device.type))
     kit = None
     if asked.verify_samples:
         kit = prepare(loaded.tokenizer, Split.EVALUATION)
@@ -165,7 +167,7 @@ def compile_plan(
 
 
 def _stages(
-    model: ModelInfo, options: PlanOptions, profile_in: Profile | None, cost_in: DeviceCost | None
+    model: ModelInfo, options: Settled, profile_in: Profile | None, cost_in: DeviceCost | None
 ) -> tuple[str, ...]:
     """Those that will run, in order, of options that are settled."""
     runs = {
@@ -187,12 +189,10 @@ def for_host(options: PlanOptions, cost: DeviceCost | None) -> PlanOptions:
     Raises:
         UsageError: decode alone is to be planned for vLLM, or something is asked of decode there.
     """
-    asked = options if cost is None else replace(options, host=cost.host)
+    asked = options if cost is None else options.but(host=cost.host)
     if asked.host != "vllm":
         return asked
-    if "prefill" not in asked.phases:
-        raise UsageError("expected a plan of prefill for vLLM, which runs decode dense yet; leave --only decode out")
-    return replace(asked, phases=("prefill",))
+    return asked.but(phases=("prefill",))
 
 
 def _vllm_host(options: PlanOptions, device: torch.device) -> PrefillHost:
@@ -205,10 +205,10 @@ def _in_chunks(options: PlanOptions, measured: PrefillHost | DeviceCost | None) 
     """Verification cuts prompts as what was measured does: what a plan keeps depends on the cuts."""
     if measured is None or options.prefill_chunk is not None:
         return options
-    return replace(options, prefill_chunk=measured.chunk)
+    return options.but(prefill_chunk=measured.chunk)
 
 
-def _profiled(loaded: LoadedModel, options: PlanOptions, stages: Progress, resume: Path | None) -> Profile:
+def _profiled(loaded: LoadedModel, options: Settled, stages: Progress, resume: Path | None) -> Profile:
     """Everything that needs the model: what candidates do, what whole plans do, what decode segments do."""
     kit = None if options.prompts else prepare(loaded.tokenizer, Split.CALIBRATION)
     measured = refine(loaded, profile(loaded, options, stages, resume, kit), options, stages, kit)
@@ -229,7 +229,7 @@ def check_plannable(
     if profile_in is not None:
         check_model(profile_in, model, weights=False)
         options, own = for_profile(options, profile_in)
-    _check(model, options.settled(model.context_length, device_type), own, cost_in)
+    _check(model, settle(options, model.context_length, device_type), own, cost_in)
 
 
 def compile_files(
@@ -257,7 +257,7 @@ def compile_files(
         raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
     told = _checked(name, measured)
     asked, own = for_profile(for_host(options, cost), measured)
-    settled = asked.settled(measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
+    settled = settle(asked, measured.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
     _check(measured.model, settled, own, cost)
     settled = with_reached_densities(settled, own)
     plan = compile_once(measured.model, settled, own, cost)
@@ -269,7 +269,7 @@ def compile_files(
 
 
 def compile_once(
-    model: ModelInfo, options: PlanOptions, measured: Profile, cost: DeviceCost, progress: Progress | None = None
+    model: ModelInfo, options: Settled, measured: Profile, cost: DeviceCost, progress: Progress | None = None
 ) -> Plan:
     """One plan from what was measured, unverified: what its heads and layers compute, and what that is predicted to
     cost.
@@ -345,7 +345,7 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: DeviceCost | None) -> None:
+def _check(model: ModelInfo, asked: Settled, own: Profile | None, cost: DeviceCost | None) -> None:
     """What can be found out before anything is measured.
 
     Args:
@@ -372,13 +372,13 @@ def _check(model: ModelInfo, asked: PlanOptions, own: Profile | None, cost: Devi
         check_cost(cost, model, asked)
 
 
-def check_cost(cost: DeviceCost, model: ModelInfo, options: PlanOptions) -> None:
+def check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
     """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan.
 
     Raises:
         UsageError: naming what differs.
     """
-    expected, found = (_head_shape(model), options.tile_shape), (cost.shape, cost.tile)
+    expected, found = (_head_shape(model), options.tile), (cost.shape, cost.tile)
     if expected != found:
         raise UsageError(
             f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
@@ -392,7 +392,7 @@ def check_cost(cost: DeviceCost, model: ModelInfo, options: PlanOptions) -> None
         )
 
 
-def _tightened(options: PlanOptions, measured: Profile, verdict: Verification, attempts: int) -> PlanOptions:
+def _tightened(options: Settled, measured: Profile, verdict: Verification, attempts: int) -> Settled:
     stricter = tightened(options, measured, verdict.missed)
     if stricter is None or attempts == MOST_ATTEMPTS:
         raise GateError(
@@ -407,8 +407,8 @@ def _head_shape(model: ModelInfo) -> HeadShape:
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
 
 
-def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Provenance:
-    by_trials, by_loss = takes_trials(measured, options), options.filter_rule == "dp"
+def _provenance(options: Settled, measured: Profile, cost: DeviceCost) -> Provenance:
+    by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
         "target_speedup": options.target_speedup,
@@ -416,7 +416,7 @@ def _provenance(options: PlanOptions, measured: Profile, cost: DeviceCost) -> Pr
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
         "decode_loss": options.loss_bound if by_loss and not by_trials else None,
         "decode_kl": options.decode_bound if by_trials else None,
-        "filter_rule": options.filter_rule,
+        "filter_rule": "dp" if by_loss else "fixed",
         "max_accuracy_drop": options.gate.max_accuracy_drop,
         "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},
         "min_agreement": options.gate.min_agreement,

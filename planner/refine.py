@@ -21,18 +21,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
 from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
@@ -54,7 +54,7 @@ LayerPatterns = Mapping[int, tuple[Pattern, ...]]
 def refine(
     loaded: LoadedModel,
     profile: Profile,
-    options: PlanOptions,
+    options: Settled,
     progress: Progress | None = None,
     kit: Kit | None = None,
 ) -> Profile:
@@ -82,12 +82,12 @@ def refine(
     return profile.model_copy(update={"lengths": tuple(found.get(one.length, one) for one in profile.lengths)})
 
 
-def refines(options: PlanOptions) -> bool:
+def refines(options: Settled) -> bool:
     """Whether there is anything to refine, of options that are settled."""
     return "prefill" in options.phases and bool(options.target_density and options.refine_rounds)
 
 
-def _refined(entry: LengthProfile, target: float, options: PlanOptions, runs: Sequence[_Run]) -> LengthProfile:
+def _refined(entry: LengthProfile, target: float, options: Settled, runs: Sequence[_Run]) -> LengthProfile:
     rounds, best, least = options.refine_rounds or 0, entry, np.inf
     now, groups = entry, np.array_split(np.arange(len(entry.layers)), min(_MOST_GROUPS, len(entry.layers)))
     weight_P = np.array(entry.prompt_weights[: len(runs)])
@@ -190,10 +190,7 @@ class _Run:
         q_BHSD, k_BGSD, v_BGSD = call.q_BHSD, call.k_BGKD, call.v_BGKD
         chunk, keys = Chunk.uniform(1, 0, end), (k_BGSD[:, :, :end], v_BGSD[:, :, :end])
         index = build_index(patterns, q_BHSD[:, :, :end], keys[0], chunk, self._tile, scale=call.scale)
-        means = compensated_heads(patterns)
-        prompt = attend_with_means(
-            q_BHSD[:, :, :end], *keys, index, chunk, means, scale=call.scale, backend=self._backend
-        )
+        prompt = prefill_attention(q_BHSD[:, :, :end], *keys, index, chunk, scale=call.scale, backend=self._backend)
         rest = Chunk.uniform(1, end, call.chunk.longest)
         answer = dense_attention(q_BHSD[:, :, end:], k_BGSD, v_BGSD, rest, scale=call.scale).out_BHSD
-        return torch.cat([prompt, answer], 2)
+        return torch.cat([prompt.out_BHSD, answer], 2)

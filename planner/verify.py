@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sparsekv.planner.eval_results import EvalResult, TaskResult, accuracy_interval, measurement_of, merged
 from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
 from sparsekv.planner.filter_layers import takes_trials
-from sparsekv.planner.options import FEWEST_SAMPLES, Gate, PlanOptions
+from sparsekv.planner.options import Gate
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.progress import Progress
+from sparsekv.planner.settled import FEWEST_SAMPLES, Settled
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Budget
@@ -70,7 +71,7 @@ class Verification:
 def verify(
     loaded: LoadedModel,
     plan: Plan,
-    options: PlanOptions,
+    options: Settled,
     progress: Progress | None = None,
     kit: Kit | None = None,
     *,
@@ -117,7 +118,7 @@ def verify(
     return Verification(quality, not missed, not remarks, reasons or remarks, missed)
 
 
-def held_out_samples(options: PlanOptions) -> EvalSamples:
+def held_out_samples(options: Settled) -> EvalSamples:
     """What a plan is verified on; `options` are settled."""
     return EvalSamples(
         options.tasks,
@@ -319,7 +320,7 @@ def _check_finite(result: EvalResult, phase: str) -> None:
         )
 
 
-def after_a_missed_gate(options: PlanOptions, missed: Set[PhaseName]) -> str:
+def after_a_missed_gate(options: Settled, missed: Set[PhaseName]) -> str:
     """A sentence that names options which can be used together with those that were.
 
     Args:
@@ -334,7 +335,7 @@ def after_a_missed_gate(options: PlanOptions, missed: Set[PhaseName]) -> str:
     return f"{first[0].upper()}{first[1:]}, {', '.join(rest)}, or verify on more samples (--verify-samples)"
 
 
-def _more(options: PlanOptions, phases: Set[str]) -> Iterator[str]:
+def _more(options: Settled, phases: Set[str]) -> Iterator[str]:
     if "prefill" in phases:
         if options.preset is not None:
             yield f"search without the {options.preset} preset, which has one density a length"
@@ -343,12 +344,10 @@ def _more(options: PlanOptions, phases: Set[str]) -> Iterator[str]:
         else:
             yield "raise --target-density"
     if "decode" in phases:
-        yield "choose other --filter-layers" if options.filter_rule == "fixed" else "raise --decode-budget"
+        yield "choose other --filter-layers" if options.filter_layers else "raise --decode-budget"
 
 
-def tightened(
-    options: PlanOptions, profile: Profile, missed: Mapping[PhaseName, Collection[int]]
-) -> PlanOptions | None:
+def tightened(options: Settled, profile: Profile, missed: Mapping[PhaseName, Collection[int]]) -> Settled | None:
     """Options of which a plan loses less in the phases that missed the gate; None when there are none.
 
     Args:
@@ -366,7 +365,7 @@ def tightened(
     return None if stricter == options else stricter
 
 
-def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) -> PlanOptions:
+def _denser(options: Settled, profile: Profile, lengths: Collection[int]) -> Settled:
     """A larger budget at the lengths that missed, which the allocation spends on the heads that it helps most."""
     if not options.target_density or options.target_speedup is not None:  # denser would miss the speedup
         return options
@@ -376,29 +375,29 @@ def _denser(options: PlanOptions, profile: Profile, lengths: Collection[int]) ->
         if entry.length in lengths:
             denser = round(targets[number] * _DENSER, 4)
             targets[number] = denser if denser < 1.0 else targets[number]  # dense everywhere is no plan
-    return replace(options, target_density=tuple(targets))
+    return options.but(target_density=tuple(targets))
 
 
-def _more_careful(options: PlanOptions, profile: Profile) -> PlanOptions:
+def _more_careful(options: Settled, profile: Profile) -> Settled:
     """What was tried and diverged at most half as much. Where nothing was: half the loss (fewer layers attend to chosen
     tokens); at the least loss, the next larger budget."""
     if takes_trials(profile, options):
         tried = [trial.kl_bound for entry in profile.lengths for trial in entry.trials]
         inside = [bound for bound in tried if bound <= options.decode_bound]
-        return replace(options, decode_kl=max(inside) / 2) if inside else options
-    if options.filter_rule == "dp" and options.loss_bound > _LEAST_LOSS:
-        return replace(options, decode_loss=options.loss_bound * _LOSS_STEP)
+        return options.but(decode_kl=max(inside) / 2) if inside else options
+    if not options.filter_layers and options.loss_bound > _LEAST_LOSS:
+        return options.but(decode_loss=options.loss_bound * _LOSS_STEP)
     longest = profile.lengths[-1]
     budgets: tuple[Budget, ...] = longest.reuse.budgets if longest.reuse else ()
     spent = options.decode_budget.resolve(longest.length)
     larger = sorted((b.resolve(longest.length), position) for position, b in enumerate(budgets))
     return next(
-        (replace(options, decode_budget=budgets[position]) for size, position in larger if size > spent),
+        (options.but(decode_budget=budgets[position]) for size, position in larger if size > spent),
         options,
     )
 
 
-def tightened_remarks(asked: PlanOptions, used: PlanOptions, profile: Profile) -> tuple[str, ...]:
+def tightened_remarks(asked: Settled, used: Settled, profile: Profile) -> tuple[str, ...]:
     """What a plan that met its gate at a later attempt gave up of what was asked for.
 
     Args:

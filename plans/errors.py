@@ -75,5 +75,11 @@ class GateError(SparseKVError):
     exit_code = 1
 
 
+class ConflictError(SparseKVError):
+    """A file that something else writes to, or wrote to meanwhile; it is left as it is."""
+
+    exit_code = 1
+
+
 class PlanWarning(UserWarning):
     """Something runs, but not exactly as the plan or the caller asked."""

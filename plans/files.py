@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparsekv.plans.errors import PlanError, UsageError
+from sparsekv.plans.errors import ConflictError, PlanError, UsageError
 from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
 from sparsekv.plans.types import canonical_json
 from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
@@ -252,6 +252,21 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     write_bytes(path, dump_plan(plan).encode())
 
 
+def rewrite_plan(plan: Plan, path: str | os.PathLike[str], before: str) -> None:
+    """Writes a plan as `write_plan` does, in place of the text that it was made from.
+
+    Raises:
+        ConflictError: the file holds another text by now.
+        PlanError, UsageError: see `write_plan`; or the file is no longer there.
+    """
+    data = dump_plan(plan).encode()
+    if read_text(path) != before:
+        raise ConflictError(
+            f"expected {path} as it was read, found it changed meanwhile; it is left as it is: run again"
+        )
+    write_bytes(path, data)
+
+
 @dataclass(frozen=True, slots=True)
 class Sealed:
     """The plan as it is now in the file, and what became of it, a line each."""
@@ -274,12 +289,14 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
     Raises:
         PlanError: it is no plan, or contradicts itself.
         UsageError: there is no such file, or it cannot be read or written.
+        ConflictError: the file was written to meanwhile.
     """
-    plan = parse_plan(read_text(path), os.fspath(path), signed=False)
+    text = read_text(path)
+    plan = parse_plan(text, os.fspath(path), signed=False)
     if plan == sign(plan):
         return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
     sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
-    write_plan(sealed, path)
+    rewrite_plan(sealed, path, text)
     dropped = [name for name in ("quality", "cost") if getattr(plan, name) is not None]
     notes = ["signed as unverified"]
     if dropped:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Reuse, Segment
+from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan, Retention, Segment
 from sparsekv.plans.types import (
     Count,
     Digest,
@@ -218,23 +218,11 @@ def _check_prefill(bucket: PrefillBucket, shapes: Shapes, path: tuple[Where, ...
         if group.heads[-1] >= heads:
             message = f"expected heads 0 to {heads - 1} of layer {group.layer}, found {format_ids(group.heads)}"
             raise FieldError(message, *path, "heads", _names(group.layer, group.heads[-1]), "heads")
-    for number, reuse in enumerate(bucket.reuse):
-        _check_reuse(reuse, shapes, (*path, "reuse", number))
 
 
 def _names(layer: int, head: int) -> Callable[[dict[str, Any]], bool]:
     # By content: in memory the groups of a layer are merged and sorted, in the file they may stand anywhere.
     return lambda item: item["layer"] == layer and head in ids_of(item["heads"])
-
-
-def _check_reuse(reuse: Reuse, shapes: Shapes, path: tuple[Where, ...]) -> None:
-    _softmax_layers(reuse.layers, shapes, (*path, "layers"))
-    _softmax_layers((reuse.source,), shapes, (*path, "source"))
-    source = shapes[reuse.source].heads
-    for layer in reuse.layers:
-        own = shapes[layer].heads
-        heads, entries = (range(own), source) if reuse.heads == "same" else (reuse.heads, own)
-        _check_map(heads, entries, source, f"heads of layer {reuse.source}", (*path, "heads"))
 
 
 def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) -> None:

@@ -95,11 +95,9 @@ class VerticalSlash(Part):
 
     `vertical` and `slash` are how many columns and diagonals are computed; `max_tiles` bounds the tokens of the tiles
     in any one row (mandatory tiles included), the least scoring diagonals being dropped first.
-
-    As "vertical_slash_means", each skipped key tile takes part in the softmax as the mean of its keys and values.
     """
 
-    pattern: Literal["vertical_slash", "vertical_slash_means"] = "vertical_slash"
+    pattern: Literal["vertical_slash"] = "vertical_slash"
     vertical: Budget
     slash: Budget
     last_q: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLED)] = 64

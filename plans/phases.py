@@ -102,25 +102,6 @@ class HeadGroup(Part):
         return {"layer": data["layer"], "heads": data["heads"]} | pattern
 
 
-class Reuse(Part):
-    """Layers that take the tiles computed for an earlier layer, `source`.
-
-    `heads[h]` is the head of the source whose tiles head h takes; `same` means head h takes those of head h.
-    """
-
-    layers: LayerSet
-    source: Index
-    heads: Literal["same"] | tuple[Index, ...] = "same"
-
-    @model_validator(mode="after")
-    def _source_comes_first(self) -> Reuse:
-        if self.source >= self.layers[0]:
-            raise FieldError(
-                f"expected a source before the layers that reuse it, found {self.source} for {format_ids(self.layers)}"
-            )
-        return self
-
-
 class PrefillBucket(Part):
     """One range of context lengths: all dense, or patterns for some heads (the others dense), or as another bucket.
 
@@ -132,16 +113,12 @@ class PrefillBucket(Part):
     extrapolated: Flag = False
     same_as: Length | None = None
     heads: Annotated[tuple[HeadGroup, ...], FailFast()] = ()  # a flood of wrong groups is refused at the first
-    reuse: tuple[Reuse, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> PrefillBucket:
         if [self.dense, bool(self.heads), self.same_as is not None].count(True) != 1:
             raise FieldError("expected exactly one of `dense: true`, `heads` and `same_as` in a prefill bucket")
-        if self.reuse and not self.heads:
-            raise FieldError("expected `reuse` only beside `heads`", "reuse")
         _check_overlap(self.heads)
-        _check_reuse(self)
         object.__setattr__(self, "heads", _merged(self.heads))
         return self
 
@@ -190,20 +167,6 @@ def _check_overlap(groups: Iterable[HeadGroup]) -> None:
             message = f"expected each head once, found heads {twice} of layer {group.layer} again"
             raise FieldError(message, "heads", position)
         named.update(group.heads)
-
-
-def _check_reuse(bucket: PrefillBucket) -> None:
-    computed = {group.layer for group in bucket.heads}
-    taken: set[int] = set()
-    for position, reuse in enumerate(bucket.reuse):
-        both = computed.union(taken).intersection(reuse.layers)
-        if both:
-            message = f"expected layers with no other pattern or reuse, found {format_ids(both)}"
-            raise FieldError(message, "reuse", position, "layers")
-        if reuse.source not in computed:
-            message = f"expected a source layer with patterns of its own, found {reuse.source}"
-            raise FieldError(message, "reuse", position, "source")
-        taken.update(reuse.layers)
 
 
 def _merged(groups: Iterable[HeadGroup]) -> tuple[HeadGroup, ...]:
@@ -258,6 +221,9 @@ class DecodeBudget(Budget):
         return super().__str__() if self.at_most is None else f"{super().__str__()}, at most {self.at_most}"
 
 
+Selector = Literal["last", "uniform", "exponential"]
+
+
 class Segment(Part):
     """Layers that attend to what the layer `filter` chose, to the first `sink` tokens and to the last `recent` ones.
 
@@ -277,7 +243,7 @@ class Segment(Part):
     budget: DecodeBudget
     sink: Natural = 4
     recent: Positive
-    selector: Literal["last", "uniform", "exponential"] = "last"
+    selector: Selector = "last"
     window: Count = 1
     scope: Literal["global", "local"] = "global"
     heads: Literal["max", "per_kv_head"] | HeadMap = "max"

@@ -103,6 +103,15 @@ class LengthMeasurement(Part):
     agreement: Agreement
 
 
+def _each_length_once(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    seen: set[int] = set()
+    for position, entry in enumerate(entries):
+        if entry.length in seen:
+            raise FieldError(f"expected each length once, found {entry.length} again", position, "length")
+        seen.add(entry.length)
+    return entries
+
+
 class Measurement(Part):
     """Held-out prompts through the plan, all lengths and tasks pooled; `by_length` and `tasks` are parts of it.
 
@@ -116,7 +125,7 @@ class Measurement(Part):
     kl: NonNegative | None = None
     chunk: Length | None = None
     agreement: Agreement | None = None
-    by_length: tuple[LengthMeasurement, ...] = ()
+    by_length: Annotated[tuple[LengthMeasurement, ...], AfterValidator(_each_length_once)] = ()
     tasks: Annotated[dict[Text, Score], AfterValidator(in_order)] = Field(default_factory=dict)
 
 
@@ -155,7 +164,7 @@ class Cost(Part):
 
     device: Text
     backend: BackendName
-    lengths: tuple[Prediction, ...] = ()
+    lengths: Annotated[tuple[Prediction, ...], AfterValidator(_each_length_once)] = ()
 
 
 class Provenance(Part):
@@ -231,10 +240,6 @@ def _unsupported(plan: Plan) -> Iterator[str]:
     for number, group in enumerate(plan.model.attention):
         if group.kind == "linear":
             yield f"model.attention[{number}]: linear attention (layers {format_ids(group.layers)})"
-    for number, bucket in enumerate(plan.prefill.lengths if plan.prefill else ()):
-        if bucket.reuse:
-            layers = ", ".join(format_ids(reuse.layers) for reuse in bucket.reuse)
-            yield f"prefill.lengths[{number}].reuse: tiles reused by layers {layers}"
     for number, rule in enumerate(plan.kv_cache or ()):
         if rule.keep != "all":
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -52,10 +52,6 @@ def layer_rows(
 
 
 def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) -> tuple[HeadRow, ...]:
-    reuse = next((reuse for reuse in bucket.reuse if layer in reuse.layers), None)
-    if reuse is not None:
-        heads = "" if reuse.heads == "same" else f" by the head map {list(reuse.heads)}"
-        return (HeadRow(tuple(range(model.group_of(layer).heads)), "reuse", f"tiles of layer {reuse.source}{heads}"),)
     by_pattern: dict[Pattern, list[int]] = {}
     for head, pattern in enumerate(bucket.patterns(layer, model.group_of(layer).heads)):
         by_pattern.setdefault(pattern, []).append(head)
@@ -71,11 +67,15 @@ def _head_rows(bucket: PrefillBucket, layer: int, model: ModelInfo, full: bool) 
 def parameters(patterns: Sequence[Pattern]) -> str:
     """The parameters of patterns of one kind in a line; ranges where they differ."""
     names = [name for name in type(patterns[0]).model_fields if name != "pattern"]
-    return ", ".join(f"{name} {_span([getattr(p, name) for p in patterns])}" for name in names)
+    return ", ".join(f"{name} {span([getattr(p, name) for p in patterns])}" for name in names)
 
 
-def _span(values: Sequence[Any]) -> str:
-    ordered = sorted(set(values), key=_size)
+def span(values: Sequence[Any]) -> str:
+    """One value, or the least and the largest of several; of values without an order, how many."""
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) > 1 and not all(isinstance(value, Budget | int | float) for value in distinct):
+        return f"{len(distinct)} different"
+    ordered = sorted(distinct, key=_size)
     low, high = text_of(ordered[0]), text_of(ordered[-1])
     return low if low == high else f"{low} to {high}"
 
@@ -126,7 +126,8 @@ def _prefill_facts(bucket: PrefillBucket, model: ModelInfo) -> dict[str, Any]:
     layers = []
     for layer in range(model.layers):
         rows = _head_rows(bucket, layer, model, full=True)
-        kinds.update({row.kind: len(row.heads) for row in rows})
+        for row in rows:
+            kinds[row.kind] += len(row.heads)
         heads = {format_ids(row.heads): f"{row.kind} {row.parameters}".strip() for row in rows}
         layers.append({"layer": layer, "heads": heads})
     return facts | {"heads": dict(sorted(kinds.items())), "layers": layers}
@@ -148,6 +149,36 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
     if refused:
         parts.append(Text("\nThis version cannot run this plan:\n" + "\n".join(f"  {line}" for line in refused)))
     return parts
+
+
+def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
+    """Four lines: what is sparse and what it is predicted to gain, the status with its reason, the next command."""
+    command = f"sparsekv run --plan {file}" if plan.status == "verified" else f"sparsekv verify --plan {file} --write"
+    measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
+    found = next((one.agreement for one in measured if one and one.agreement), None)
+    if not reason and found:
+        reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
+    status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")
+    return _gains("prefill", plan), _gains("decode", plan), status, f"next: {command}"
+
+
+def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
+    part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
+    sparse = [bucket for bucket in part.lengths if not bucket.dense] if part else []
+    if not sparse:
+        return f"{phase}: dense at every length"
+    line = f"{phase}: sparse"
+    if isinstance(part, DecodePlan):
+        chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"
+        line = f"{phase}: {chosen}"
+    known = [(entry.length, getattr(entry, phase)) for entry in (plan.cost.lengths if plan.cost else ())]
+    known = [(length, found) for length, found in known if found is not None]
+    if not known:
+        return line
+    length, found = known[-1]
+    gain = f"attention {found.dense_us / max(found.sparse_us, 1e-9):.2f}x as fast as dense, predicted"
+    share = f", {found.density:.3f} of the tiles" if phase == "prefill" else ""
+    return f"{line}{share}; {gain} at {format_length(length)}"
 
 
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:

@@ -177,6 +177,10 @@ _EXPECTED = {
     "dict_type": "expected a mapping",
     "tuple_type": "expected a list",
 }
+_ADVICE = (
+    "Correct the file, or compile the plan again: `sparsekv plan MODEL -o FILE`; `sparsekv schema` prints what a plan "
+    "may hold."
+)
 _SILENT = ("missing", "union_tag_not_found", "value_error")
 
 
@@ -189,7 +193,7 @@ def plan_error(error: ValidationError, tree: Tree) -> PlanError:
     ]
     if len(places) > _SHOWN:
         lines.append(f"and {len(places) - _SHOWN} more.")
-    return PlanError("\n".join([*lines, "Correct the file; `sparsekv schema` prints what a plan may hold."]))
+    return PlanError("\n".join([*lines, _ADVICE]))
 
 
 def _places(details: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:

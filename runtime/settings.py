@@ -6,26 +6,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from sparsekv.plans.errors import UsageError
 
 PREFIX = "SPARSEKV_"
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]  # as transformers names them
 DEVICE_MAPS: tuple[DeviceMap, ...] = get_args(DeviceMap)
-CHOICES = {
-    "backend": ("auto", "cpu", "triton", "flash", "reference"),
-    "dtype": ("auto", "bfloat16", "float16", "float32"),
-}
+Backend = Literal["auto", "flash", "triton", "cpu", "reference"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+CHOICES: dict[str, tuple[str, ...]] = {"backend": get_args(Backend), "dtype": get_args(Dtype)}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the environment may preset; every field is the variable SPARSEKV_<FIELD IN CAPITALS>."""
 
-    backend: str = "auto"  # kernel backend: auto, cpu, triton, flash, reference
+    backend: Backend = "auto"
     device: str = "auto"  # a torch device such as cpu or cuda:1
-    dtype: str = "auto"  # auto, bfloat16, float16, float32
+    dtype: Dtype = "auto"
 
 
 def check_device(device: str) -> None:
@@ -48,7 +47,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     """
     source = os.environ if environment is None else environment
     found = {field.name: source.get(PREFIX + field.name.upper(), "").strip() for field in fields(Settings)}
-    given = {name: value for name, value in found.items() if value}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value}
     for name, value in given.items():
         if name in CHOICES and value not in CHOICES[name]:
             expected = ", ".join(CHOICES[name])

@@ -14,15 +14,30 @@ MAY_IMPORT = {
     "kernels": {"plans"},
     "runtime": {"plans", "kernels"},
     "planner": {"plans", "kernels", "runtime"},
-    "cli": {"plans", "kernels", "runtime", "planner"},
+    "bench": {"plans", "kernels", "runtime", "planner"},
+    "cli": {"plans", "kernels", "runtime", "planner", "bench"},
 }
+# The only files that import bench/, when their command runs.
+MEASURE = {"cli/bench.py", "cli/bench_curves.py", "cli/bench_rows.py", "cli/bench_serve.py", "cli/show.py"}
 # plans/ starts in a fraction of a second because of what is not here.
 HEAVY = {"torch", "transformers", "triton", "numpy", "scipy", "safetensors", "tokenizers"}
 HOSTS = {"transformers", "vllm"}
-# Inside runtime/: what knows no host.
+# What names no host in its code, and inside runtime/ imports none.
+NAMELESS = ("kernels", "runtime/core", "runtime/stores")
 HOSTLESS = {"runtime/core": {"runtime/core"}, "runtime/stores": {"runtime/stores"}}
-# One name in two folders: a pattern with two builders, a backend with two phases, a command over its module.
-SHARED_NAMES = {"__init__", "a_shape", "adaptive", "block_sparse", "vertical_slash", "cpu", "triton"}
+# One name in two folders: a pattern with two builders, a backend with two phases, a phase and its bench, a command over
+# its module.
+SHARED_NAMES = {
+    "__init__",
+    "a_shape",
+    "adaptive",
+    "block_sparse",
+    "vertical_slash",
+    "cpu",
+    "triton",
+    "prefill",
+    "decode",
+}
 COMMANDS = {"bench", "diff", "doctor", "eval", "main", "plan", "run", "schema", "seal", "show", "validate", "verify"}
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
@@ -83,6 +98,8 @@ def test_no_file_imports_a_layer_above_its_own(path: Path) -> None:
         ("runtime", "from sparsekv import planner"),
         ("runtime", "from ..plans import budget"),
         ("planner", "from sparsekv.cli.main import main"),
+        ("planner", "import sparsekv.bench.harness"),
+        ("bench", "from sparsekv.cli.output import columns"),
         ("cli", "from plans.patterns import tokens"),
     ],
 )
@@ -93,6 +110,19 @@ def test_the_rule_catches_each_kind_of_breach(package: str, line: str) -> None:
 def test_the_rule_lets_the_allowed_arrows_through() -> None:
     assert breaches("planner", "from sparsekv.runtime.hf.apply import apply\nimport torch") == []
     assert breaches("cli", "from sparsekv import __version__") == []
+    assert breaches("bench", "from sparsekv.planner.plan import compile_plan") == []
+
+
+def imports_of_bench(tree: ast.AST) -> Iterator[str]:
+    return (module for module, _ in imported(tree) if f"{module}.".startswith("sparsekv.bench."))
+
+
+def test_only_the_commands_that_measure_import_bench_and_only_when_they_run() -> None:
+    users = {path for path in SOURCES if path.parts[len(ROOT.parts)] != "bench"}
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in users}
+    assert {name for name, tree in trees.items() if any(imports_of_bench(tree))} <= MEASURE
+    at_import = [node for name in MEASURE for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [module for node in at_import for module in imports_of_bench(node)] == []
 
 
 def test_the_environment_is_read_in_one_settings_module() -> None:
@@ -115,6 +145,86 @@ def hostless_breaches(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", [path for home in HOSTLESS for path in (ROOT / home).glob("*.py")], ids=str)
 def test_the_core_and_the_stores_know_no_host(path: Path) -> None:
     assert hostless_breaches(path) == []
+
+
+def names_and_strings(source: str) -> Iterator[tuple[str, int]]:
+    """Every identifier, module and string of a file's code, docstrings left out."""
+    tree = ast.parse(source)
+    documents = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "module", "asname", "value"):
+            text = getattr(node, field, None)
+            if isinstance(text, str) and id(node) not in documents:
+                yield text, getattr(node, "lineno", 0)
+
+
+def hosts_named(source: str) -> list[str]:
+    """Where the code of a file names a host."""
+    return [
+        f"line {line}: {text}"
+        for text, line in names_and_strings(source)
+        if any(host in text.lower() for host in HOSTS)
+    ]
+
+
+@pytest.mark.parametrize("path", [path for home in NAMELESS for path in (ROOT / home).rglob("*.py")], ids=str)
+def test_no_host_is_named_where_hosts_are_not_known(path: Path) -> None:
+    assert hosts_named(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('"vllm" in sys.modules', 1),
+        ('f"the copy in vLLM {release}"', 1),
+        ("import_module('transformers.cache_utils')", 1),
+        ("IN_VLLM = False", 1),
+        ("def of_vllm(): ...", 1),
+        ("from vllm import LLM as engine", 1),
+        ('"""Unlike vLLM."""', 0),
+        ('def f():\n    """Unlike vLLM."""', 0),
+    ],
+)
+def test_the_rule_finds_a_host_in_names_and_strings_but_not_in_docstrings(line: str, found: int) -> None:
+    assert len(hosts_named(line)) == found
+
+
+def silent_handlers(source: str) -> list[int]:
+    """Handlers of any exception that neither always raise nor name what they caught."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler) and _is_wide(node.type):
+            inside = [inner for statement in node.body for inner in ast.walk(statement)]
+            is_named = any(isinstance(inner, ast.Name) and inner.id == node.name for inner in inside)
+            if not is_named and not any(isinstance(statement, ast.Raise) for statement in node.body):
+                found.append(node.lineno)
+    return found
+
+
+def _is_wide(caught: ast.expr | None) -> bool:
+    return caught is None or (isinstance(caught, ast.Name) and caught.id in {"Exception", "BaseException"})
+
+
+ATTENDS = [path for home in (*NAMELESS, "runtime/hf", "runtime/vllm") for path in (ROOT / home).rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", ATTENDS, ids=str)
+def test_no_failure_turns_into_another_computation_without_being_named(path: Path) -> None:
+    assert silent_handlers(path.read_text()) == []
+
+
+def test_the_rule_finds_handlers_that_hide_what_they_caught() -> None:
+    hides = "try:\n    sparse()\nexcept Exception{}:\n    {}"
+    assert silent_handlers(hides.format("", "dense()")) == silent_handlers(hides.format(" as error", "dense()")) == [3]
+    assert silent_handlers(hides.format(" as error", "log(error); dense()")) == []
+    assert silent_handlers(hides.format("", "undo(); raise")) == []
+    assert silent_handlers(hides.format("", "if odd(): raise")) == [3]
 
 
 def test_the_hosts_do_not_know_each_other() -> None:

@@ -45,7 +45,7 @@ PATH = Path("measured")
 def runnable_plan() -> dict[str, Any]:
     """The full plan without what this version only reads."""
     data = to_data(full_plan())
-    del data["model"]["attention"][3], data["kv_cache"], data["prefill"]["lengths"][1]["reuse"]
+    del data["model"]["attention"][3], data["kv_cache"]
     data["targets"][0]["tensor_parallel"] = 1
     return data
 
@@ -114,12 +114,12 @@ WANTED = tuple(
     PlanOptions(**({"verify_samples": 0} | given))
     for given in (
         {"target_density": (0.3,), "decode_loss": 1.0},
-        {"target_density": (0.4,), "crossover": False, "filter_rule": "omnikv"},
-        {"target_density": (0.3,), "filter_rule": "fixed", "filter_layers": (0,), "decode_budget": tokens(100)},
+        {"target_density": (0.4,), "crossover": False},
+        {"target_density": (0.3,), "filter_layers": (0,), "decode_budget": tokens(100)},
         {"target_speedup": 1.2, "decode_loss": 0.5, "decode_budget": fraction(0.2)},
         {"target_density": (0.25,), "offload": True, "decode_loss": 1.0, "crossover": False},
         {"target_density": (0.3,), "families": ("a_shape", "vertical_slash"), "phases": ("prefill",)},
-        {"phases": ("decode",), "decode_selectors": ("last", "uniform"), "decode_loss": 1.0, "lengths": (4096,)},
+        {"phases": ("decode",), "decode_loss": 1.0, "lengths": (4096,)},
         {},
     )
 )
@@ -142,7 +142,7 @@ def _records() -> list[Any]:
     profile = _profile(0)
     entry = profile.lengths[0]
     assert entry.reuse is not None
-    kept = [[[table[scores.layer] for table in tables] for tables in entry.reuse.kept] for scores in entry.layers]
+    kept = [[table[scores.layer] for table in entry.reuse.kept] for scores in entry.layers]
     return [
         LayerRecord(
             **{name: getattr(scores, name) for name in ("layer", "candidates", *SCORES)},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "cli")}
+FOLDERS = {f"sparsekv/{name}": ROOT / name for name in ("plans", "kernels", "runtime", "planner", "bench", "cli")}
 FOLDERS["sparsekv"] = ROOT / "src" / "sparsekv"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTION = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # where it is not called what is imported
@@ -28,7 +28,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
 def files_of_tree() -> set[str]:
-    """Every file of the six folders, by the name it has when installed."""
+    """Every file of the seven folders, by the name it has when installed."""
     return {
         f"{home}/{path.relative_to(folder)}"
         for home, folder in FOLDERS.items()

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("plans", "kernels", "runtime", "planner", "cli")
+_PACKAGES = ("plans", "kernels", "runtime", "planner", "bench", "cli")
 
 
 def make_importable() -> None:

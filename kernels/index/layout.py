@@ -121,6 +121,11 @@ class Layout:
         crossed = self.tile.query // self.tile.key + 1
         return min(most_tiles, crossed * most_slashes + max(map(self.mandatory_tiles, self.phases)))
 
+    def most_diagonals(self, bound: int) -> int:
+        """The most distances of tiles that a vertical-slash head chooses, of which a row has at most `bound` tiles: a
+        ragged row tile lacks the nearest ones."""
+        return bound + self.tile.query // self.tile.key
+
     def locate(self) -> RowTiles:
         """The row tiles of the call; not to be written to."""
         return _locate(self.device, self)

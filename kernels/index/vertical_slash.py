@@ -64,7 +64,7 @@ def _choose_slashes(group: HeadGroup, lines: LineScores, layout: Layout) -> tupl
     offsets_BhO = top_ascending(lines.slash_BhS, on_device(counts, layout.device), largest(counts), -1).long()
     scores_BhO = lines.slash_BhS.gather(-1, offsets_BhO.clamp(min=0)).masked_fill_(offsets_BhO < 0, UNSEEN)
     bound = layout.slash_tiles(largest(counts), largest(bounds))
-    return choose_diagonals(offsets_BhO, scores_BhO, bounds, bound, layout), bound
+    return choose_diagonals(offsets_BhO, scores_BhO, bounds, layout.most_diagonals(bound), layout), bound
 
 
 def _list_rows(diagonals: TileDiagonals, rows: RowTiles, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,36 +121,41 @@ def choose_diagonals(
 ) -> TileDiagonals:
     """Takes slashes in order of score until the next would make some row exceed its bound.
 
-    The last row sees the farthest, so it is the fullest: key tile 0, and a tile for each chosen distance nearer.
+    A row holds key tile 0, and a tile for each chosen distance nearer, as far as it has rows in that tile.
 
     Args:
         slashes_BhO: offsets, ascending, padded with negative numbers.
         scores_BhO: their scores, padding the lowest; equal scores keep the lower offset first.
         bounds: [B][h] tiles a row may have, mandatory ones included; at least those.
-        most: the host's bound on the tiles of a row.
+        most: the host's bound on the chosen distances.
         layout: where the rows lie.
     """
     right = layout.tile.query // layout.tile.key + 1  # one more than any row needs: the first entry is never chosen
     entries = layout.key_tiles + right + 2
     order_BhO = scores_BhO.sort(dim=-1, descending=True, stable=True).indices
     rank_BhE = _first_rank(slashes_BhO.gather(-1, order_BhO), entries, right, layout)
-    last_B1E = _distance_of_last_row(entries, right, layout)
     limit_Bh1 = on_device(bounds, layout.device).unsqueeze(-1) - 1
-    counted_BhE = rank_BhE.masked_fill(last_B1E >= 0, slashes_BhO.shape[-1])
-    chosen_BhE = (rank_BhE < _affordable(counted_BhE, slashes_BhO.shape[-1], limit_Bh1)) & (last_B1E <= 0)
+    distance_E = torch.arange(-right, entries - right, device=layout.device)
+    last_2B, before_2B = on_device(_fullest_rows(layout), layout.device)[..., None, None]
+    chosen_BhE = distance_E <= last_2B[1]
+    for nearest_B11, base_B11 in (last_2B, before_2B):
+        outside_B1E = (distance_E < nearest_B11) | (distance_E >= base_B11)
+        counted_BhE = rank_BhE.masked_fill(outside_B1E, slashes_BhO.shape[-1])
+        chosen_BhE = chosen_BhE & (rank_BhE < _affordable(counted_BhE, slashes_BhO.shape[-1], limit_Bh1))
     far_first_BhM = entries - 1 - right - ascending(chosen_BhE.flip(-1), min(most, entries), 0).long()
     return TileDiagonals(right, chosen_BhE, chosen_BhE.cumsum(-1), far_first_BhM)
 
 
-def _distance_of_last_row(entries: int, right: int, layout: Layout) -> torch.Tensor:
-    """How much farther each distance is than key tile 0 from the last row tile: [B, 1, E]."""
-    query, key = layout.tile.query, layout.tile.key
-    starts = (
-        past + max(0, rows - 1) // query * query
-        for past, rows in zip(layout.chunk.past, layout.chunk.rows, strict=True)
-    )
-    base_B1 = on_device([start // key for start in starts], layout.device)[:, None]
-    return (torch.arange(-right, entries - right, device=layout.device) - base_B1)[:, None]
+def _fullest_rows(layout: Layout) -> list[list[tuple[int, ...]]]:
+    """Nearest distance and base (the distance of key tile 0) of the two row tiles of each batch row that can hold most:
+    the last, which sees the farthest but may be ragged, and the whole one before it; equal where there is none."""
+    query, key, rows = layout.tile.query, layout.tile.key, []
+    for past, length, phase in zip(layout.chunk.past, layout.chunk.lengths, layout.phases, strict=True):
+        first = past + max(0, length - past - 1) // query * query
+        last = (first // key - max(first, length - 1) // key, first // key)
+        whole = (1 - layout.diagonal_tiles(phase), (first - query) // key)
+        rows.append((last, whole if first > past else last))
+    return [list(zip(*row_B, strict=True)) for row_B in zip(*rows, strict=True)]
 
 
 def _first_rank(ranked_BhO: torch.Tensor, entries: int, right: int, layout: Layout) -> torch.Tensor:

@@ -8,7 +8,7 @@ Nothing is masked for the length: a visible key has j <= i, and a row that count
 touch memory past the length are masked, because whatever lies there could be a NaN.
 
 Block sizes are chosen by GPU generation and head size so that registers hold (on Hopper, head size 256 spills a few)
-and shared memory fits: 160 KiB on Hopper at head size 128, under 99 KiB elsewhere. benchmarks/kernel_resources.py shows
+and shared memory fits: 160 KiB on Hopper at head size 128, under 99 KiB elsewhere. bench/kernel_resources.py shows
 both for GPUs that are not at hand.
 
 Shapes: B batch, H query heads, G KV heads, S query rows, K keys in memory; in kernels M rows of a block, N keys of a

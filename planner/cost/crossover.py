@@ -13,7 +13,6 @@ Shapes: L profiled layers, C slots of candidates, H heads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -35,7 +34,6 @@ from sparsekv.plans.patterns import TileShape
 LEAST_GAIN = 0.02
 _STEP = 256  # tokens; bounds of buckets are multiples of it
 _TILE = 64  # rows of the smallest tile
-_STEPS_A_DOUBLING, _ROUND, _LONGEST = 4, 1024, 1 << 24  # of lengths beyond the profiled ones
 _APART = 16  # lengths that are asked about first lie a sixteenth apart, or a step
 
 
@@ -68,13 +66,6 @@ def longest_losing(pays_at: Callable[[int], bool], length: int, above: int = 0) 
     # tile ends, what dense costs has stood still for longest, and index building has not.
     ends = range((above // _TILE + 1) * _TILE, paying, _TILE)
     return paying if paying < length and not all(map(pays_at, (above + 1, *ends))) else None
-
-
-def first_paying(pays_at: Callable[[int], bool], beyond: int) -> int | None:
-    """About the shortest length above `beyond` at which sparse pays, by extrapolation; None if none up to 16M does."""
-    steps = range(1, 1 + math.ceil(_STEPS_A_DOUBLING * math.log2(_LONGEST / beyond)))
-    lengths = (round(beyond * 2 ** (step / _STEPS_A_DOUBLING) / _ROUND) * _ROUND for step in steps)
-    return next((length for length in lengths if length > beyond and pays_at(length)), None)
 
 
 def _descending(length: int, above: int) -> Iterator[int]:

@@ -32,14 +32,13 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import MOST_SLOTS
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
-from sparsekv.kernels.prefill.means import add_means, compensated_heads
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
@@ -289,9 +288,6 @@ def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
     for vertical, slash in ((few, many), (many, few)):
         lines = VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few))
         yield "vertical_slash", lines
-        yield "vertical_slash_means", lines.model_copy(update={"pattern": "vertical_slash_means"})
-    for most in (few, many):  # antidiagonal scores, the dearer of the two, stand for both
-        yield "adaptive", Adaptive(score="antidiagonal", mass=0.9, max_tiles=tokens(most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,10 +327,6 @@ class Bench:
             scored = float(heads * length)
             index, build_us = build(), self._us(build)
             attend = partial(prefill_attention, q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
-            if compensated := compensated_heads((pattern,) * heads):  # means count with the index that says of what
-                found = attend(want_lse=True)
-                means = partial(add_means, q_BHTD, k_BGSD, v_BGSD, found, index, chunk, compensated, scale=scale)
-                build_us += self._us(means)
             yield _timing(f"index {name}", length, (1.0, scored, scored * rows), build_us)
             query_tiles, tiles = float(index.counts_BHT.numel()), float(index.counts_BHT.sum())
             work = (query_tiles, tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))

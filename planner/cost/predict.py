@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.options import Family, density_for, mandatory_a_row
+from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.targets import mandatory_a_row
 from sparsekv.plans.model import AttentionGroup, ModelInfo
 from sparsekv.plans.patterns import Dense, Pattern, TileShape, in_tokens
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
@@ -187,14 +188,6 @@ def shares_at(
     return there_LH, both_LH - there_LH
 
 
-def at_usual_density(tables: ScoreTables, length: int) -> ScoreTables:
-    """The tables as they may be at a length that was not profiled: densities fall with length as the defaults do."""
-    share = density_for(length) / density_for(tables.entry.length)
-    names = ("tiles_LCH", "columns_LCH", "density_LCH")
-    scaled = {name: getattr(tables, name) * share for name in names}
-    return replace(tables, entry=tables.entry.model_copy(update={"length": length}), **scaled)
-
-
 def prefill_estimate(cost: DeviceCost, tables: ScoreTables, choice: Choice, profile: Profile) -> Estimate:
     """Attention of a whole prefill over all layers, when each head follows its choice.
 
@@ -309,7 +302,7 @@ def step_us(
 
 def missed(chosen: int, hot: int, length: int) -> float:
     """How many of the chosen tokens are not in a hot set: 70% of them where it just holds one choice, and half as many
-    in one of twice the size, as on answers of small models at 32K (miss curves in benchmarks/EXPERIMENTS.md); but no
+    in one of twice the size, as on answers of small models at 32K (miss curves in docs/experiments.md); but no
     more than if tokens were chosen at random."""
     return chosen * min(0.7 * chosen / max(hot, chosen, 1), max(0, length - hot) / length)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import (
     QUOTE_TASKS,
     RETRIEVAL_TASKS,
@@ -65,7 +65,7 @@ class CalibrationPrompt:
 
 
 def calibration_prompts(
-    tokenizer: Any, options: PlanOptions, kit: Kit | None = None
+    tokenizer: Any, options: Settled, kit: Kit | None = None
 ) -> dict[int, tuple[CalibrationPrompt, ...]]:
     """The prompts of every length.
 
@@ -92,7 +92,7 @@ def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
 
     Quotations come first, once: they say something about any model. The other tasks then take turns, retrieval and
     plain text alternating at first, so that a few samples see as many kinds of question as possible. More quotations
-    instead made plans worse on every model and format that was measured (benchmarks/EXPERIMENTS.md).
+    instead made plans worse on every model and format that was measured (docs/experiments.md).
     """
     quotes, others = _split(tasks, QUOTE_TASKS)
     if not quotes or not others:
@@ -131,7 +131,7 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
     return (_sample(task, kit, length, seed, index) for index in range(samples))
 
 
-def _from_tasks(kit: Kit, options: PlanOptions, length: int) -> Iterator[CalibrationPrompt]:
+def _from_tasks(kit: Kit, options: Settled, length: int) -> Iterator[CalibrationPrompt]:
     tasks = task_of_each(options.tasks, options.samples_at(length))
     turns = (tasks[:index].count(task) for index, task in enumerate(tasks))
     return (_from_task(kit, *each, length, options.seed) for each in zip(tasks, turns, strict=True))

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import builds_by_triton
-from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads, tiles_with_means
-from sparsekv.kernels.tiles import Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import blocks
 from sparsekv.planner.profile.search_space import Patterns, Prefix
 from sparsekv.plans.errors import UnsupportedError
@@ -177,28 +177,26 @@ class _Scorer:
 
     def score(self, patterns: Patterns) -> torch.Tensor:
         """[3, H], float64 on the device: the fields of a `CandidateScore`."""
-        prefix, means = self._layer.prefix, compensated_heads(patterns)
+        prefix = self._layer.prefix
         index = prefix.index(patterns)
-        out_XHMD = self._attend(index, means)
+        out_XHMD = self._attend(index)
         tiles_H = index.counts_BHT[0].sum(-1).double()
-        computed_H = tiles_with_means(index, prefix.chunk, means, prefix.window)[0]
-        columns_H = (computed_H - tiles_H).clamp(min=0.0)
+        columns_H = (computed_tiles(index)[0] - tiles_H).clamp(min=0.0)
         causal = prefix.causal_tiles
         return torch.stack([self._damage(out_XHMD).double(), tiles_H / causal, columns_H / causal])
 
-    def _attend(self, index: TileIndex, means: Sequence[int] = ()) -> torch.Tensor:
+    def _attend(self, index: TileIndex) -> torch.Tensor:
         prefix, rows = self._layer.prefix, self._layer.rows
-        return attend_with_means(
+        return prefill_attention(
             self._q_XHMD,
             rows.keys(prefix.k_BGSD),
             rows.keys(self._layer.v_BGSD),
             rows.index(index),
             rows.chunk,
-            means,
             scale=prefix.scale,
             window=prefix.window,
             backend=self._layer.backend,
-        )
+        ).out_BHSD
 
     def _damage(self, out_XHMD: torch.Tensor) -> torch.Tensor:
         """[H], float32."""

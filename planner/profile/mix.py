@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 
 from sparsekv.planner.compare import Batch, answered, batches, forced_logits
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.prompts_at_once import prompts_at_once
+from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.load import LoadedModel
@@ -24,8 +23,8 @@ _MOST_RETRIEVAL = {"cpu": 2}
 
 
 def with_tasks(
-    loaded: LoadedModel, options: PlanOptions, known: tuple[str, ...] = (), progress: Progress | None = None
-) -> PlanOptions:
+    loaded: LoadedModel, options: Settled, known: tuple[str, ...] = (), progress: Progress | None = None
+) -> Settled:
     """The options with their tasks; where none were asked for, quotations, what the model solves, and plain text.
 
     Args:
@@ -33,14 +32,14 @@ def with_tasks(
         known: the tasks that an earlier profile of the model was made with; then nothing is run.
     """
     if options.tasks or known:
-        return replace(options, tasks=options.tasks or known)
+        return options.but(tasks=options.tasks or known)
     length, samples = min(_LENGTH, *options.lengths), _SAMPLES.get(loaded.model.device.type, _SAMPLES["cpu"])
     (progress or Progress()).say("trying out which tasks the model can answer ...")
     kit = prepare(loaded.tokenizer, Split.CALIBRATION, characters=_CHARACTERS_PER_TOKEN * length)
     most = _MOST_RETRIEVAL.get(loaded.model.device.type, len(RETRIEVAL_TASKS))
     solved = solved_tasks(loaded, kit, RETRIEVAL_TASKS, length, samples, options.seed, most)
     chosen = {*QUOTE_TASKS, *solved, "perplexity"}
-    return replace(options, tasks=tuple(name for name in TASKS if name in chosen))
+    return options.but(tasks=tuple(name for name in TASKS if name in chosen))
 
 
 def solved_tasks(

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from sparsekv.planner.conflicts import flag_of
-from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions, asked
+from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo, check_fit
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import (
-    Count,
     Digest,
     FieldError,
     Index,
@@ -47,13 +44,6 @@ TileShare = Annotated[float, Field(strict=True, ge=LEAST_SHARE, le=1.0, allow_in
 
 Row = tuple[Measured, ...]
 Table = tuple[Row, ...]
-
-
-class SelectorChoice(Part):
-    """A way to weigh the rows before a decode step in the choice of tokens."""
-
-    selector: Literal["last", "uniform", "exponential"]
-    window: Count
 
 
 class Candidate(Part):
@@ -129,35 +119,35 @@ def check_table(table: Sequence[Sequence[Any]], rows: int, columns: int, name: s
 
 
 class TokenChoice(Part):
-    """How decode statistics choose tokens: each selector, with each budget, among all between the first `sink` and the
-    last `recent` tokens, which are attended to in any case."""
+    """How decode statistics choose tokens by the newest query: with each budget, among all between the first `sink` and
+    the last `recent` tokens, which are attended to in any case."""
 
     sink: Natural
     recent: Positive
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1)]
-    selectors: Annotated[tuple[SelectorChoice, ...], Field(min_length=1)]
 
 
 class Reuse(TokenChoice):
     """How well the tokens that layer i chooses serve layer j, at one length.
 
-    `kept[s][b][j][i]`, i <= j: the share of layer j's attention mass on the first `sink` tokens, the choice of layer i
-    (with selector s and budget b) and the last `recent` tokens; worst row of a prompt, mean over prompts.
+    `kept[b][j][i]`, i <= j: the share of layer j's attention mass on the first `sink` tokens, the choice of layer i
+    (with budget b) and the last `recent` tokens; worst row of a prompt, mean over prompts.
     `importance[j]`: how much attention of layer j moves the residual, || attention output || / (|| attention output ||
     + || residual ||).
     """
 
     importance: tuple[PartOfAll, ...]
-    kept: tuple[tuple[Table, ...], ...]
+    kept: tuple[Table, ...]
 
     def check(self, layers: int) -> None:
-        """Raises FieldError unless there is an entry for each layer, selector and budget."""
+        """Raises FieldError unless there is an entry for each layer and budget."""
         if len(self.importance) != layers:
             raise FieldError(f"expected {layers} layers of the model, found {len(self.importance)}", "importance")
-        check_table(self.kept, len(self.selectors), len(self.budgets), "kept")
+        if len(self.kept) != len(self.budgets):
+            raise FieldError(f"expected {len(self.budgets)} rows, found {len(self.kept)}", "kept")
         triangle = [j + 1 for j in range(layers)]
-        if not all([len(row) for row in table] == triangle for tables in self.kept for table in tables):
-            raise FieldError(f"expected a lower triangle of {layers} layers for each selector and budget", "kept")
+        if not all([len(row) for row in table] == triangle for table in self.kept):
+            raise FieldError(f"expected a lower triangle of {layers} layers for each budget", "kept")
 
 
 class DecodeTrial(Part):
@@ -252,7 +242,7 @@ class Profile(Part):
     """What one profiling run found, and what it was run with."""
 
     kind: Literal["sparsekv.profile"] = "sparsekv.profile"
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     model: ModelInfo
     device: Text
     dtype: DtypeName
@@ -283,12 +273,9 @@ def _check_alike(first: LengthProfile, entry: LengthProfile) -> None:
     """Every length has the same phases, and one way to choose tokens, as one plan serves them all."""
     if bool(entry.layers) != bool(first.layers):
         raise FieldError("expected scores of layers at every length or at none", "layers")
-    choices = [
-        one.reuse and (one.reuse.sink, one.reuse.recent, one.reuse.budgets, one.reuse.selectors)
-        for one in (first, entry)
-    ]
+    choices = [one.reuse and (one.reuse.sink, one.reuse.recent, one.reuse.budgets) for one in (first, entry)]
     if choices[0] != choices[1]:
-        raise FieldError("expected the same sink, recent, budgets and selectors at every length", "reuse")
+        raise FieldError("expected the same sink, recent and budgets at every length", "reuse")
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:
@@ -306,19 +293,18 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     fixed["families"] = options.families or tuple(family for family in KNOWN_FAMILIES if family in searched)
     lengths = options.lengths or tuple(entry.length for entry in profile.lengths)
     own = tuple(entry for entry in profile.lengths if entry.length in lengths)
-    settled = replace(options, lengths=lengths, levels=(), **fixed)
-    return settled, profile.model_copy(update={"lengths": own})
+    return options.but(lengths=lengths, levels=(), **fixed), profile.model_copy(update={"lengths": own})
 
 
 def _check_agrees(options: PlanOptions, profile: Profile, fixed: dict[str, Any]) -> None:
-    given = asked(options)
     for name, found in (fixed | {"samples": profile.samples, "prompts": ()}).items():
-        if name in given and given[name] != found:
+        given = getattr(options, name)
+        if options.is_given(name) and given != found:
             raise UsageError(
-                f"expected {flag_of(name)} as in the profile ({found or 'none'}), found {given[name]!r:.80}; leave it "
-                "out, or profile again (leave --profile out)"
+                f"expected {options.flag_of(name)} as in the profile ({found or 'none'}), found {given!r:.80}; leave "
+                "it out, or profile again (leave --profile out)"
             )
-    targets = [flag_of(name) for name in ("target_density", "target_speedup") if name in given]
+    targets = [options.flag_of(name) for name in ("target_density", "target_speedup") if options.is_given(name)]
     if profile.preset and targets:
         raise UsageError(
             f"expected no {targets[0]} beside --profile of a search with --preset {profile.preset}, which has a target "
@@ -340,7 +326,7 @@ def _check_holds(options: PlanOptions, profile: Profile, searched: Collection[Fa
             "(leave --profile out)"
         )
     unknown = [family for family in options.families if family not in searched]
-    if "families" in asked(options) and "prefill" in options.phases and unknown:
+    if options.families and "prefill" in options.phases and unknown:
         raise UsageError(
             f"expected --families among those of the profile ({', '.join(sorted(searched))}), found "
             f"{', '.join(unknown)}; leave them out, or profile again (leave --profile out)"

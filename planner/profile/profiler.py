@@ -23,7 +23,6 @@ from torch import nn
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.data_files import device_name, dtype_name, versions
-from sparsekv.planner.options import PlanOptions, check_targets
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
 from sparsekv.planner.profile.mix import with_tasks
@@ -33,6 +32,8 @@ from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
+from sparsekv.planner.settled import Settled
+from sparsekv.planner.targets import check_targets
 from sparsekv.planner.tasks import Kit
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.capture import AttentionCall
@@ -54,7 +55,7 @@ _RUNS = {"cuda": 8}
 
 def profile(
     loaded: LoadedModel,
-    options: PlanOptions,
+    options: Settled,
     progress: Progress | None = None,
     resume: Path | None = None,
     kit: Kit | None = None,
@@ -62,7 +63,7 @@ def profile(
     """Profiles a model.
 
     Args:
-        options: settled (`PlanOptions.settled`).
+        options: settled.
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
             removes it once the plan is written.
         kit: see `calibration_prompts`.
@@ -75,7 +76,7 @@ def profile(
     model, info, progress = loaded.model, loaded.info, progress or Progress()
     layers = range(info.layers)
     head_dim = info.attention[0].head_dim
-    chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile_shape)
+    chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile)
     backend = cast(BackendName, chosen.name)
     if not options.prompts:
         options = with_tasks(loaded, options, progress=progress)
@@ -103,7 +104,7 @@ def profile(
         device=device_name(model.device),
         dtype=dtype_name(model.dtype),
         backend=backend,
-        tile=options.tile_shape,
+        tile=options.tile,
         preset=options.preset,
         seed=options.seed,
         samples=max(map(len, prompts.values())),
@@ -123,13 +124,13 @@ def profile(
     )
 
 
-def _check_targets(prompts: Prompts, options: PlanOptions) -> None:
+def _check_targets(prompts: Prompts, options: Settled) -> None:
     if "prefill" in options.phases and options.target_speedup is None and not options.density_is_default:
         tokens = {length: [len(prompt.ids) for prompt in some] for length, some in prompts.items()}
-        check_targets(tokens, options.target_density, options.tile_shape, options.families)
+        check_targets(tokens, options.target_density, options.tile, options.families)
 
 
-def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backend: BackendName) -> dict[str, Any]:
+def _identity(loaded: LoadedModel, options: Settled, prompts: Prompts, backend: BackendName) -> dict[str, Any]:
     """Everything that the records of a run depend on."""
     return {
         "fingerprint": loaded.info.fingerprint.model_dump(mode="json"),
@@ -137,7 +138,7 @@ def _identity(loaded: LoadedModel, options: PlanOptions, prompts: Prompts, backe
         "dtype": dtype_name(loaded.model.dtype),
         "backend": backend,
         "phases": list(options.phases),
-        "tile": options.tile_shape.model_dump(),
+        "tile": options.tile.model_dump(),
         "aims": {str(length): [aim.candidate.model_dump() for aim in aims(options, length)] for length in prompts},
         "row_strides": {str(length): options.row_stride_at(length) for length in prompts},
         "choice": token_choice(options).model_dump(mode="json"),
@@ -153,7 +154,7 @@ class Pass:
     def __init__(
         self,
         loaded: LoadedModel,
-        options: PlanOptions,
+        options: Settled,
         backend: BackendName,
         length: int,
         sample: int,
@@ -204,7 +205,7 @@ class Pass:
         self._reuse.choose(call.layer, layer)
         moved = float(layer.moved)
         residual = float(hidden_BSE[0, list(self._prompt.decode_rows)].float().norm())
-        kept = tuple(map(as_table, self._reuse.kept(layer, range(call.layer + 1))))
+        kept = as_table(self._reuse.kept(layer, range(call.layer + 1)))
         return {"importance": moved / max(moved + residual, 1e-20), "kept": kept}
 
     def _prefill(self, found: Sensitivity, records: Records) -> dict[str, Any]:
@@ -221,7 +222,7 @@ class Pass:
         return {"candidates": tuple(map(tuple, candidates.tolist())), "patterns": patterns, **tables}
 
     def _layer(self, found: Sensitivity) -> Layer:
-        call, tile, end = found.call, self._options.tile_shape, self._prompt.answer_start
+        call, tile, end = found.call, self._options.tile, self._prompt.answer_start
         q_BHSD, k_BGSD, v_BGSD = (x[:, :, :end] for x in (call.q_BHSD, call.k_BGKD, call.v_BGKD))
         prefix = Prefix(q_BHSD, k_BGSD, Chunk.uniform(1, 0, end), tile, call.scale)
         prefix = prefix.with_lines(aim.patterns.last_q for aim in self._aims if aim.patterns.last_q)

@@ -6,15 +6,16 @@ cut short by an interruption is dropped, and so is one that this run cannot have
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +27,21 @@ from sparsekv.planner.profile.profile_data import (
     LengthProfile,
     PartOfAll,
     Reuse,
-    Row,
     ScoreParts,
     Table,
     TokenChoice,
     check_scores,
     check_table,
 )
-from sparsekv.plans.errors import PlanWarning, UsageError
+from sparsekv.plans.errors import ConflictError, PlanWarning, UsageError
+from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern
 from sparsekv.plans.types import FieldError, Length, Natural, canonical_json, rounded
 
 Key = tuple[int, int, int]
 _PARTIAL = "sparsekv.partial"
+_ONE_RUN = "wait for its end, or choose another -o or --profile-out"
 _LEAST_DAMAGE = 1e-12  # of a prompt on which nothing does any
 _HEADER = re.compile(rf"{re.escape(_PARTIAL)} [0-9a-f]{{64}}\n")
 
@@ -51,7 +53,7 @@ class LayerRecord(ScoreParts):
     sample: Natural
     patterns: tuple[tuple[Pattern, ...], ...] = ()
     importance: PartOfAll = 0.0
-    kept: tuple[tuple[Row, ...], ...] = ()  # [selector][budget][filter layer]
+    kept: Table = ()  # [budget][filter layer]
 
     @property
     def key(self) -> Key:
@@ -81,10 +83,7 @@ class RunShape:
         group = self.model.group_of(record.layer)
         candidates = self.candidates[record.length] if group.kind == "full" else ()
         check_scores(record, record.patterns, candidates, group.heads)
-        selectors, budgets = (len(self.choice.selectors), len(self.choice.budgets)) if self.choice else (0, 0)
-        check_table(record.kept, selectors, budgets, "kept")
-        for table in record.kept:
-            check_table(table, budgets, record.layer + 1, "kept")
+        check_table(record.kept, len(self.choice.budgets) if self.choice else 0, record.layer + 1, "kept")
 
 
 class Records:
@@ -114,18 +113,31 @@ class Records:
         return self._found[key]
 
     def add(self, record: LayerRecord) -> None:
-        """Keeps a record."""
+        """Keeps a record.
+
+        Raises:
+            ConflictError: the file holds the records of another run by now.
+            UsageError: it cannot be written.
+        """
         if self._path is not None:
             with (
                 _told(self._path, "make room, the run goes on where it stopped"),
-                self._path.open("a", encoding="utf-8") as file,
+                self._path.open("a+", encoding="utf-8") as file,
             ):
-                if not file.tell():
-                    file.write(self._header)
+                self._check_own(file)
                 file.write(record.model_dump_json() + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         self._found[record.key] = record
+
+    def _check_own(self, file: TextIO) -> None:
+        """Where folders cannot be locked, another run may have begun in the meantime."""
+        file.seek(0)
+        header = file.readline(len(self._header))
+        if not header:
+            file.write(self._header)
+        elif header != self._header:
+            raise ConflictError(f"expected the records of this run in {self._path}, found those of another; {_ONE_RUN}")
 
     def _take_up(self, path: Path) -> None:
         with _told(path, "choose another --profile-out"):
@@ -135,7 +147,7 @@ class Records:
             if not self._found:
                 path.unlink(missing_ok=True)  # the first record brings the header: no file without one to go on from
             elif sound != text:
-                path.write_text(sound, encoding="utf-8")
+                write_bytes(path, sound.encode())
 
     def _set_aside(self, path: Path) -> None:
         """Renames the file of a run with other options, for when that one is started again, and takes back our own."""
@@ -168,6 +180,46 @@ class Records:
             told = f"dropped {damaged} of the records in {path}, which are damaged: they are measured again"
             warnings.warn(told, PlanWarning, 2)
         return "".join(sound)
+
+
+@contextmanager
+def only_run(path: Path) -> Iterator[None]:
+    """Keeps other runs from the records at `path`, by a lock on a hidden file beside it that ends with the process.
+
+    Folders that cannot be locked, as some on a network, are left to `Records.add`.
+
+    Raises:
+        ConflictError: another run has the lock.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    held: BinaryIO | None = None
+    try:
+        held = _locked(lock)
+    except BlockingIOError:
+        raise ConflictError(f"expected no other run into {path}, found one that is under way; {_ONE_RUN}") from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        if held is not None:
+            with held, suppress(OSError):
+                lock.unlink()
+
+
+def _locked(lock: Path) -> BinaryIO:
+    while True:
+        file = lock.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if not isinstance(error, BlockingIOError):
+                lock.unlink(missing_ok=True)
+            raise
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # a run that ended has removed it in the meantime
 
 
 def _aside(path: Path, header: str) -> Path:
@@ -239,12 +291,11 @@ def _layer_means(samples: Sequence[LayerRecord], weights: Sequence[float], numbe
 
 
 def _reuse_means(choice: TokenChoice, records: Sequence[Sequence[LayerRecord]]) -> Reuse:
-    kept_JSBI = [np.mean([sample.kept for sample in samples], 0) for samples in records]
-    selectors, budgets = range(len(choice.selectors)), range(len(choice.budgets))
+    kept_JBI = [np.mean([sample.kept for sample in samples], 0) for samples in records]
     return Reuse(
         **dict(choice),
         importance=tuple(float(np.mean([sample.importance for sample in samples])) for samples in records),
-        kept=tuple(tuple(as_table(kept_SBI[s, b] for kept_SBI in kept_JSBI) for b in budgets) for s in selectors),
+        kept=tuple(as_table(kept_BI[b] for kept_BI in kept_JBI) for b in range(len(choice.budgets))),
     )
 
 

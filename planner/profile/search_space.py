@@ -16,7 +16,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +23,12 @@ import torch
 
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
-from sparsekv.kernels.index.tile_scores import ScoreKind
-from sparsekv.kernels.prefill.means import compensated_heads, tiles_with_means
-from sparsekv.kernels.tiles import Chunk, TileIndex, density
-from sparsekv.planner.options import Family, PlanOptions, mandatory_density
+from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
+from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import Candidate
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.planner.settled import Settled
+from sparsekv.planner.targets import mandatory_density
+from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 PUBLISHED_LAST_Q = 64
 PUBLISHED_STEP = 50
@@ -92,15 +91,8 @@ def a_shape_range(sink: int, window: int, step: int | None = None) -> PatternRan
     )
 
 
-LinesName = Literal["vertical_slash", "vertical_slash_means"]
-
-
 def vertical_slash_range(
-    vertical: int,
-    slash: int,
-    step: int | None = None,
-    last_q: int = PUBLISHED_LAST_Q,
-    name: LinesName = "vertical_slash",
+    vertical: int, slash: int, step: int | None = None, last_q: int = PUBLISHED_LAST_Q
 ) -> PatternRange:
     """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
     most = max(vertical, slash)
@@ -110,9 +102,9 @@ def vertical_slash_range(
         scale = grid.value(size) / most
         columns, diagonals = tokens(round(vertical * scale)), tokens(round(slash * scale))
         bound = tokens(max_tiles)
-        return VerticalSlash(pattern=name, vertical=columns, slash=diagonals, last_q=last_q, max_tiles=bound)
+        return VerticalSlash(vertical=columns, slash=diagonals, last_q=last_q, max_tiles=bound)
 
-    return PatternRange(name, f"{name}({vertical}, {slash})", grid.count, pattern, last_q)
+    return PatternRange("vertical_slash", f"vertical_slash({vertical}, {slash})", grid.count, pattern, last_q)
 
 
 def block_sparse_range(key_tile: int) -> PatternRange:
@@ -125,23 +117,9 @@ def block_sparse_range(key_tile: int) -> PatternRange:
     )
 
 
-def adaptive_range(score: ScoreKind) -> PatternRange:
-    """A growing share of the estimated attention; what is left out halves every 32 sizes, and at last is nothing."""
-    return PatternRange(
-        "adaptive",
-        f"adaptive({score})",
-        lambda _: len(_MASSES),
-        lambda size, max_tiles: Adaptive(score=score, mass=_MASSES[size], max_tiles=tokens(max_tiles)),
-    )
-
-
-# Down to a share of 1e-6 left out: a plan file holds six digits.
-_MASSES = (*(1.0 - 2.0 ** (-n / 32) for n in range(1, 32 * 20)), 1.0)
-
-
-def search_space(options: PlanOptions, length: int) -> tuple[PatternRange, ...]:
+def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
     """What to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
-    ranges = _own(options.tile_shape, length) if options.preset is None else _published(options.tile_shape)
+    ranges = _own(options.tile, length) if options.preset is None else _published(options.tile)
     return tuple(one for one in ranges if one.family in options.families)
 
 
@@ -158,17 +136,17 @@ class Aim:
         return Candidate(family=self.patterns.family, range=self.patterns.name, density=self.density)
 
 
-def aims(options: PlanOptions, length: int) -> tuple[Aim, ...]:
+def aims(options: Settled, length: int) -> tuple[Aim, ...]:
     """Every candidate of a length: each pattern range at each density of the ladder, ascending."""
     return tuple(Aim(one, share) for one in search_space(options, length) for share in _densities(options, length))
 
 
-def _densities(options: PlanOptions, length: int) -> tuple[float, ...]:
+def _densities(options: Settled, length: int) -> tuple[float, ...]:
     """The ladder: multiples of the target between what mandatory tiles take and all tiles."""
     if options.preset is not None:
-        return (_published_density(length, options.tile_shape),)
+        return (_published_density(length, options.tile),)
     target = options.target_density[options.lengths.index(length)]
-    least = min(mandatory_density(length, options.tile_shape, family) for family in options.families)
+    least = min(mandatory_density(length, options.tile, family) for family in options.families)
     shares = {round(target * level, 4) for level in options.levels}
     return tuple(sorted({share for share in shares if least <= share < 1.0} | {round(max(least, min(shares)), 4)}))
 
@@ -220,13 +198,10 @@ def last_q_for(length: int) -> int:
 def _own(tile: TileShape, length: int) -> tuple[PatternRange, ...]:
     """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
     ratios = ((30, 2048), (1000, 1000), (2000, 500), (3000, 200), (4096, 0))
-    names: tuple[LinesName, ...] = ("vertical_slash", "vertical_slash_means")
     return (
         a_shape_range(tile.key, 4096),
-        *(vertical_slash_range(*ratio, last_q=last_q_for(length), name=name) for name in names for ratio in ratios),
+        *(vertical_slash_range(*ratio, last_q=last_q_for(length)) for ratio in ratios),
         block_sparse_range(tile.key),
-        adaptive_range("antidiagonal"),
-        adaptive_range("pooled"),
     )
 
 
@@ -305,8 +280,7 @@ class Prefix:
 
     def cost(self, patterns: Patterns) -> TileCosts:
         """Tiles a head computes, single columns included: [H]."""
-        tiles_BH = tiles_with_means(self.index(patterns), self.chunk, compensated_heads(patterns), self.window)
-        return np.asarray(tiles_BH[0].cpu().numpy())
+        return np.asarray(computed_tiles(self.index(patterns))[0].cpu().numpy())
 
 
 def fit_to_target(

@@ -9,12 +9,11 @@ from functools import partial
 
 import torch
 
-from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill
+from sparsekv.kernels.backends import Fallback, dense_by_flash, dense_prefill, prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.prefill.dense import dense_attention
-from sparsekv.kernels.prefill.means import attend_with_means, compensated_heads, tiles_with_means
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.errors import ShapeError
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.core.stats import Meter
@@ -86,10 +85,9 @@ def _attend(
     window = layer.window
     build = partial(build_index, patterns, q_BHSD, k_BGKD, chunk, layer.tile, scale=scale, window=window)
     index = fallback.build(lambda builder: build(builder=builder), q_BHSD.device)
-    compensated = compensated_heads(patterns)
-    meter.add_sparse_prefill(tiles_with_means(index, chunk, compensated, window), causal)
-    attend = partial(attend_with_means, q_BHSD, k_BGKD, v_BGKD, index, chunk, compensated, scale=scale, window=window)
-    return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile)
+    meter.add_sparse_prefill(computed_tiles(index), causal)
+    attend = partial(prefill_attention, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
+    return fallback.run(lambda backend: attend(backend=backend), q_BHSD, layer.tile).out_BHSD
 
 
 def _attend_dense(

@@ -135,12 +135,21 @@ class DecodeState:
     @torch.inference_mode(False)
     def _remember(self, layer: LayerProgram, q_BHSD: torch.Tensor, count: int) -> None:
         batch, heads, new, size = q_BHSD.shape
-        window_BHWD = self._queries.get(layer.layer)
-        if window_BHWD is None:
-            window_BHWD = self._queries[layer.layer] = q_BHSD.new_zeros((batch, heads, count, size))
+        newest_BHWD = q_BHSD[:, :, -count:].detach().clone()  # leaving inference mode turns autograd on
         if new < count:
-            window_BHWD[:, :, :-new] = window_BHWD[:, :, new:].clone()
-        window_BHWD[:, :, -new:] = q_BHSD[:, :, -count:].detach()  # leaving inference mode turns autograd on
+            older = self._queries.get(layer.layer)
+            older_BHWD = q_BHSD.new_zeros((batch, heads, count, size)) if older is None else older
+            newest_BHWD = torch.cat((older_BHWD[:, :, new:], newest_BHWD), 2)
+        self._queries[layer.layer] = newest_BHWD
+
+    @property
+    def remembered(self) -> dict[int, torch.Tensor]:
+        """The newest queries of each filter layer that keeps them, [B, H, W, D]: never written to in place."""
+        return dict(self._queries)
+
+    @remembered.setter
+    def remembered(self, queries: dict[int, torch.Tensor]) -> None:
+        self._queries = dict(queries)
 
     def queries(self, layer: LayerProgram, q_BH1D: torch.Tensor) -> torch.Tensor:
         """[B, H, W, D]: the newest queries of a filter layer, zeros before the first token."""

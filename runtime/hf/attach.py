@@ -23,7 +23,7 @@ from transformers import Cache, GenerationConfig, PreTrainedConfig, PreTrainedMo
 
 from sparsekv.plans.errors import PromptError, UnsupportedError, UsageError
 from sparsekv.runtime.hf.attention import CONTEXT, NAME, Context, Engine, Executor, Phase, register
-from sparsekv.runtime.hf.cache import check_even, sparse_cache
+from sparsekv.runtime.hf.cache import Progress, begin_pass, sparse_cache
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
 from sparsekv.runtime.model_config import check_supported
@@ -323,15 +323,19 @@ def attach(
         model.set_attn_implementation(NAME)
         decoder = decoder_of(model)
         change.check(decoder)
-        prompt, turn = Prompt(), RLock()
-        hook = decoder.register_forward_pre_hook(_decoder_hook(engine, decoder, change, prompt, turn), with_kwargs=True)
+        prompt, turn, passes = Prompt(), RLock(), _Passes()
+        prepare = _decoder_hook(engine, decoder, change, prompt, turn, passes)
+        hook = decoder.register_forward_pre_hook(prepare, with_kwargs=True)
         undo.callback(hook.remove)
         shadows = _Shadows()
         undo.callback(shadows.remove, model)
         undo.callback(shadows.remove, decoder)
+        executors: tuple[Executor, ...] = ()
         if "forward" not in vars(decoder):  # somebody else's stays, and runs whole
-            long = LongInputs(engine, chunking or Chunking(), model.config.model_type)
-            shadows.put(decoder, "forward", _forward(decoder, (long, *engine.executors()), turn))
+            executors = (LongInputs(engine, chunking or Chunking(), model.config.model_type), *engine.executors())
+        for module in {id(module): module for module in (model, decoder)}.values():
+            here = executors if module is decoder else ()
+            shadows.put(module, "forward", _forward(module, here, turn, passes))
         if model.can_generate():
             shadows.put(model, "generate", guarded(model, prompt, turn))
         for module in {id(module): module for module in (model, decoder)}.values():
@@ -341,14 +345,44 @@ def attach(
     raise AssertionError("unreachable")
 
 
-def _forward(decoder: nn.Module, executors: Sequence[Executor], turn: RLock) -> Callable[..., Any]:
+class _Passes:
+    """The forward passes under way. They end when the outermost module that was called returns: what fails in the head
+    of the model leaves nothing of the pass behind either."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._begun: list[Progress] = []
+
+    def begun(self, progress: Progress) -> None:
+        """A pass over a cache has begun, about to be `inside`."""
+        self._begun.append(progress)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """One of the modules runs."""
+        self._depth += 1
+        try:
+            yield
+            if self._depth == 1:
+                for progress in self._begun:
+                    progress.end()
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._begun.clear()
+
+
+def _forward(module: nn.Module, executors: Sequence[Executor], turn: RLock, passes: _Passes) -> Callable[..., Any]:
+    former = vars(module).get("forward")
+
+    @wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _own_turn(turn):
+        with _own_turn(turn), passes.inside():
             if not args and kwargs.get(CONTEXT) is not None:  # else the attention function says what is wrong
                 for executor in executors:
-                    if executor.takes(decoder, kwargs):
-                        return executor.run(decoder, kwargs)
-            return type(decoder).forward(decoder, *args, **kwargs)
+                    if executor.takes(module, kwargs):
+                        return executor.run(module, kwargs)
+            return type(module).forward(module, *args, **kwargs) if former is None else former(*args, **kwargs)
 
     return forward
 
@@ -391,7 +425,7 @@ def _restore_implementations(saved: list[tuple[PreTrainedConfig, str | None]]) -
 
 
 def _decoder_hook(
-    engine: Engine, decoder: PreTrainedModel, change: ChangeCheck, prompt: Prompt, turn: RLock
+    engine: Engine, decoder: PreTrainedModel, change: ChangeCheck, prompt: Prompt, turn: RLock, passes: _Passes
 ) -> Callable[..., Any]:
     """Decides the phase of a forward pass: one token behind a past is a decode step, unless it is a piece of a longer
     prompt of `generate`."""
@@ -409,7 +443,7 @@ def _decoder_hook(
         cache, use_cache = inputs.get("past_key_values"), inputs.get("use_cache")
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, engine, len(change.attentions))
-            check_even(cache, config.num_hidden_layers)
+            passes.begun(begin_pass(cache, config.num_hidden_layers))
         past = 0 if cache is None else cache.get_seq_length()
         if past < prompt.tokens or not prompt.tokens:  # else `generate` has put ones behind a mask that was checked
             mask.check(inputs.get("attention_mask"), past + new, waits=new != 1 or prompt.under_way)

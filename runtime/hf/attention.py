@@ -190,19 +190,24 @@ def attention_forward(
     layer: Any = module.layer_idx
     call = LayerCall(layer, context.phase, query, key, value, context.cache, scaling, sliding_window)
     if torch.is_grad_enabled() and not context.engine.differentiable:
-        out_BHSD = _ForwardOnly.apply(context.engine, call, query)  # type: ignore[no-untyped-call]
+        past = query.new_zeros((), requires_grad=True) if call.entry is not None and call.entry.needs_grad else None
+        out_BHSD = _ForwardOnly.apply(context.engine, call, query, key, value, past)  # type: ignore[no-untyped-call]
     else:
         out_BHSD = context.engine.attend(call)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Runs the engine outside autograd, and says so when someone asks for gradients."""
+    """Runs the engine outside autograd, and says so when someone asks for gradients of its inputs: of queries, keys
+    and values, and of `past`, which stands for cached keys and values that needed one."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Engine, call: LayerCall, q_BHSD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, engine: Engine, call: LayerCall, *inputs: torch.Tensor | None) -> torch.Tensor:
         return engine.attend(call)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise UnsupportedError("sparsekv attention has no gradients; close the handle before training")
+        raise UnsupportedError(
+            "expected no gradient through sparsekv attention, found one asked for; close the handle before training, "
+            "or train nothing before the last attention layer"
+        )

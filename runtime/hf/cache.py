@@ -9,7 +9,7 @@ Shapes: B batch, G KV heads, S tokens, D head size.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn, Protocol
 
@@ -37,32 +37,69 @@ class CacheOwner(Protocol):
         """What the layers of one cache share in decode steps."""
 
 
+class Progress:
+    """How far the forward passes over one cache came. One that did not end, whatever ended it, is undone before the
+    next one.
+
+    Args:
+        state: what the layers share in decode steps.
+    """
+
+    def __init__(self, state: DecodeState) -> None:
+        self.state = state
+        # tokens of each layer, and the queries in the state, when the pass began that has not ended
+        self._before: tuple[tuple[int, ...], dict[int, torch.Tensor]] | None = None
+
+    def begin(self, layers: Sequence[SparseLayer]) -> None:
+        """A pass over these layers is about to run."""
+        if self._before is not None:
+            lengths, queries = self._before
+            for layer, length in zip(layers, lengths, strict=True):
+                layer.store.truncate(length)
+            self.state.remembered = queries
+        self._before = tuple(layer.store.length for layer in layers), self.state.remembered
+
+    def end(self) -> None:
+        """Everything that was added counts."""
+        self._before = None
+
+    def length(self, layer: SparseLayer) -> int:
+        """Tokens of a layer that count."""
+        return layer.store.length if self._before is None else self._before[0][layer.layer]
+
+
 class SparseLayer(CacheLayerMixin):
-    """One layer of a cache: a KV store, and the decode state that the layers share."""
+    """One layer of a cache: a KV store, and the decode state and progress that the layers share."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, owner: CacheOwner, layer: int, state: DecodeState) -> None:
+    def __init__(self, owner: CacheOwner, layer: int, progress: Progress) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.layer = layer
-        self.state = state
+        self.progress = progress
         self.reserved = 0  # tokens to make room for
         self._start()
 
+    @property
+    def state(self) -> DecodeState:
+        """What the layers of the cache share in decode steps."""
+        return self.progress.state
+
     def _start(self) -> None:
         self.is_initialized = False
+        self.needs_grad = False  # whether autograd made any of the cached keys and values
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
 
     @torch.inference_mode(False)  # else the copy could not be written to under torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
-        copied = SparseLayer(self.owner, self.layer, deepcopy(self.state, memo))
-        copied.is_initialized = self.is_initialized
+        copied = SparseLayer(self.owner, self.layer, deepcopy(self.progress, memo))
+        copied.is_initialized, copied.needs_grad = self.is_initialized, self.needs_grad
         copied.store = deepcopy(self.store, memo)
         copied.reserved = self.reserved
         return copied
@@ -76,6 +113,7 @@ class SparseLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
         check_owner_open(self.owner)
+        self.needs_grad |= key_states.requires_grad or value_states.requires_grad
         self.store.append(key_states, value_states)
         self.is_initialized = True
         return key_states, value_states
@@ -96,8 +134,8 @@ class SparseLayer(CacheLayerMixin):
         self.store.reserve(tokens, layout)
 
     def get_seq_length(self) -> int:
-        """Tokens cached."""
-        return self.store.length
+        """Tokens cached, but for those of a pass that has not ended."""
+        return self.progress.length(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys and their offset, for masks; none is ever built."""
@@ -112,6 +150,7 @@ class SparseLayer(CacheLayerMixin):
         self.store.bytes.device = self.store.bytes.host = 0  # of whoever still reads them
         self._start()
         self.state.reset()
+        self.progress.end()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: the choices of filter layers cannot be taken back. Removing nothing is fine."""
@@ -144,8 +183,8 @@ def sparse_cache(given: Any, owner: CacheOwner, layers: int) -> Cache:
         _check_owned(cache, owner)
     else:
         _check_empty(cache)
-        state = owner.new_state()
-        cache.layers = [SparseLayer(owner, layer, state) for layer in range(layers)]
+        progress = Progress(owner.new_state())
+        cache.layers = [SparseLayer(owner, layer, progress) for layer in range(layers)]
         cache.layer_class_to_replicate = None
         reserve(cache, getattr(cache, _EXPECTED, 0))
     owner.bytes = [layer.store.bytes for layer in cache.layers if isinstance(layer, SparseLayer)]
@@ -207,15 +246,22 @@ def check_owner_open(owner: CacheOwner) -> None:
         )
 
 
-def check_even(cache: Cache, layers: int) -> None:
-    """Raises UsageError unless the first `layers`, which are about to run, have equally many tokens: going on after a
-    pass that failed between them would attend to its tokens as well."""
-    found = [layer.get_seq_length() for layer in cache.layers[:layers] if isinstance(layer, SparseLayer)]
+def begin_pass(cache: Cache, layers: int) -> Progress:
+    """The progress of a cache whose first `layers` are about to run; what a failed pass left in it is gone.
+
+    Raises:
+        UsageError: they do not have equally many tokens, as when fewer layers ran before.
+    """
+    ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    progress = ours[0].progress
+    progress.begin(ours)
+    found = [layer.store.length for layer in ours[:layers]]
     if len(set(found)) > 1:
         raise UsageError(
             f"expected a cache that holds the same tokens in every layer, found {min(found)} to {max(found)} of them: "
-            f"a forward pass failed half way; reset() the cache, or start a new one, and run the whole prompt again"
+            f"not all layers ran before; reset() the cache, or start a new one, and run the whole prompt again"
         )
+    return progress
 
 
 def _check_owned(cache: Cache, owner: CacheOwner) -> None:

@@ -30,7 +30,7 @@ from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
-from sparsekv.runtime.hf.cache import SparseLayer
+from sparsekv.runtime.hf.cache import Progress, SparseLayer
 from sparsekv.runtime.hf.captured import FetchError, HotRows, StepStores, kinds_of, obstacle
 from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
@@ -110,7 +110,8 @@ class StepGraph:
     def step_of(self, forward: Callable[..., Any], engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
-        cache.layers = [SparseLayer(self, layer, self._state) for layer in range(len(self.stores.kinds))]
+        progress = Progress(self._state)
+        cache.layers = [SparseLayer(self, layer, progress) for layer in range(len(self.stores.kinds))]
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)

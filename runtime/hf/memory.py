@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparsekv.kernels.decode.selection import ALL
-from sparsekv.kernels.prefill.means import compensated_heads, means_bytes
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
@@ -306,7 +305,7 @@ class MemoryModel:
         queries = rows * group.heads * group.head_dim * item
         output = min(queries, max(self.chunking.output_bytes, queries // group.kv_heads))  # of a group of heads
         attending = queries + output + self._index(request, -(-group.heads * output // queries))
-        attending += self._moved(request, on_host) + self._means(request)
+        attending += self._moved(request, on_host)
         in_mlp = queries + worked_on * (3 * self.size.intermediate + 2 * width) * item
         return always + max(attending, in_mlp)
 
@@ -314,16 +313,6 @@ class MemoryModel:
         """Keys and values of a layer in host memory while it attends: packed, and all before them copied back."""
         tokens = request.piece if request.piece == request.prompt else request.piece + request.prompt
         return max((request.batch * tokens * self._token_bytes(layer) for layer in on_host), default=0)
-
-    def _means(self, request: Request) -> int:
-        """Of the layer with the most compensated heads, their log-sum-exp included."""
-        layers = self._program.layers
-        most = max(layers, key=lambda layer: len(compensated_heads(layer.patterns_at(request.prompt))))
-        heads, size = len(compensated_heads(most.patterns_at(request.prompt))), self._groups[most.layer].head_dim
-        if not heads:
-            return 0
-        summed = 4 * request.batch * most.heads * request.piece
-        return summed + means_bytes(request.batch, heads, request.piece, request.prompt, size, most.tile)
 
     def _index(self, request: Request, heads: int) -> int:
         """The tile lists of the layer that has the widest, for so many heads."""

@@ -10,7 +10,7 @@ Why tokens that were chosen seldom and long ago give up their slots, and why the
 answers of three small models at 16K and 32K, with budgets of 512 to 2,048 tokens, 35 to 70% of the chosen tokens were
 not chosen in the step before. With slots for 1, 2 and 4 budgets, replacing the least recently used leaves 34 to 68, 11
 to 50 and 3 to 34% to fetch; a clock half a percent more, as a rule; counts of use that age (LRFU) a sixth fewer at 2
-budgets, for no more work (benchmarks/miss_curves.py; the curves are in EXPERIMENTS.md there).
+budgets, for no more work (the curves are in docs/experiments.md).
 
 Tokens leave on a copy stream (pinned.py), so that the attention and the MLP of their layer run meanwhile; whoever reads
 the host part is ordered after them. What was written to `room` is packed already: one token's keys and values of all
@@ -219,6 +219,7 @@ class HostStore:
             self._leave_device(self._whole, hot_from, Layout.of(k_BGSD))
         else:
             self._evict(self._hot_from, min(old, hot_from))
+            self._hot_from = min(old, hot_from)
         self._send(old, k_BGSD[:, :, : max(hot_from - old, 0)], v_BGSD[:, :, : max(hot_from - old, 0)])
         self._to_ring(max(old, hot_from), new, k_BGSD, v_BGSD)
         self.length, self._hot_from = new, hot_from
@@ -246,6 +247,19 @@ class HostStore:
         known = self._layout() or layout
         if known is not None:
             self._make_room(max(tokens, self._reserved), known)
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from `length` on. A context that is in host memory stays there; what of it belongs in the
+        ring again comes back."""
+        self._unbind()
+        if self._whole is None:
+            self.slot_state = None
+            first = self._first_hot(length)
+            self._bring_back(first, min(length, self._hot_from))
+            self._hot_from = min(first, self._hot_from)
+        else:
+            self._whole.truncate(length)
+        self.length = length
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens; those of a long context are copied to the device for as long as the caller keeps them."""
@@ -483,6 +497,15 @@ class HostStore:
                 host_CBPGD[at : at + len(packed_SBPGD)].copy_(packed_SBPGD, non_blocking=True)
 
         self._written = stream.run(copy, (k_BGSD, v_BGSD))
+
+    @torch.inference_mode(False)
+    def _bring_back(self, first: int, stop: int) -> None:
+        """Tokens of the host into the ring."""
+        if first >= stop:
+            return
+        self._stream().order(self._written)
+        packed_SBPGD = self._host()[first:stop].to(self._rows().device, non_blocking=True)
+        self._to_ring(first, stop, *unpacked(packed_SBPGD))
 
     def _to_ring(self, first: int, stop: int, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         if first >= stop:

@@ -55,6 +55,10 @@ class DeviceStore:
         if known is not None:
             self._grow(max(tokens, self._reserved), known)
 
+    def truncate(self, length: int) -> None:
+        """Counts so many tokens; the memory stays."""
+        self.length = length
+
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens, and the memory behind them, without a copy."""
         return KeyView(*self.tensors, lengths_B)

@@ -138,6 +138,10 @@ class KVStore(Protocol):
             UsageError: host memory does not suffice.
         """
 
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from `length` on, as if they had never been added, also those of an append that failed.
+        The memory stays."""
+
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sparsekv.kernels.backends import is_backend_failure
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.runtime.core.program import LayerProgram
@@ -126,10 +127,12 @@ class SparseImpl(_Impl):
             try:
                 keys = _keys(host, rows, (k_TGD, v_TGD), pages, step.table)
                 output[rows.tokens] = host.prefill(program, q_THD, keys, rows.chunk, self.scale)
-            except Exception as error:  # one request must not end the engine, and with it all others
-                host.counters.failures += 1
-                what = "".join(traceback.format_exception(error))
-                vllm.logger.warning_once("sparsekv: sparse prefill failed, such chunks run dense: %s", what)
+            except Exception as error:
+                if not is_backend_failure(error, q_THD.device):
+                    raise
+                if host.count_failure(error):  # one request must not end the engine, and with it all others
+                    what = "".join(traceback.format_exception(error))
+                    vllm.logger.warning("sparsekv: prefill by %s failed, such chunks run dense: %s", host.backend, what)
                 dense += (rows,)
             else:
                 done.add(rows.request)

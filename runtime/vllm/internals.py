@@ -23,13 +23,16 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from sparsekv.kernels.prefill.flash.limits import FlashPackage, offer_package
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.vllm.engine_facts import EngineFacts
+from sparsekv.runtime.vllm.engine_facts import TESTED, EngineFacts
 from sparsekv.runtime.vllm.plan_host import EngineModel
 
 __all__ = ["AttentionType", "get_current_vllm_config", "release"]
 
 logger = init_logger("vllm.sparsekv")  # below "vllm", whose handler prints it
+# The flash-attn-4 that releases of vLLM bring along.
+_FLASH = FlashPackage("vllm.vllm_flash_attn.cute", "vllm", TESTED["cuda"], asks_lists=False)
 
 # What of a step's metadata is computed from the rest of it, as far as a release has it.
 _DERIVED = (
@@ -393,8 +396,10 @@ def greedy(tokens: int) -> Any:
 
 
 def register() -> None:
-    """Makes our backend known to vLLM; it is imported when the first attention layer is made."""
+    """Makes our backend known to vLLM, which imports it when it makes the first attention layer, and vLLM's copy of
+    flash-attn-4 to our kernels."""
     if platform is None:
         register_backend(AttentionBackendEnum.CUSTOM, f"{__package__}.unavailable.UnavailableBackend")
     else:
         register_backend(platform.backend, f"{__package__}.attention_backend.SparseBackend")
+        offer_package(_FLASH)

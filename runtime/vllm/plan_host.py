@@ -126,6 +126,7 @@ class PlanHost:
         self._longest = longest
         self._fallback = Fallback(backend)
         self._warm: set[frozenset[str]] = set()
+        self._failures: set[type[Exception]] = set()
 
     @property
     def backend(self) -> str:
@@ -182,6 +183,14 @@ class PlanHost:
             keys = self.scratch.zeros(layer.kv_heads, q_THD.shape[-1], length)
             q_BHTD = q_THD[:rows].transpose(0, 1)[None]
             prefill(layer, q_BHTD, keys, chunk, scale=1.0, fallback=self._fallback)
+
+    def count_failure(self, error: Exception) -> bool:
+        """Counts a chunk that a layer runs dense because its backend failed; whether the error is the first of its
+        kind."""
+        self.counters.failures += 1
+        is_new = type(error) not in self._failures
+        self._failures.add(type(error))
+        return is_new
 
     def count_dense(self, layers: Sequence[LayerProgram], chunk: Chunk) -> None:
         """Counts a chunk that vLLM's own kernel computes in these layers, which have the tile of the plan."""

@@ -2,45 +2,17 @@
 
 import errno
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from progress import CtrlC
+from command_line import sparsekv as sparsekv
+from progress import CtrlC, During
 from short_filler import short_filler as short_filler
-
-from sparsekv.cli.main import main
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def data(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def sparsekv(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Runs `sparsekv ARGUMENTS` and returns its exit code, standard output and standard error."""
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Outcome(int(stop.value.code or 0), captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
@@ -87,6 +59,16 @@ def ctrl_c_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextM
             yield
 
     return pressed
+
+
+@pytest.fixture
+def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+    """What is to happen, once, after the first step of a stage."""
+
+    def set_up(stage: str, happens: Callable[[], object]) -> None:
+        monkeypatch.setattr("sparsekv.planner.progress.BarProgress", lambda: During(stage, happens))
+
+    return set_up
 
 
 @pytest.fixture

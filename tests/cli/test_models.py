@@ -33,11 +33,6 @@ def test_a_hub_model_without_network_gets_the_commands_that_solve_it(call):
     assert "hf auth login" in message
 
 
-def test_a_folder_without_a_config_is_named(call, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert "config.json" in call(tmp_path / "empty")
-
-
 def test_an_unsupported_architecture_is_told_which_ones_are(call, tmp_path):
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
@@ -46,15 +41,25 @@ def test_an_unsupported_architecture_is_told_which_ones_are(call, tmp_path):
     assert "llama" in message
 
 
-def test_a_folder_that_is_not_there_is_named(call, tmp_path):
-    assert "none" in call(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("command", ["run", "eval", "verify"])
-def test_without_a_model_or_a_plan_both_are_asked_for(sparsekv, command):
-    done = sparsekv(command)
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (("run",), "--plan"),
+        (("eval",), "--plan"),
+        (("verify",), "--plan"),
+        (("run", "{tmp}/plan.yaml"), "--plan {tmp}/plan.yaml"),
+        (("verify", "{tmp}/plan.yaml"), "--plan {tmp}/plan.yaml"),
+        (("eval", "{tmp}/plan.yaml"), "--plan {tmp}/plan.yaml"),
+        (("run", "--plan", "{tmp}/plan.yaml", "--prompt", "a"), "--model"),
+        (("run", "--dense", "--prompt", "a"), "a model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_model_or_a_plan_that_is_missing_is_asked_for(sparsekv, tmp_path, arguments, asked):
+    write_plan(small_plan(), tmp_path / "plan.yaml")
+    done = sparsekv(*(part.format(tmp=tmp_path) for part in arguments))
     assert (done.code, done.out) == (2, "")
-    assert "expected a MODEL (a folder, hub id or alias), or --plan FILE" in done.err
+    assert asked.format(tmp=tmp_path) in done.err
 
 
 def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):
@@ -62,14 +67,6 @@ def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):
     done = sparsekv("run", tmp_path, "--prompt", "a")
     assert done.code == 2
     assert f"sparsekv plan {tmp_path}" in done.err
-
-
-def test_a_plan_whose_model_is_not_at_hand_asks_for_it(sparsekv, tmp_path):
-    write_plan(small_plan(), tmp_path / "plan.yaml")
-    done = sparsekv("run", "--plan", tmp_path / "plan.yaml", "--prompt", "a")
-    assert done.code == 2
-    assert "example/model" in done.err
-    assert "--model" in done.err
 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])
@@ -83,27 +80,6 @@ def test_a_device_that_is_not_there_is_no_reason_to_ask_for_the_model(sparsekv, 
     assert done.code == 2
     assert device in done.err
     assert "--model" not in done.err
-
-
-@pytest.mark.parametrize("command", ["run", "verify", "eval"])
-def test_a_plan_in_place_of_the_model_is_told_how_it_is_named(sparsekv, tmp_path, command):
-    write_plan(small_plan(), tmp_path / "plan.yaml")
-    done = sparsekv(command, tmp_path / "plan.yaml")
-    assert (done.code, done.out) == (2, "")
-    assert f"--plan {tmp_path}/plan.yaml" in done.err
-
-
-def test_a_dense_run_without_a_model_asks_for_a_model(sparsekv):
-    done = sparsekv("run", "--dense", "--prompt", "a")
-    assert done.code == 2
-    assert "expected a model" in done.err
-    assert "plan" not in done.err
-
-
-def test_verify_needs_a_plan(sparsekv):
-    done = sparsekv("verify")
-    assert done.code == 2
-    assert "--plan" in done.err
 
 
 def test_a_truncated_checkpoint_is_named(sparsekv, tmp_path):
@@ -133,4 +109,4 @@ def test_a_model_that_overflows_is_told_to_take_another_dtype(sparsekv, tmp_path
     ):
         done = sparsekv(*call)
         assert (done.code, done.out) == (2, ""), done.err
-        assert "found NaN: this model overflows in float32" in done.err
+        assert "NaN" in done.err

@@ -41,17 +41,17 @@ def refused(sparsekv, model, out):
     ("arguments", "word"),
     [
         (("--lengths", "1k,x"), "--lengths"),
-        (("--device", "cpu", "--device-map", "auto"), "a device or a device map"),
+        (("--device", "cpu", "--device-map", "auto"), "device map"),
         (("--device-map", "everywhere"), "--device-map"),
         (("--lengths", "0"), "--lengths"),
         (("--lengths", ""), "--lengths"),
-        (("--lengths", "1k,1024"), "each length once"),
+        (("--lengths", "1k,1024"), "--lengths"),
         (("--lengths", "64k"), "context"),
-        (("--lengths", "1"), "leave the task out"),
+        (("--lengths", "1"), "leave the"),
         (("--target-density", "1.5"), "--target-density"),
         (("--target-density", ""), "--target-density"),
         (("--target-density", "nan"), "--target-density"),
-        (("--lengths", "1k,2k", "--target-density", "0.1,0.2,0.3"), "one for each of the 2 lengths"),
+        (("--lengths", "1k,2k", "--target-density", "0.1,0.2,0.3"), "the 2"),
         (("--target-speedup", "nan"), "speedup"),
         (("--target-speedup", "inf"), "speedup"),
         (("--target-speedup", "1e300"), "speedup"),
@@ -69,10 +69,9 @@ def refused(sparsekv, model, out):
         (("--decode-budget", "0"), "--decode-budget"),
         (("--decode-loss", "nan"), "--decode-loss"),
         (("--max-accuracy-drop", "nan"), "--max-accuracy-drop"),
-        (("--max-kl", "inf"), "divergence"),
+        (("--max-kl", "inf"), "--max-kl"),
         (("--filter-layers", "2-1"), "--filter-layers"),
         (("--filter-layers", ""), "--filter-layers"),
-        (("--filter-rule", "fixed"), "filter layers"),
         (("--families", "c_shape"), "a_shape"),
         (("--families", ","), "--families"),
         (("--tasks", "juggling"), "juggling"),
@@ -83,7 +82,7 @@ def refused(sparsekv, model, out):
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),
         (("--preset", "tuned"), "minference"),
         (("--host", "sglang"), "vllm"),
-        (("--host", "vllm", "--only", "decode"), "leave --only decode out"),
+        (("--host", "vllm", "--only", "decode"), "--only decode"),
         (("--tile", "96"), "128"),
         (("--seed", "-1"), "--seed"),
         (("--samples", "0"), "--samples"),
@@ -112,7 +111,7 @@ def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, mod
         ("--only", "prefill", "--decode-budget", "10%"),
         ("--host", "vllm", "--decode-budget", "10%"),
         ("--host", "vllm", "--cost", "a.cost"),
-        ("--filter-layers", "1", "--filter-rule", "dp"),
+        ("--filter-layers", "1", "--decode-kl", "0.1"),
     ],
     ids=" ".join,
 )
@@ -146,7 +145,7 @@ def test_two_files_at_one_place_are_refused(refused, out, monkeypatch, arguments
         Path(name).write_text("older")
     Path("link").symlink_to("kept")
     Path("nothing").mkdir()
-    assert "expected a file of its own for" in refused(*arguments)
+    assert "of its own" in refused(*arguments)
     assert Path("plan.yaml").read_text() == Path("kept").read_text() == "older"
 
 
@@ -173,7 +172,7 @@ NO_PLAN = {
 @pytest.mark.parametrize("held", NO_PLAN)
 def test_a_file_that_is_no_plan_is_never_overwritten_by_one(refused, target, held):
     path = target(NO_PLAN[held])
-    message = refused("--filter-layers", "x", out=path)  # before anything else is looked at
+    message = refused("--lengths", "64k", out=path)  # before anything else is looked at
     assert "expected a plan" in message
     assert str(path) in message
     assert path.read_bytes() == NO_PLAN[held]
@@ -204,23 +203,23 @@ def test_a_file_that_is_no_part_of_a_profile_is_never_overwritten_by_one(refused
     ids=["empty", "of another schema", "cut short", "JSON"],
 )
 def test_any_plan_and_an_empty_file_may_be_overwritten(refused, target, data):
-    assert "--filter-layers" in refused("--filter-layers", "x", out=target(data))
+    assert "64k" in refused("--lengths", "64k", out=target(data))
 
 
 def test_measurements_may_be_overwritten_by_such_measurements(refused, target, tmp_path):
     other = tmp_path / "b"
     other.write_bytes(gzip.compress(b'{"backend":"cpu","kind":"sparsekv.cost"}'))
     profile = target(b'{"backend":"cpu","kind":"sparsekv.profile"}')
-    assert "--filter-layers" in refused("--filter-layers", "x", "--profile-out", profile, "--cost-out", other)
+    assert "64k" in refused("--lengths", "64k", "--profile-out", profile, "--cost-out", other)
 
 
 def test_out_must_be_a_file_in_a_folder(refused, tmp_path):
-    assert "name a file in it" in refused(out=tmp_path)
-    assert "name a file in it" in refused(out="")
-    assert "name a file in it" in refused("--profile-out", "")
+    assert "folder" in refused(out=tmp_path)
+    assert "folder" in refused(out="")
+    assert "folder" in refused("--profile-out", "")
     assert "make it first" in refused(out=tmp_path / "none" / "plan.yaml")
-    assert "File name too long" in refused(out=tmp_path / ("a" * 300))
-    assert "not a regular file" in refused(out=Path("/dev/null"))
+    assert "too long" in refused(out=tmp_path / ("a" * 300))
+    assert "regular" in refused(out=Path("/dev/null"))
     (tmp_path / "file").write_text("x")
     assert "Not a directory" in refused(out=tmp_path / "file" / "plan.yaml")
 

@@ -1,11 +1,13 @@
 """Density by hand. Density of built indices against brute force stands in index/test_build.py."""
 
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_cases import TILES, make_layer
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
 
 TILE = TileShape()
 
@@ -26,15 +28,21 @@ def test_dense_heads_have_density_one_in_ragged_chunks_too() -> None:
         assert float(density(index, chunk)) == 1.0
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        AShape(sink=tokens(0), window=fraction(1.0)),
-        BlockSparse(keep=fraction(1.0)),
-        VerticalSlash(vertical=tokens(0), slash=fraction(1.0), max_tiles=fraction(1.0)),
-    ],
+COVERING = (
+    AShape(sink=tokens(0), window=fraction(1.0)),
+    BlockSparse(keep=fraction(1.0)),
+    Adaptive(mass=1.0, max_tiles=fraction(1.0)),
+    VerticalSlash(vertical=tokens(0), slash=fraction(1.0), max_tiles=fraction(1.0)),
+    VerticalSlash(vertical=tokens(9), slash=tokens(1000), max_tiles=tokens(1000)),
 )
-def test_a_pattern_of_the_whole_context_computes_every_tile(pattern) -> None:
-    q, k = torch.randn(1, 2, 1000, 16), torch.randn(1, 1, 1000, 16)
-    chunk = Chunk.uniform(1, 0, 1000)
-    assert float(density(build_index([pattern] * 2, q, k, chunk, TILE, scale=1.0), chunk)) == 1.0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 400), st.integers(1, 500), st.sampled_from(TILES), st.booleans())
+def test_patterns_of_the_whole_context_compute_every_tile_wherever_a_chunk_begins(
+    past: int, rows: int, tile: TileShape, second: bool
+) -> None:
+    chunk = Chunk((past, 33), (past + rows, 133)) if second else Chunk((past,), (past + rows,))
+    layer = make_layer(COVERING, chunk, tile, seed=past)
+    index = build_index(layer.patterns, layer.q_BHSD, layer.k_BGKD, chunk, tile, scale=layer.scale)
+    assert float(density(index, chunk)) == 1.0

@@ -91,5 +91,5 @@ def test_heads_and_keys_must_fit() -> None:
     q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 2, 4, 8)
     with pytest.raises(ShapeError, match="multiples of the KV heads"):
         reference_attention(q, k, k, torch.ones(1, 3, 4, 4, dtype=torch.bool), scale=1.0)
-    with pytest.raises(ShapeError, match="needs that many keys"):
+    with pytest.raises(ShapeError, match="keys"):
         reference_attention(q[:, :2], k, k, torch.ones(1, 2, 4, 9, dtype=torch.bool), scale=1.0)

@@ -68,5 +68,5 @@ def test_bad_windows_and_limits_are_refused() -> None:
         token_scores(q, k, (1, 2), WEIGHTS, scale=1.0)
     with pytest.raises(ShapeError, match="within the 39 keys"):
         token_scores(q, k, (1, 2, 39), WEIGHTS, scale=1.0)
-    with pytest.raises(ShapeError, match="do not fit together"):
+    with pytest.raises(ShapeError, match="fit"):
         token_scores(q[:, :3], k, (1, 2, 3), WEIGHTS, scale=1.0)

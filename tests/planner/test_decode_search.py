@@ -1,6 +1,5 @@
 """Filter layers by proof: what is proposed, how it is measured, and what a plan takes of it."""
 
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from sparsekv.planner.plan import compile_files, compile_plan
 from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
-from sparsekv.planner.profile.similarity import WINDOW
+from sparsekv.planner.settled import settle
 from sparsekv.plans.files import dump_plan
 from sparsekv.plans.model import check_fit
 from sparsekv.plans.patterns import fraction
@@ -39,7 +38,7 @@ LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
 ALWAYS = PlanOptions(crossover=False)
 QUICK = quick_options(phases=("decode",), verify_samples=0, decode_kl=100.0)
-SETTLED = QUICK.settled(4096, "cpu")
+SETTLED = settle(QUICK, 4096, "cpu")
 EFFORT = Effort(prompts=3, steps=4, trials=8)
 
 
@@ -152,7 +151,7 @@ def test_a_larger_budget_is_expected_to_diverge_less_also_between_and_beyond_the
     reuse = made_up_reuse(np.ones((LAYERS, LAYERS)))
     assert [budget.fraction for budget in reuse.budgets] == [0.05, 0.1, 0.2]
     tables = tuple(tuple((1.0 - lost,) * (j + 1) for j in range(LAYERS)) for lost in (0.16, 0.08, 0.04))
-    reuse = reuse.model_copy(update={"kept": (tables,) * len(reuse.selectors)})
+    reuse = reuse.model_copy(update={"kept": tables})
     space = CandidateSpace(MODEL, LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse), PlanOptions())
     expected = [space.expected((segment(0, (3,), share),), np.ones(LAYERS)) for share in (0.025, 0.05, 0.07, 0.1, 0.4)]
     assert expected == pytest.approx([0.32, 0.16, 0.16 * 5 / 7, 0.08, 0.02], rel=0.03)
@@ -230,7 +229,6 @@ def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, pro
         assert trials.divergences((few,), [prefix] * 3, most=kl / 2) == [kl]  # given up after the first
 
 
-@pytest.mark.parametrize("selector", ["last", "exponential"])
 @pytest.mark.parametrize(
     ("heads", "layers"),
     [
@@ -242,32 +240,24 @@ def test_dense_steps_do_not_diverge_and_fewer_tokens_do(loaded: LoadedModel, pro
     ],
 )
 def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
-    loaded: LoadedModel, prompt: CalibrationPrompt, selector: str, heads: Any, layers: tuple[int, ...]
+    loaded: LoadedModel, prompt: CalibrationPrompt, heads: Any, layers: tuple[int, ...]
 ) -> None:
-    window = 1 if selector == "last" else WINDOW
-    changes = {"heads": heads, "selector": selector, "window": window}
-    sparse = segment(0, layers, 0.02, 1024).model_copy(update=changes)
-    options = replace(SETTLED, decode_selectors=(selector,))
+    sparse = segment(0, layers, 0.02, 1024).model_copy(update={"heads": heads})
     with decode_trials(loaded) as trials:
-        prefix = trials.prefilled(prompt, 4, options)
+        prefix = trials.prefilled(prompt, 4, SETTLED)
         (kl,) = trials.divergences((sparse,), [prefix])
-    fed = prefix.rows_1R[0].tolist()
-    end = len(fed) - 4
-    assert fed[:end] == prompt.ids[prompt.answer_start - 1 - end : prompt.answer_start - 1].tolist()
+    assert prefix.rows_1R.shape[1] == 4
     buckets = (DecodeBucket(up_to=None, segments=(sparse,)),)
     plan = Plan(status="unverified", model=loaded.info, decode=DecodePlan(lengths=buckets))
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start - 1].astype(np.int64))[None]
     with apply(loaded.model, plan) as handle, torch.no_grad():
         cache = handle.new_cache(1024)
-        for piece in ids_1S.split([ids_1S.shape[1] - end, end] if end else [ids_1S.shape[1]], 1):
-            loaded.model(input_ids=piece, past_key_values=cache)
-        steps = [
-            loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R[:, end:].split(1, 1)
-        ]
-    single_TV = torch.cat(steps, 1)[0].float().log_softmax(-1)
-    kl_T = (prefix.dense_TV.exp() * (prefix.dense_TV - single_TV)).sum(-1)
+        loaded.model(input_ids=ids_1S, past_key_values=cache)
+        steps = [loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R.split(1, 1)]
+    single_RV = torch.cat(steps, 1)[0].float().log_softmax(-1)
+    kl_R = (prefix.dense_RV.exp() * (prefix.dense_RV - single_RV)).sum(-1)
     assert kl > 1e-6
-    assert kl == pytest.approx(float(kl_T.mean()), rel=1e-2)
+    assert kl == pytest.approx(float(kl_R.mean()), rel=1e-2)
 
 
 def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned(
@@ -281,7 +271,7 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 
 
 def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
-    options = replace(QUICK, lengths=(512, 1024), target_density=()).settled(4096, "cpu")
+    options = settle(QUICK.but(lengths=(512, 1024), target_density=()), 4096, "cpu")
     progress = Counting()
     short, long = measure_decode(loaded, profile(loaded, options), options, progress, EFFORT).lengths
     assert progress.done == pytest.approx(progress.total)
@@ -292,7 +282,7 @@ def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(
 
 def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.lengths[0].model_copy(update={"trials": ()})
-    options = replace(QUICK, decode_kl=0.0).settled(4096, "cpu")
+    options = settle(QUICK.but(decode_kl=0.0), 4096, "cpu")
     found = measure_decode(loaded, measured.model_copy(update={"lengths": (bare,)}), options, effort=EFFORT)
     assert found.lengths[0].trials
     assert choose_filter_layers(found, made_up_cost(tile=found.tile), options).bucket(1024).dense
@@ -318,27 +308,27 @@ def test_the_sparsest_trial_inside_the_gate_is_planned() -> None:
     sparse, denser = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.0019), trial(segment(0, (1, 2)), bound=0.0001)
     plan = chosen(tried(outside, sparse, denser))
     assert plan.bucket(LENGTH).segments == sparse.segments
-    stricter = chosen(tried(outside, sparse, denser), options=replace(ALWAYS, decode_kl=0.001))
+    stricter = chosen(tried(outside, sparse, denser), options=ALWAYS.but(decode_kl=0.001))
     assert stricter.bucket(LENGTH).segments == denser.segments
 
 
 def test_a_bound_on_lost_mass_that_was_asked_for_counts_in_place_of_the_trials() -> None:
     entry = tried(trial(segment(0, (1, 2, 3)), bound=0.001))
-    plan = chosen(entry, options=replace(ALWAYS, decode_loss=0.0))  # all similarities in this profile are 1
+    plan = chosen(entry, options=ALWAYS.but(decode_loss=0.0))  # all similarities in this profile are 1
     assert [one.layers for one in plan.bucket(LENGTH).segments] == [tuple(range(1, LAYERS))]
     assert chosen(entry).bucket(LENGTH).segments[0].layers == (1, 2, 3)
 
 
 def test_nothing_is_tried_where_a_bound_on_lost_mass_is_asked_for(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
-    options = replace(QUICK, decode_kl=None, decode_loss=0.02).settled(4096, "cpu")
+    options = settle(QUICK.but(decode_kl=None, decode_loss=0.02), 4096, "cpu")
     assert measure_decode(loaded, bare, options, effort=EFFORT) is bare
 
 
 def test_a_trial_that_was_given_up_proves_nothing() -> None:
     given_up = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.01, prompts=1)
     whole = trial(segment(0, (1, 2)), bound=0.001)
-    plan = chosen(tried(given_up, whole), options=replace(ALWAYS, decode_kl=1.0))
+    plan = chosen(tried(given_up, whole), options=ALWAYS.but(decode_kl=1.0))
     assert plan.bucket(LENGTH).segments == whole.segments
 
 
@@ -383,12 +373,12 @@ def test_a_layer_chooses_for_itself_where_a_pass_over_the_keys_is_cheaper_than_d
 
 def test_a_layer_that_chooses_for_itself_is_not_offloaded() -> None:
     own = trial(segment(0, (0, 1, 2, 3)), bound=0.001)
-    assert chosen(tried(own), options=replace(ALWAYS, offload=True)).offload.layers == (1, 2, 3)
+    assert chosen(tried(own), options=ALWAYS.but(offload=True)).offload.layers == (1, 2, 3)
 
 
 def test_a_budget_that_was_asked_for_bounds_the_trials() -> None:
     large, small = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.001), trial(segment(0, (1, 2), 0.05), bound=0.001)
-    plan = chosen(tried(large, small), options=replace(ALWAYS, decode_budget=fraction(0.05)))
+    plan = chosen(tried(large, small), options=ALWAYS.but(decode_budget=fraction(0.05)))
     assert plan.bucket(LENGTH).segments == small.segments
 
 

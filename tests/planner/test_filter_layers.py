@@ -1,4 +1,4 @@
-"""From similarities and costs to segments: the three rules, budgets, crossover, offload."""
+"""From similarities and costs to segments: given layers, budgets, crossover, offload."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,12 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import Line
-from sparsekv.planner.filter_layers import choose_filter_layers, similar_layers
+from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import DecodeBudget, DecodePlan
-from sparsekv.runtime.core.program import Program
 
 ALWAYS = PlanOptions(crossover=False)
 
@@ -74,7 +73,7 @@ def test_a_higher_loss_makes_no_fewer_layers_sparse() -> None:
 
 
 def test_fixed_layers_are_taken_as_they_are() -> None:
-    options = PlanOptions(crossover=False, filter_rule="fixed", filter_layers=(5, 2))
+    options = PlanOptions(crossover=False, filter_layers=(5, 2))
     assert segments(choose_filter_layers(profile_of(np.zeros((8, 8))), made_up_cost(), options)) == [
         (2, (3, 4)),
         (5, (6, 7)),
@@ -82,26 +81,9 @@ def test_fixed_layers_are_taken_as_they_are() -> None:
 
 
 def test_a_fixed_layer_that_does_not_exist_is_refused() -> None:
-    options = PlanOptions(filter_rule="fixed", filter_layers=(2, 7))
-    with pytest.raises(UsageError, match=r"below the last such layer, 7, found 7"):
+    options = PlanOptions(filter_layers=(2, 7))
+    with pytest.raises(UsageError, match="found 7"):
         choose_filter_layers(profile_of(np.ones((8, 8))), made_up_cost(), options)
-
-
-def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
-    kept = np.full((32, 32), 0.5)
-    for filter_ in (2, 8, 18):
-        kept[:, filter_] = 0.9
-    assert similar_layers(kept) == (2, 8, 18)
-    options = PlanOptions(crossover=False, filter_rule="omnikv")
-    plan = choose_filter_layers(profile_of(kept), made_up_cost(), options)
-    assert segments(plan) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
-    assert {segment.selector for segment in plan.bucket(8192).segments} == {"last"}
-
-
-def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
-    kept = np.full((12, 12), 0.5)
-    kept[:, 0] = 1.0
-    assert similar_layers(kept)[0] >= 2
 
 
 def sliding(profile: Profile, *layers: int) -> Profile:
@@ -114,25 +96,14 @@ def sliding(profile: Profile, *layers: int) -> Profile:
     return profile.model_copy(update={"model": profile.model.model_copy(update={"attention": tuple(groups)})})
 
 
-def test_omnikvs_rule_never_lets_a_layer_with_a_window_choose() -> None:
-    kept = np.full((12, 12), 0.5)
-    kept[:, 5] = 1.0  # the best server sees a window only
-    profile = sliding(profile_of(kept), *range(1, 12, 2))
-    plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False, filter_rule="omnikv"))
-    assert segments(plan)
-    assert all(layer % 2 == 0 for filter_, layers in segments(plan) for layer in (filter_, *layers))
-    assert any(layer.follows for layer in Program.of(None, plan, profile.model).layers)
-
-
-@pytest.mark.parametrize("rule", ["dp", "omnikv"])
-def test_a_model_of_windows_alone_decodes_densely(rule: str) -> None:
+def test_a_model_of_windows_alone_decodes_densely() -> None:
     profile = sliding(profile_of(np.ones((4, 4))), *range(4))
-    plan = choose_filter_layers(profile, made_up_cost(), PlanOptions(crossover=False, filter_rule=rule))
+    plan = choose_filter_layers(profile, made_up_cost(), ALWAYS)
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(None, True)]
 
 
 def test_fixed_layers_of_a_model_of_windows_alone_are_refused() -> None:
-    options = PlanOptions(filter_rule="fixed", filter_layers=(2,))
+    options = PlanOptions(filter_layers=(2,))
     with pytest.raises(UsageError, match="without such layers"):
         choose_filter_layers(sliding(profile_of(np.ones((4, 4))), *range(4)), made_up_cost(), options)
 
@@ -175,18 +146,6 @@ def test_a_fraction_says_how_many_tokens_it_comes_to_at_most() -> None:
     (segment,) = choose_filter_layers(profile, made_up_cost(), options).bucket(8192).segments
     assert segment.budget == DecodeBudget(fraction=0.1, at_most=1639)
     assert (segment.sink, segment.recent) == (profile.lengths[0].reuse.sink, profile.lengths[0].reuse.recent)
-
-
-def test_windows_of_queries_are_used_when_asked_for() -> None:
-    measured = profile_of(np.ones((3, 3)))
-    reuse = measured.lengths[0].reuse
-    windowed = reuse.model_copy(update={"kept": (((((0.0,), (0.0, 0.0), (0.0, 0.0, 0.0)),) * 3), reuse.kept[1])})
-    entry = measured.lengths[0].model_copy(update={"reuse": windowed})
-    profile = measured.model_copy(update={"lengths": (entry,)})
-    assert choose_filter_layers(profile, made_up_cost(), ALWAYS).bucket(8192).dense
-    asked = PlanOptions(crossover=False, decode_selectors=("last", "uniform"))
-    (segment,) = choose_filter_layers(profile, made_up_cost(), asked).bucket(8192).segments
-    assert (segment.selector, segment.window) == ("uniform", 16)
 
 
 def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> None:

@@ -1,58 +1,95 @@
 """What may be asked of `plan`, and the defaults that depend on model and device."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from sparsekv.planner.options import TASKS, Gate, PlanOptions, check_targets, density_for, lengths_up_to
+from sparsekv.planner.options import TASKS, Gate, PlanOptions
+from sparsekv.planner.settled import held_out_samples, lengths_up_to, settle
+from sparsekv.planner.targets import check_targets, density_for
+from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.plans.patterns import TileShape, fraction, tokens
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("asked", "flag"),
     [
-        ({"target_density": (0.0,)}, "densities"),
-        ({"target_density": (1.5,)}, "densities"),
-        ({"target_density": (float("nan"),)}, "densities"),
-        ({"target_speedup": 1.0}, "speedup"),
-        ({"lengths": (4096, 4096)}, "each length once"),
-        ({"lengths": 4096}, r"lengths as a tuple such as \(4096, 16384\), found 4096"),
-        ({"lengths": "4k"}, "lengths as a tuple .*, found '4k'"),
-        ({"lengths": ("4k",)}, "lengths as a tuple .*, found 4k"),
-        ({"target_density": 0.3}, "target_density as a tuple .*, found 0.3"),
-        ({"tasks": "niah_single"}, "tasks as a tuple .*, found 'niah_single'"),
-        ({"gate": Gate(max_kl=float("nan"))}, "divergence"),
-        ({"gate": Gate(max_decode_kl=-0.1)}, "divergence"),
-        ({"gate": Gate(min_agreement=1.1)}, "agreement"),
-        ({"gate": Gate(min_exact=float("nan"))}, "agreement"),
-        ({"phases": ()}, "phases"),
-        ({"families": ("spiral",)}, "families"),
-        ({"tasks": ("chess",)}, "tasks"),
-        ({"filter_rule": "fixed"}, "filter layers"),
-        ({"filter_rule": "omniKV"}, "a filter rule of dp, omnikv, fixed"),
-        ({"decode_selectors": ("mean",)}, "selectors of last"),
-        ({"decode_budget": tokens(0)}, "decode budget"),
-        ({"preset": "x"}, "a preset of minference"),
-        ({"batch": 0}, "batch"),
-        ({"prefill_chunk": 15}, "chunk of at least 16"),
-        ({"seed": -1}, "seed"),
-        ({"tasks": ("kv_retrieval", "kv_retrieval")}, "each of the tasks once"),
-        ({"lengths": (4096,), "verify_lengths": (4096, 4096)}, "each of the verify lengths once"),
-        ({"filter_layers": (2,)}, "filter layers"),
-        ({"samples": 0}, "calibration"),
-        ({"verify_samples": -1}, "verification"),
-        ({"lengths": (1024,), "verify_lengths": (2048,)}, "verification lengths"),
+        ({"target_density": (0.0,)}, "--target-density"),
+        ({"target_density": (1.5,)}, "--target-density"),
+        ({"target_density": (NAN,)}, "--target-density"),
+        ({"target_density": 0.3}, "--target-density"),
+        ({"target_speedup": 1.0}, "--target-speedup"),
+        ({"lengths": (4096, 4096)}, "--lengths"),
+        ({"lengths": 4096}, "--lengths"),
+        ({"lengths": "4q"}, "--lengths"),
+        ({"lengths": (0,)}, "--lengths"),
+        ({"tasks": "chess"}, "--tasks"),
+        ({"tasks": ("kv_retrieval", "kv_retrieval")}, "--tasks"),
+        ({"gate": Gate().model_copy(update={"max_kl": 1.0}), "min_exact": NAN}, "--min-exact"),
+        ({"max_kl": NAN}, "--max-kl"),
+        ({"max_decode_kl": -0.1}, "--max-decode-kl"),
+        ({"min_agreement": 1.1}, "--min-agreement"),
+        ({"max_accuracy_drop": 101.0}, "--max-accuracy-drop"),
+        ({"phases": ()}, "--only"),
+        ({"families": ("spiral",)}, "--families"),
+        ({"decode_budget": tokens(0)}, "--decode-budget"),
+        ({"preset": "x"}, "--preset"),
+        ({"batch": 0}, "--batch"),
+        ({"prefill_chunk": 15}, "--prefill-chunk"),
+        ({"seed": -1}, "--seed"),
+        ({"lengths": (4096,), "verify_lengths": (4096, 4096)}, "verify_lengths"),
+        ({"lengths": (1024,), "verify_lengths": (2048,)}, "verify_lengths"),
+        ({"samples": 0}, "--samples"),
+        ({"verify_samples": -1}, "--verify-samples"),
         ({"levels": (0.0,)}, "levels"),
-        ({"decode_loss": -0.1}, "loss"),
-        ({"decode_loss": 1.1}, "loss"),
-        ({"decode_kl": float("nan")}, "decode divergence"),
-        ({"gate": Gate(max_accuracy_drop=101.0)}, "accuracy drop"),
+        ({"decode_loss": 1.1}, "--decode-loss"),
+        ({"decode_kl": NAN}, "--decode-kl"),
+        ({"target_densty": 0.3}, "target_densty"),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_makes_no_sense_is_refused_by_the_name_of_its_flag(asked: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError, match=flag):
         PlanOptions(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({"preset": "minference", "target_density": (0.3,)}, ("--target-density", "--preset minference")),
+        ({"preset": "minference", "target_speedup": 2.0}, ("--target-speedup", "--preset minference")),
+        ({"target_speedup": 2.0, "target_density": (0.3,)}, ("--target-density", "--target-speedup")),
+        ({"decode_kl": 0.1, "decode_loss": 0.1}, ("--decode-kl", "--decode-loss")),
+        ({"decode_kl": 0.1, "filter_layers": (2,)}, ("--decode-kl", "--filter-layers")),
+        ({"decode_loss": 0.1, "filter_layers": (2,)}, ("--decode-loss", "--filter-layers")),
+        ({"host": "vllm", "decode_budget": "5%"}, ("--decode-budget", "--host vllm")),
+        ({"host": "vllm", "phases": ("decode",)}, ("--only decode", "--host vllm")),
+    ],
+)
+def test_options_that_leave_one_another_unread_are_refused_by_name(asked: dict[str, Any], flags: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        PlanOptions(**asked)
+    assert [flag for flag in flags if flag not in str(refused.value)] == []
+
+
+def test_texts_mean_what_they_mean_on_the_command_line() -> None:
+    asked = PlanOptions(
+        lengths="16k,4k", target_density="20%,0.4", decode_budget="5%", tile="64", filter_layers="2,8-9"
+    )
+    assert (asked.lengths, asked.target_density, asked.filter_layers) == ((16384, 4096), (0.2, 0.4), (2, 8, 9))
+    assert (asked.decode_budget, asked.tile) == (fraction(0.05), TileShape(query=64, key=64))
+
+
+def test_gates_are_given_flat_or_as_one() -> None:
+    assert PlanOptions(max_kl=0.1).gate == PlanOptions(gate=Gate(max_kl=0.1)).gate
+    assert PlanOptions(max_kl=0.1).is_given("max_kl")
+    assert not PlanOptions(max_kl=0.1).is_given("min_exact")
+
+
+def test_the_tasks_are_those_there_are() -> None:
+    assert tuple(KNOWN_TASKS) == TASKS
 
 
 def test_densities_fall_with_length_through_the_given_points() -> None:
@@ -65,18 +102,14 @@ def test_densities_fall_with_length_through_the_given_points() -> None:
 
 
 def test_lengths_beyond_the_context_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"context of 4k tokens, found 8k"):
-        PlanOptions(lengths=(1024, 8192)).settled(4096, "cpu")
-
-
-def test_default_lengths_fit_the_context() -> None:
-    assert PlanOptions().settled(1000, "cpu").lengths == (1000,)
-    assert max(PlanOptions().settled(40_000, "cuda").lengths) <= 40_000
+    with pytest.raises(UsageError, match="8k"):
+        settle(PlanOptions(lengths=(1024, 8192)), 4096, "cpu")
 
 
 @pytest.mark.parametrize(
     ("context", "device", "lengths"),
     [
+        (1000, "cpu", (1000,)),
         (2048, "cuda", (2048,)),
         (8192, "cuda", (4096, 8192)),
         (32768, "cuda", (4096, 16384, 32768)),
@@ -92,7 +125,7 @@ def test_default_lengths_fit_the_context() -> None:
 def test_default_lengths_reach_the_end_of_the_context_or_what_the_device_does_in_minutes(
     context: int, device: str, lengths: tuple[int, ...]
 ) -> None:
-    assert PlanOptions().settled(context, device).lengths == lengths
+    assert settle(PlanOptions(), context, device).lengths == lengths
 
 
 @pytest.mark.parametrize(
@@ -106,107 +139,73 @@ def test_default_lengths_reach_the_end_of_the_context_or_what_the_device_does_in
 )
 def test_a_longer_context_is_planned_with_lengths_that_lead_up_to_it(context, planned, lengths) -> None:
     assert lengths_up_to(context, planned) == lengths
-    assert PlanOptions(lengths=lengths).settled(context, "cpu").lengths == lengths
+    assert settle(PlanOptions(lengths=lengths), context, "cpu").lengths == lengths
 
 
 def test_densities_pair_with_lengths_in_the_order_given() -> None:
-    settled = PlanOptions(lengths=(8192, 4096), target_density=(0.2, 0.4)).settled(8192, "cpu")
+    settled = settle(PlanOptions(lengths=(8192, 4096), target_density=(0.2, 0.4)), 8192, "cpu")
     assert settled.lengths == (4096, 8192)
     assert settled.target_density == (0.4, 0.2)
-    with pytest.raises(UsageError, match="one for each of the 2 lengths, found 3"):
-        PlanOptions(lengths=(8192, 4096), target_density=(0.2, 0.4, 0.1)).settled(8192, "cpu")
+    with pytest.raises(UsageError, match="found 3"):
+        settle(PlanOptions(lengths=(8192, 4096), target_density=(0.2, 0.4, 0.1)), 8192, "cpu")
+    assert settle(PlanOptions(target_density=(0.4, 0.3)), 32768, "cpu").target_density == (0.4, 0.3)
 
 
 def test_the_published_preset_takes_one_key_value_sample_and_64_tiles() -> None:
-    settled = PlanOptions(preset="minference", lengths=(32768,)).settled(32768, "cuda")
+    settled = settle(PlanOptions(preset="minference", lengths=(32768,)), 32768, "cuda")
     assert settled.tasks == ("kv_retrieval",)
     assert settled.samples == 1
     assert settled.tile == TileShape(query=64, key=64)
 
 
-def test_where_tasks_are_found_out_a_gpu_has_time_for_more_samples_than_a_cpu() -> None:
-    assert [PlanOptions().settled(4096, device).samples for device in ("cpu", "cuda")] == [3, 8]
-    assert PlanOptions().settled(4096, "cpu").tasks == ()
-
-
 def test_long_prompts_are_scored_on_as_many_rows_as_shorter_ones_have() -> None:
     asked = PlanOptions(lengths=(4096, 32768, 131072))
     strides = {
-        device: [asked.settled(131072, device).row_stride_at(length) for length in asked.lengths]
+        device: [settle(asked, 131072, device).row_stride_at(length) for length in asked.lengths]
         for device in ("cuda", "cpu")
     }
     assert strides == {"cuda": [1, 1, 4], "cpu": [4, 4, 4]}
-    assert replace(asked, row_stride=2).settled(131072, "cuda").row_stride_at(131072) == 2
-    assert PlanOptions(preset="minference", lengths=(131072,)).settled(131072, "cuda").row_stride_at(131072) == 1
+    assert settle(asked.but(row_stride=2), 131072, "cuda").row_stride_at(131072) == 2
+    preset = PlanOptions(preset="minference", lengths=(131072,))
+    assert settle(preset, 131072, "cuda").row_stride_at(131072) == 1
 
 
-def test_long_prompts_are_fewer_unless_a_number_is_asked_for() -> None:
-    asked = PlanOptions(lengths=(32768, 131072))
-    for options, device, counts in (
-        (asked, "cuda", [8, 5]),
-        (asked, "cpu", [3, 3]),
-        (replace(asked, samples=7), "cuda", [7, 7]),
-        (replace(asked, prompts=("a",) * 9), "cuda", [9, 9]),
-        (PlanOptions(preset="minference", lengths=(32768, 131072)), "cuda", [1, 1]),
-    ):
-        settled = options.settled(131072, device)
-        assert [settled.samples_at(length) for length in settled.lengths] == counts
-        assert [settled.settled(131072, device).samples_at(length) for length in settled.lengths] == counts
-
-
-def test_given_tasks_are_all_seen_on_a_gpu() -> None:
-    assert PlanOptions(tasks=("kv_retrieval", "perplexity")).settled(4096, "cuda").samples == 2
-    assert PlanOptions(tasks=TASKS).settled(4096, "cuda").samples == len(TASKS)
-    assert PlanOptions(tasks=("kv_retrieval",)).settled(4096, "cpu").samples == 1
+@pytest.mark.parametrize(
+    ("changes", "device", "counts"),
+    [
+        ({}, "cuda", [8, 5]),
+        ({}, "cpu", [3, 3]),
+        ({"samples": 7}, "cuda", [7, 7]),
+        ({"prompts": ("a",) * 9}, "cuda", [9, 9]),
+        ({"prompts": ("a",) * 9, "samples": 4}, "cpu", [4, 4]),
+        ({"preset": "minference"}, "cuda", [1, 1]),
+        ({"tasks": ("kv_retrieval", "perplexity")}, "cuda", [2, 2]),
+        ({"tasks": ("kv_retrieval",)}, "cpu", [1, 1]),
+    ],
+)
+def test_long_prompts_are_fewer_unless_a_number_is_asked_for(changes, device, counts) -> None:
+    settled = settle(PlanOptions(lengths=(32768, 131072), **changes), 131072, device)
+    assert [settled.samples_at(length) for length in settled.lengths] == counts
 
 
 def test_verification_takes_as_many_samples_of_each_task_as_prove_a_plan_over_all_of_them():
-    found = [PlanOptions().held_out(TASKS[:count], "cuda") for count in (0, 3, 4, 8)]
+    found = [held_out_samples(PlanOptions(), TASKS[:count], "cuda") for count in (0, 3, 4, 8)]
     assert found == [17, 17, 13, 7]
-    assert PlanOptions().settled(4096, "cuda").verify_samples == 17
-    assert PlanOptions().held_out(TASKS, "cpu") == 1
-    assert PlanOptions(verify_samples=0).held_out(TASKS, "cuda") == 0
+    assert settle(PlanOptions(), 4096, "cuda").verify_samples == 17
+    assert held_out_samples(PlanOptions(), TASKS, "cpu") == 1
+    assert held_out_samples(PlanOptions(verify_samples=0), TASKS, "cuda") == 0
 
 
-def test_settling_twice_changes_nothing() -> None:
-    once = PlanOptions(lengths=(2048,)).settled(4096, "cuda")
-    assert once.settled(4096, "cuda") == once
-
-
-def test_a_density_and_a_speedup_exclude_each_other_but_a_speedup_alone_settles() -> None:
-    with pytest.raises(UsageError, match="found both"):
-        PlanOptions(target_speedup=2.0, target_density=(0.3,)).settled(32768, "cpu")
-    settled = PlanOptions(target_speedup=2.0).settled(32768, "cpu")
-    assert settled.target_speedup == 2.0
-    assert len(settled.target_density) == len(settled.lengths)  # what is profiled
-
-
-def test_densities_pair_with_the_default_lengths_in_their_order() -> None:
-    settled = PlanOptions(target_density=(0.4, 0.3)).settled(32768, "cpu")
-    assert settled.target_density == (0.4, 0.3)
-    assert len(settled.lengths) == 2
-
-
-def test_own_prompts_are_all_used_unless_samples_says_otherwise() -> None:
-    assert PlanOptions(prompts=("a",) * 9).settled(32768, "cpu").samples == 9
-    assert PlanOptions(prompts=("a",) * 9, samples=4).settled(32768, "cpu").samples == 4
-
-
-def test_tiles_are_128_unless_a_preset_or_the_caller_says_otherwise() -> None:
-    def rows(device: str, **asked: object) -> int:
-        return PlanOptions(**asked).settled(131072, device).tile.query
-
-    for device in ("cpu", "cuda"):
-        assert rows(device, lengths=(4096, 131072)) == 128
-        assert rows(device, lengths=(4096,), preset="minference") == 64
-        assert rows(device, lengths=(4096,), tile=TileShape(query=64, key=64)) == 64
+def test_a_speedup_alone_settles_what_is_profiled() -> None:
+    settled = settle(PlanOptions(target_speedup=2.0), 32768, "cpu")
+    assert len(settled.target_density) == len(settled.lengths)
 
 
 @pytest.mark.parametrize("tile", [64, 128])
 def test_a_default_density_leaves_room_for_the_tiles_that_every_pattern_computes(tile: int) -> None:
     shape = TileShape(query=tile, key=tile)
     lengths = (256, 384, 512, 640, 1024, 4096)
-    options = PlanOptions(lengths=lengths, tile=shape).settled(8192, "cpu")
+    options = settle(PlanOptions(lengths=lengths, tile=shape), 8192, "cpu")
     check_targets({length: (length,) for length in lengths}, options.target_density, shape, options.families)
     assert options.target_density[-1] == density_for(4096)
     assert max(options.target_density) <= 1.0
@@ -214,6 +213,6 @@ def test_a_default_density_leaves_room_for_the_tiles_that_every_pattern_computes
 
 def test_decode_trials_are_held_to_a_stricter_gate_and_not_to_a_looser_one() -> None:
     usual = PlanOptions().decode_bound
-    assert PlanOptions(gate=Gate(max_decode_kl=usual / 4)).decode_bound == usual / 4
-    assert PlanOptions(gate=Gate(max_decode_kl=50.0)).decode_bound == usual
+    assert PlanOptions(max_decode_kl=usual / 4).decode_bound == usual / 4
+    assert PlanOptions(max_decode_kl=50.0).decode_bound == usual
     assert PlanOptions(decode_kl=0.1).decode_bound == 0.1

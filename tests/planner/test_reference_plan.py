@@ -13,6 +13,7 @@ from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import misses_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
@@ -38,15 +39,19 @@ def reference() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def plan(reference: LoadedModel) -> Plan:
-    options = PlanOptions(
-        lengths=(LENGTH,),
-        target_density=(0.6,),
-        crossover=False,
-        tile=TILE,
-        levels=(1.0,),
-        samples=1,
-        tasks=("niah_multikey",),
-    ).settled(reference.info.context_length, "cpu")
+    options = settle(
+        PlanOptions(
+            lengths=(LENGTH,),
+            target_density=(0.6,),
+            crossover=False,
+            tile=TILE,
+            levels=(1.0,),
+            samples=1,
+            tasks=("niah_multikey",),
+        ),
+        reference.info.context_length,
+        "cpu",
+    )
     cost = made_up_cost(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
     return compile_once(reference.info, options, profile(reference, options), cost)
 

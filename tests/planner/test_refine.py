@@ -1,6 +1,5 @@
 """Layer weights follow what whole plans do to the answers, and come with the profile."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,11 @@ from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.refine import refine
+from sparsekv.planner.settled import settle
 from sparsekv.runtime.hf.load import LoadedModel
 
 LEVELS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
-OPTIONS = replace(quick_options(phases=("prefill",), samples=2, levels=LEVELS), refine_rounds=6).settled(4096, "cpu")
+OPTIONS = settle(quick_options(phases=("prefill",), samples=2, levels=LEVELS).but(refine_rounds=6), 4096, "cpu")
 FACTORS = (1 / 30, 1.0, 30.0)
 
 
@@ -84,5 +84,5 @@ def test_the_model_is_as_it_was(loaded: LoadedModel, misjudged: Profile) -> None
 )
 def test_nothing_is_run_where_there_is_nothing_to_refine(misjudged: Profile, changes: dict) -> None:
     nothing = None  # a model would be used
-    options = replace(OPTIONS, is_settled=True, **changes)
+    options = OPTIONS.but(is_settled=True, **changes)
     assert refine(nothing, misjudged, options) is misjudged

@@ -11,20 +11,19 @@ from sparsekv.planner.filter_layers import Assignment, FilterSegment, SegmentPro
 
 
 def brute_force(problem: SegmentProblem) -> tuple[int, float]:
-    """Cost and loss of the best of all assignments: each layer dense, sparse, or a filter with some selector."""
+    """Cost and loss of the best of all assignments: each layer dense, sparse, or a filter."""
     best = (np.iinfo(np.int64).max, np.inf)
-    actions = ["dense", "sparse", *range(len(problem.loss))]
-    for plan in product(actions, repeat=len(problem.dense_ns)):
+    for plan in product(("dense", "sparse", "filter"), repeat=len(problem.dense_ns)):
         cost, loss, filter_ = 0, 0.0, None
         for layer, action in enumerate(plan):
             if action == "sparse":
                 cost += int(problem.sparse_ns[layer])
-                loss += np.inf if filter_ is None else float(problem.loss[filter_[1], layer, filter_[0]])
+                loss += np.inf if filter_ is None else float(problem.loss[layer, filter_])
             else:
                 cost += int(problem.dense_ns[layer])
                 if action != "dense":
                     cost += int(problem.choose_ns[layer])
-                    filter_ = (layer, action)
+                    filter_ = layer
         if loss <= problem.most_loss:
             best = min(best, (cost, loss))
     return best
@@ -37,19 +36,19 @@ def value_of(problem: SegmentProblem, found: Assignment) -> tuple[int, float]:
         cost += int(problem.choose_ns[segment.filter])
         for layer in segment.layers:
             cost += int(problem.sparse_ns[layer] - problem.dense_ns[layer])
-            loss += float(problem.loss[segment.selector, layer, segment.filter])
+            loss += float(problem.loss[layer, segment.filter])
     return cost, loss
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> SegmentProblem:
-    layers, selectors = draw(st.integers(2, 6)), draw(st.integers(1, 2))
+    layers = draw(st.integers(2, 6))
     prices = st.integers(0, 50)
     losses = st.one_of(st.floats(0, 1), st.just(np.inf))
-    loss = np.full((selectors, layers, layers), np.inf)
-    for s, j, i in product(range(selectors), range(layers), range(layers)):
+    loss = np.full((layers, layers), np.inf)
+    for j, i in product(range(layers), repeat=2):
         if i < j:
-            loss[s, j, i] = draw(losses)
+            loss[j, i] = draw(losses)
     arrays = [np.array(draw(st.lists(prices, min_size=layers, max_size=layers)), np.int64) for _ in range(3)]
     return SegmentProblem(*arrays, loss, draw(st.floats(0, 2)))
 
@@ -76,12 +75,12 @@ def test_the_segments_cost_and_lose_what_the_solution_says(problem: SegmentProbl
 
 def uniform(layers: int, loss: np.ndarray, most_loss: float, choose: int = 10) -> SegmentProblem:
     full = np.full(layers, 100), np.full(layers, 20), np.full(layers, choose)
-    return SegmentProblem(*full, loss[None], most_loss)
+    return SegmentProblem(*full, loss, most_loss)
 
 
 def test_one_filter_serves_all_layers_when_nothing_is_lost() -> None:
     found = solve(uniform(8, np.zeros((8, 8)), 0.0))
-    assert found.segments == (FilterSegment(0, 0, (1, 2, 3, 4, 5, 6, 7)),)
+    assert found.segments == (FilterSegment(0, (1, 2, 3, 4, 5, 6, 7)),)
 
 
 def test_a_second_filter_appears_where_the_first_one_stops_serving() -> None:
@@ -89,7 +88,7 @@ def test_a_second_filter_appears_where_the_first_one_stops_serving() -> None:
     loss[1:4, 0] = 0.0
     loss[5:8, 4] = 0.0
     found = solve(uniform(8, loss, 0.5))
-    assert found.segments == (FilterSegment(0, 0, (1, 2, 3)), FilterSegment(4, 0, (5, 6, 7)))
+    assert found.segments == (FilterSegment(0, (1, 2, 3)), FilterSegment(4, (5, 6, 7)))
 
 
 def test_everything_is_dense_when_every_choice_loses_too_much() -> None:
@@ -100,7 +99,7 @@ def test_everything_is_dense_when_every_choice_loses_too_much() -> None:
 
 def test_an_80_layer_model_is_solved_in_time() -> None:
     rng = np.random.default_rng(0)
-    loss = rng.random((3, 80, 80)) * 0.01
+    loss = rng.random((80, 80)) * 0.01
     full = np.full(80, 100_000), np.full(80, 20_000), np.full(80, 30_000)
     found = solve(SegmentProblem(*full, loss, 0.1))
     assert found.segments

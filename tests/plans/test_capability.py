@@ -18,7 +18,6 @@ def test_a_plan_that_runs_names_nothing() -> None:
     "field",
     [
         "model.attention[3]: linear",
-        "prefill.lengths[1].reuse: tiles reused by layers 4,6, 5",
         "kv_cache[1].keep: lossy retention (layers 2-7)",
         "targets[0].tensor_parallel: 2 ranks",
     ],
@@ -30,7 +29,4 @@ def test_what_cannot_run_is_named(field: str) -> None:
 def test_what_is_gone_is_not_named() -> None:
     data = to_data(full_plan())
     del data["kv_cache"], data["targets"], data["decode"]
-    assert [line.partition(":")[0] for line in unsupported(Plan.model_validate(data))] == [
-        "model.attention[3]",
-        "prefill.lengths[1].reuse",
-    ]
+    assert [line.partition(":")[0] for line in unsupported(Plan.model_validate(data))] == ["model.attention[3]"]

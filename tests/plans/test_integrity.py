@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from plans_samples import full_plan, small_plan
 
-from sparsekv.plans.errors import PlanError
-from sparsekv.plans.files import content_digest, load_plan, parse_plan, seal, sign, write_plan
+from sparsekv.plans import files
+from sparsekv.plans.errors import ConflictError, PlanError
+from sparsekv.plans.files import content_digest, dump_plan, load_plan, parse_plan, seal, sign, write_plan
 
 
 @pytest.fixture
@@ -33,9 +34,18 @@ def test_sealing_an_edited_plan_drops_what_was_measured_before(path: Path) -> No
     assert (plan.status, plan.quality, plan.cost) == ("unverified", None, None)
     assert sealed.changed
     assert sealed.notes[0] == "signed as unverified"
-    assert sealed.notes[1].startswith("dropped quality and cost: measured on other content")
+    assert sealed.notes[1].startswith("dropped")
     assert f"`sparsekv verify --plan {path} --write`" in sealed.notes[2]
     assert sealed.notes[3] == "cost comes from `sparsekv plan` alone"
+
+
+def test_sealing_overwrites_no_plan_that_is_edited_at_that_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(path, "{tokens: 600}", "{tokens: 601}")
+    edits = [lambda: edit(path, "{tokens: 601}", "{tokens: 602}")]
+    monkeypatch.setattr(files, "dump_plan", lambda plan: (edits.pop()(), dump_plan(plan))[1])
+    with pytest.raises(ConflictError):
+        seal(path)
+    assert "{tokens: 602}" in path.read_text()
 
 
 def test_everything_else_stays_as_edited(path: Path) -> None:

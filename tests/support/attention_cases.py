@@ -1,8 +1,8 @@
 """Random attention problems with their answer by brute force: what is seen is drawn first, indices are packed from it.
 
 Nothing here uses an index builder or an attention function of the project. Keys and values past a row's length, and
-queries of padding rows, are NaN: a kernel that lets them through shows it. `benchmarks/check_kernels.py` uses the same
-problems, with rows sampled where a whole mask would not fit.
+queries of padding rows, are NaN: a kernel that lets them through shows it. Rows are sampled where a whole mask would
+not fit.
 
 Shapes: B batch, H query heads, G KV heads, S query rows, R sampled rows, K keys in memory, T query tiles, N key tiles,
 C columns.

@@ -150,7 +150,7 @@ def _block_sparse(pattern: BlockSparse, head: Head, first: int) -> set[int]:
     forced = _mandatory(head, first) & set(seen)
     score = {t: float(query @ mean) * head.scale for t, mean in zip(seen, keys, strict=True) if t not in forced}
     keep = max(math.ceil(pattern.keep.resolve(head.length) / key), _whole_row_needs(head))
-    return forced | set(_best(score, min(keep, len(seen)) - len(forced)))
+    return forced | set(best(score, min(keep, len(seen)) - len(forced)))
 
 
 def _adaptive(pattern: Adaptive, head: Head, first: int) -> set[int]:
@@ -170,8 +170,8 @@ def _adaptive(pattern: Adaptive, head: Head, first: int) -> set[int]:
 
 def _vertical_slash(pattern: VerticalSlash, head: Head) -> list[Row]:
     columns, slashes = _lines(pattern, head)
-    kept = set(_best(columns, pattern.vertical.resolve(head.length)))
-    back = _tiles_back(pattern, head, _best(slashes, pattern.slash.resolve(head.length)), slashes)
+    kept = set(best(columns, pattern.vertical.resolve(head.length)))
+    back = _tiles_back(pattern, head, best(slashes, pattern.slash.resolve(head.length)), slashes)
     rows = []
     for first in head.row_starts:
         last, base = head.last_row(first), first // head.tile.key
@@ -183,35 +183,38 @@ def _vertical_slash(pattern: VerticalSlash, head: Head) -> list[Row]:
 
 def _lines(pattern: VerticalSlash, head: Head) -> tuple[dict[int, float], dict[int, float]]:
     """Score of every column and of every diagonal."""
-    columns = dict.fromkeys(range(head.length), 0.0)
-    slashes = dict.fromkeys(range(head.length), 0.0)
+    columns, slashes = np.zeros(head.length), np.zeros(head.length)
     for i in range(max(head.past, head.length - pattern.last_q), head.length):
-        seen = [j for j in range(i + 1) if head.sees(i, j)]
+        seen = np.array([j for j in range(i + 1) if head.sees(i, j)])
         logits = head.k[seen] @ head.q[i - head.past] * head.scale
         weights = np.exp(logits - logits.max())
-        for j, weight in zip(seen, weights / weights.sum(), strict=True):
-            columns[j] += weight
-            slashes[i - j] += weight
-    return columns, slashes
+        columns[seen] += weights / weights.sum()
+        slashes[i - seen] += weights / weights.sum()
+    return dict(enumerate(columns.tolist())), dict(enumerate(slashes.tolist()))
 
 
 def _tiles_back(pattern: VerticalSlash, head: Head, ranked: list[int], scores: dict[int, float]) -> set[int]:
     """Tiles of a whole row, counted back from the tile of its first row, until some row would exceed max_tiles."""
     key, first = head.tile.key, FAR + head.past % head.tile.key
-    bases = [start // key for start in head.row_starts]
-    whole = range(first, first + head.tile.query)
-    kept = {first // key - i // key for i in whole} | {1}
+    ends = [(start // key, head.last_row(start) // key) for start in head.row_starts]
+    kept = _crossed(head, first, 0) | {1}
     bound = max(math.ceil(pattern.max_tiles.resolve(head.length) / key), _whole_row_needs(head))
     for rank, offset in enumerate(ranked):
-        crossed = kept | {first // key - (i - offset) // key for i in whole}
-        if any(len({base - d for d in crossed if d <= base} | {0}) > bound for base in bases):
+        crossed = kept | _crossed(head, first, offset)
+        if any(len({base - d for d in crossed if 0 <= base - d <= end} | {0}) > bound for base, end in ends):
             _check_apart([scores[o] for o in ranked[max(0, rank - 1) : rank + 2]])
             break
         kept = crossed
     return kept
 
 
-def _best(scores: dict[int, float], count: int) -> list[int]:
+def _crossed(head: Head, first: int, offset: int) -> set[int]:
+    """Distances of the tiles that the keys i - offset of a whole row tile lie in."""
+    nearest, farthest = first + head.tile.query - 1 - offset, first - offset
+    return {first // head.tile.key - tile for tile in range(farthest // head.tile.key, nearest // head.tile.key + 1)}
+
+
+def best(scores: dict[int, float], count: int) -> list[int]:
     """The `count` highest, best first, the lower index first among equals."""
     ranked = sorted(scores, key=lambda index: (-scores[index], index))
     if 0 < count < len(ranked):

@@ -5,7 +5,6 @@ Shapes: H heads, S tokens, D head size.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def quick_options(**changes: Any) -> PlanOptions:
         verify_samples=1,
         row_stride=2,
     )
-    return replace(base, **changes)
+    return base.but(**changes)
 
 
 def made_up_cost(**changes: Any) -> DeviceCost:
@@ -56,7 +55,7 @@ def made_up_cost(**changes: Any) -> DeviceCost:
         tile=TILE,
         prefill_dense=Line(prices=(0.0, 1.0)),
         prefill_sparse=Line(prices=(0.0, 0.0, 1.0, 1.0)),
-        index={"a_shape": free, "vertical_slash": free, "block_sparse": free, "adaptive": free},
+        index={"a_shape": free, "vertical_slash": free, "block_sparse": free},
         decode_dense=Line(prices=(0.0, 0.001)),
         decode_sparse=Line(prices=(0.0, 0.001)),
         decode_choose=Line(prices=(0.0, 0.0001)),

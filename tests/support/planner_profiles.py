@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from sparsekv.planner.options import PRESET_FAMILIES, PlanOptions
-from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse, SelectorChoice
+from sparsekv.planner.profile.profile_data import Candidate, LayerScores, LengthProfile, Profile, Reuse
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo
 from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, fraction, tokens
 
 DIGEST = "sha256:" + "0" * 64
 RAYS = (("a_shape", "a"), ("vertical_slash", "v1"), ("vertical_slash", "v2"), ("block_sparse", "b"))
-SELECTORS = (SelectorChoice(selector="last", window=1), SelectorChoice(selector="uniform", window=16))
 SINK, RECENT = 4, 128
 BUDGETS = (fraction(0.05), fraction(0.1), fraction(0.2))
 
@@ -84,26 +84,30 @@ def made_up_length(
     )
 
 
-def options_for(**changes: Any) -> PlanOptions:
+def options_for(**changes: Any) -> Settled:
     """Options as they are settled for a made-up profile: with all the families that it has."""
-    return PlanOptions(**({"families": PRESET_FAMILIES} | changes))
+    return as_settled(PlanOptions(**({"families": PRESET_FAMILIES} | changes)))
+
+
+def as_settled(options: PlanOptions) -> Settled:
+    """Options for what needs no default filled in."""
+    fields = {name: getattr(options, name) for name in PlanOptions.model_fields}
+    return Settled.model_construct(**fields, density_is_default=False, samples_are_default=False)
 
 
 def made_up_reuse(kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Reuse:
-    """The same table [layer j, filter i] for every selector and budget but the first budget, which keeps half."""
+    """The same table [layer j, filter i] for every budget but the first, which keeps half."""
     layers = len(kept)
 
     def triangle(scale: float) -> tuple:
         return tuple(tuple(float(kept[j, i]) * scale for i in range(j + 1)) for j in range(layers))
 
-    tables = (triangle(0.5), triangle(1.0), triangle(1.0))
     return Reuse(
         sink=SINK,
         recent=RECENT,
         budgets=BUDGETS,
-        selectors=SELECTORS,
         importance=importance or (1.0,) * layers,
-        kept=(tables,) * len(SELECTORS),
+        kept=(triangle(0.5), triangle(1.0), triangle(1.0)),
     )
 
 

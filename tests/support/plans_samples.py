@@ -15,7 +15,6 @@ from sparsekv.plans.phases import (
     PrefillBucket,
     PrefillPlan,
     Retention,
-    Reuse,
     Segment,
 )
 from sparsekv.plans.schema import (
@@ -175,12 +174,11 @@ def _prefill() -> PrefillPlan:
         HeadGroup(layer=2, heads=(0, 1, 2, 3), pattern=Adaptive(mass=0.95, max_tiles=fraction(0.25))),
         HeadGroup(layer=3, heads=(0,), pattern=Adaptive(score="pooled", mass=1 / 3, max_tiles=tokens(8192))),
     )
-    reuse = (Reuse(layers=(4, 6), source=2), Reuse(layers=(5,), source=3, heads=(0, 0, 1, 1)))
     return PrefillPlan(
         tile=TileShape(query=128, key=64),
         lengths=(
             PrefillBucket(up_to=12288, dense=True),
-            PrefillBucket(up_to=131072, heads=heads, reuse=reuse),
+            PrefillBucket(up_to=131072, heads=heads),
             PrefillBucket(up_to=None, extrapolated=True, same_as=131072),
         ),
     )

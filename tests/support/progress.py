@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sparsekv.planner.progress import Progress, Step
@@ -29,23 +29,33 @@ class Counting(Progress, Step):
         self.said.append(line)
 
 
-class CtrlC(Counting):
-    """Interrupts a stage after so many of its steps; 0 is before the first."""
+class During(Counting):
+    """Does something after so many steps of a stage; 0 is before the first."""
 
-    def __init__(self, stage: str, steps: int = 1) -> None:
+    def __init__(self, stage: str, happens: Callable[[], object], steps: int = 1) -> None:
         super().__init__()
-        self._stage, self._left = stage, steps
+        self._stage, self._happens, self._left, self._here = stage, happens, steps, False
 
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Counting]:
         with super().stage(name, total):
             self._here = self.stages[-1] == self._stage
             if self._here and not self._left:
-                raise KeyboardInterrupt
+                self._happens()
             yield self
 
     def advance(self, units: float = 1, note: str = "") -> None:
         super().advance(units, note)
         self._left -= self._here
         if self._here and not self._left:
-            raise KeyboardInterrupt
+            self._happens()
+
+
+class CtrlC(During):
+    """Interrupts a stage after so many of its steps."""
+
+    def __init__(self, stage: str, steps: int = 1) -> None:
+        super().__init__(stage, self._interrupt, steps)
+
+    def _interrupt(self) -> None:
+        raise KeyboardInterrupt

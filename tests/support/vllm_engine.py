@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -45,6 +46,11 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]]) -> list[Any]:
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, use_tqdm=False)
 
 
+def preemptions(engine: Any) -> int:
+    """How often a request lost its pages so far."""
+    return next(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
 def tokens_of(output: Any) -> list[int]:
     """The answer."""
     return list(output.outputs[0].token_ids)
@@ -80,26 +86,29 @@ class Oracle:
     """The transformers host, given the same chunks."""
 
     def __init__(self, model: Any, plan: Plan | None) -> None:
-        self._model, self._plan = model, plan
+        self.model, self._plan = model, plan
+
+    def applied(self) -> AbstractContextManager[Any]:
+        """The plan at work in the model; gives its handle, or None without a plan."""
+        return nullcontext() if self._plan is None else apply(self.model, self._plan, decode=False)
 
     def __call__(self, prompt: Sequence[int], cuts: Sequence[int]) -> Answer:
         """NEW tokens, where chunks end at `cuts` and at the end of the prompt."""
-        if self._plan is None:
-            return Answer(*self._decode(prompt, cuts), None)
-        with apply(self._model, self._plan, decode=False) as handle:
-            return Answer(*self._decode(prompt, cuts), handle.stats().prefill_density)
+        with self.applied() as handle:
+            answer = self._decode(prompt, cuts)
+            return Answer(*answer, handle and handle.stats().prefill_density)
 
     @torch.no_grad()
     def _decode(self, prompt: Sequence[int], cuts: Sequence[int]) -> tuple[list[int], list[float]]:
         cache, new, logprobs = None, [], []
         for first, end in pairwise((0, *cuts, len(prompt))):
-            out = self._model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
+            out = self.model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
         for _ in range(NEW):
             best = out.logits[0, -1].log_softmax(0).max(0)
             new.append(int(best.indices))
             logprobs.append(float(best.values))
-            out = self._model(torch.tensor([new[-1:]]), past_key_values=cache, use_cache=True)
+            out = self.model(torch.tensor([new[-1:]]), past_key_values=cache, use_cache=True)
         return new, logprobs
 
 

@@ -76,6 +76,12 @@ def plain(reference: LoadedModel) -> Any:
     return make_engine(str(reference.model.name_or_path), disable_log_stats=True)
 
 
+@pytest.fixture(scope="session")
+def kept_engines() -> list[Any]:
+    """Engines that tests make: when one goes, vLLM ends what the others of the process need."""
+    return []
+
+
 @pytest.fixture
 def engine(llm: Any) -> Any:
     """The engine with nothing cached and nothing counted."""

@@ -1,20 +1,38 @@
 """Plans in vLLM's engine, held against the transformers host given the same chunks."""
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
+import torch
 from vllm import SamplingParams
-from vllm_engine import BUDGET, CROSSOVER, NEW, TILE, Oracle, chunks_of, generate, make_engine, same, tokens_of
+from vllm_engine import (
+    BUDGET,
+    CROSSOVER,
+    NEW,
+    TILE,
+    Oracle,
+    chunks_of,
+    generate,
+    make_engine,
+    preemptions,
+    same,
+    tokens_of,
+)
+from vllm_replay import PAGE, plan_host_of
 
-from sparsekv.plans.errors import PlanMismatchError, UsageError
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.errors import PlanError, PlanMismatchError, ShapeError, UsageError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import reset_stats, serving_stats
-from sparsekv.runtime.vllm.plan_host import PlanHost, Scratch
+from sparsekv.runtime.vllm.internals import logger
+from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows
 
 Prompts = dict[int, list[int]]
 
@@ -111,10 +129,6 @@ def test_a_cancelled_request_leaves_the_others_as_they_were(engine: Any, sparse:
     assert engine.reset_prefix_cache(), "pages of the cancelled request are still taken"
 
 
-def preemptions(engine: Any) -> int:
-    return next(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
-
-
 def test_preempted_requests_end_and_run_sparse_again(engine: Any, prompts: Prompts) -> None:
     longer = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
     many = [prompts[1500][shift:] for shift in range(5)]  # they fit, but not with their answers
@@ -126,32 +140,57 @@ def test_preempted_requests_end_and_run_sparse_again(engine: Any, prompts: Promp
     assert engine.reset_prefix_cache()
 
 
-def host_of(engine: Any) -> PlanHost:
-    (host,) = engine.apply_model(lambda model: model.model.layers[0].self_attn.attn.impl.plan_host)
-    return host
-
-
-def test_a_chunk_that_fails_runs_dense_and_is_counted_and_the_engine_goes_on(
-    engine: Any, dense: Oracle, prompts: Prompts
+def test_a_kernel_that_fails_leaves_its_chunks_dense_and_each_kind_of_failure_is_told_once(
+    engine: Any, dense: Oracle, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = host_of(engine)
-    whole, host.scratch = host.scratch, Scratch(1, 1, *host.scratch.kind)
-    try:
+    host, told = plan_host_of(engine), []
+    monkeypatch.setattr(logger, "warning", lambda message, *args: told.append(message % args))
+    with monkeypatch.context() as failing:
+        failing.setattr(host, "prefill", raises(torch.OutOfMemoryError))
+        (output,) = generate(engine, [prompts[700]])
+        assert same(output, dense(prompts[700], ()))
+        assert serving_stats(engine).failures == 22  # two chunks, in all layers that are sparse there
+        assert len(told) == 1
+        assert "OutOfMemoryError" in told[0]
+        assert f"prefill by {host.backend} " in told[0]
+        engine.reset_prefix_cache()
+        failing.setattr(host, "prefill", raises(torch.AcceleratorError))
         generate(engine, [prompts[700]])
-        failed = serving_stats(engine)
-    finally:
-        host.scratch = whole
-    assert failed.failures == 11  # the chunk from 512 on, in all layers that are sparse there
+        assert len(told) == 2
     reset_stats(engine)
-    assert engine.reset_prefix_cache()
+    engine.reset_prefix_cache()
     generate(engine, [prompts[700]])
+    assert serving_stats(engine).failures == 0
+
+
+def raises(error: type[Exception]) -> Callable[..., NoReturn]:
+    def fails(*args: object, **named: object) -> NoReturn:
+        raise error("of this test")
+
+    return fails
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, IndexError, RuntimeError, ShapeError, PlanError])
+def test_an_error_in_our_code_is_not_turned_into_dense_attention(
+    engine: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (layer,) = engine.apply_model(lambda model: model.model.layers[0].self_attn.attn)
+    monkeypatch.setattr(plan_host_of(engine), "prefill", raises(error))
+    q_THD = torch.zeros(BUDGET, layer.num_heads, layer.head_size)
+    k_TGD, v_TGD = torch.zeros(2, BUDGET, layer.num_kv_heads, layer.head_size)
+    cache = torch.zeros(1, layer.num_kv_heads, PAGE, 2 * layer.head_size)
+    rows = PrefillRows(0, slice(0, BUDGET), Chunk.uniform(1, 0, BUDGET))
+    step = StepRows((0, BUDGET), (rows,), torch.zeros(1, 4, dtype=torch.int32), raises(AssertionError))
+    metadata = SimpleNamespace(sparsekv=step)
+    with pytest.raises(error, match="of this test"):
+        layer.impl.forward(layer, q_THD, k_TGD, v_TGD, cache, metadata, torch.empty_like(q_THD))
     assert serving_stats(engine).failures == 0
 
 
 def test_without_a_plan_the_engine_is_as_without_us(plain: Any, dense: Oracle, prompts: Prompts) -> None:
     outputs = generate(plain, [prompts[700], prompts[2000]])
     assert [same(output, dense(prompts[n], ())) for output, n in zip(outputs, (700, 2000), strict=True)] == [True, True]
-    with pytest.raises(UsageError, match="engine that runs a plan"):
+    with pytest.raises(UsageError, match="engine"):
         serving_stats(plain)
 
 

@@ -68,5 +68,5 @@ def test_chunks_are_those_of_a_server_unless_asked_otherwise() -> None:
 
 def test_a_model_on_another_kind_of_device_is_refused() -> None:
     other = "cuda" if DEVICE.type == "cpu" else "cpu"
-    with pytest.raises(UsageError, match=f"expected a model on {DEVICE.type}, .* found {other}"):
+    with pytest.raises(UsageError, match=f"{DEVICE.type}.* found {other}"):
         VllmHost(512, torch.device(other))

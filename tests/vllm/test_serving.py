@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekv.planner.bench.serve_bench import Engines, Load, ServeBench, ServedModel, bench_serve
+from sparsekv.bench.serve import Engines, Load, ServeBench, ServedModel, bench_serve, serve
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.vllm.counters import serving_stats
-from sparsekv.runtime.vllm.serving import serve
 
 
 def test_no_more_requests_than_asked_for_run_at_once_and_all_are_answered(
@@ -50,11 +49,10 @@ def test_a_row_has_the_times_of_each_engine_and_the_density_of_the_sparse_one(
     bench = ServeBench((load,), torch.device("cpu"), torch.float32, repeats=2)
     model = ServedModel("", reference.info, reference.model.config.vocab_size, "tiny-retriever", random=False)
     slow = SimpleNamespace(llm_engine=Delayed(plain.llm_engine))
-    (row,) = bench_serve(Engines(slow, engine, "0.32.0"), model, "given", bench)
-    assert (row.note, row.failures, row.backend, row.host) == ("", 0, "cpu", "vLLM 0.32.0")
-    assert min(row.dense_ms, row.dense_token_ms) >= 1e3 * DELAY
-    assert row.dense_tokens_per_second <= 2 * load.answer / (2 * DELAY)
-    assert min(row.sparse_ms, row.token_ms, row.tokens_per_second) > 0
+    (row,) = (row.data() for row in bench_serve(Engines(slow, engine, "0.32.0"), model, "given", bench))
+    assert (row["note"], row["failures"], row["backend"], row["host"]) == ("", 0, "cpu", "vLLM 0.32.0")
+    assert min(row["dense_ms"], row["dense_token_ms"]) >= 1e3 * DELAY
+    assert row["dense_tokens_per_second"] <= 2 * load.answer / (2 * DELAY)
+    assert min(row["sparse_ms"], row["token_ms"], row["tokens_per_second"]) > 0
     stats = serving_stats(engine)  # since the requests before the first that is timed
-    assert 0 < row.density == stats.prefill_density < 1
-    assert list(row.as_data())[:4] == ["name", "length", "dense_ms", "sparse_ms"]
+    assert 0 < row["density"] == stats.prefill_density < 1

@@ -59,6 +59,24 @@ def crossings_kernel(
     tl.store(offset_ptr + at_E, lowest_E, mask=entry_E < entries)
 
 
+@triton.jit
+@no_type_check
+def _affordable(best_row, offset_row, start, stop, bound, BLOCK: tl.constexpr):
+    """What keeps a row that counts the diagonals from `start` to `stop` within its bound: those above a threshold, and
+    of those equal to it the ones of a lower offset than a limit."""
+    best_row += start
+    count = stop - start
+    threshold, found = kth_largest(best_row, count, bound, BLOCK)
+    limit = -1
+    if threshold >= 0:
+        # Those equal to the first diagonal without room: of a better slash, of the same, or of a worse one. The lowest
+        # offset of equal scores never falls from one diagonal to the next, so ranks among them follow the entries.
+        above = found - count_equal(best_row, count, threshold, BLOCK)
+        index = index_of_equal(best_row, count, threshold, bound - above, BLOCK)
+        limit = tl.load(offset_row + start + index, mask=index < count, other=-1)
+    return threshold, limit
+
+
 @triton.jit(do_not_specialize=["heads", "entries", "most"])
 @no_type_check
 def diagonals_kernel(
@@ -75,17 +93,16 @@ def diagonals_kernel(
     code_row = code_ptr + row.to(tl.int64) * entries
     near_row = near_ptr + row.to(tl.int64) * most
 
-    # The last row sees the farthest, so it is the fullest: key tile 0, and a tile for each chosen distance nearer.
-    last_base = (past + tl.maximum(length - past - 1, 0) // QUERY * QUERY) // KEY
-    counted = last_base + RIGHT
-    threshold, found = kth_largest(best_row, counted, bound, BLOCK)
-    limit_offset = -1
-    if threshold >= 0:
-        # Those equal to the first diagonal without room: of a better slash, of the same, or of a worse one. The lowest
-        # offset of equal scores never falls from one diagonal to the next, so ranks among them follow the entries.
-        above = found - count_equal(best_row, counted, threshold, BLOCK)
-        index = index_of_equal(best_row, counted, threshold, bound - above, BLOCK)
-        limit_offset = tl.load(offset_row + index, mask=index < counted, other=-1)
+    # A row holds key tile 0, and a tile for each chosen distance nearer, as far as it has rows in that tile. The
+    # fullest is the last, which sees the farthest but may be ragged, or the whole one before it.
+    phase = past % KEY
+    first = past + tl.maximum(length - past - 1, 0) // QUERY * QUERY
+    base = first // KEY
+    ragged = RIGHT - (tl.maximum(first, length - 1) // KEY - base)
+    whole = RIGHT - (phase + QUERY - 1) // KEY
+    before = tl.where((first > past) & (ragged > whole), base - QUERY // KEY + RIGHT, whole)
+    threshold, limit_offset = _affordable(best_row, offset_row, ragged, base + RIGHT, bound, BLOCK)
+    threshold_before, limit_before = _affordable(best_row, offset_row, whole, before, bound, BLOCK)
 
     lane = tl.arange(0, BLOCK)
     written = 0
@@ -95,7 +112,8 @@ def diagonals_kernel(
         best = tl.load(best_row + entry, mask=real, other=-1)
         offset = tl.load(offset_row + entry, mask=real, other=2147483647)
         keep = (best > threshold) | ((best == threshold) & (offset < limit_offset))
-        keep = (keep & (best >= 0) & real & (entry <= counted)).to(tl.int32)
+        keep &= (best > threshold_before) | ((best == threshold_before) & (offset < limit_before))
+        keep = (keep & (best >= 0) & real & (entry <= base + RIGHT)).to(tl.int32)
         within = written + tl.cumsum(keep, 0)
         tl.store(code_row + entry, within * 2 + keep, mask=real)
         tl.store(near_row + within - 1, entry - RIGHT, mask=(keep != 0) & (within <= most))

@@ -197,7 +197,7 @@ def _plan_heads(part: slice, heads: tuple[int, ...], budgets: _Budgets, layout: 
     spent = (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles)
     right = tile.query // tile.key + 1  # entry of distance 0, one more than any row needs: entry 0 is never chosen
     entries = layout.key_tiles + right + 2
-    nearest = min(budgets.most_tiles(layout), entries)
+    nearest = min(layout.most_diagonals(budgets.most_tiles(layout)), entries)
     stride = ceil_div(layout.chunk.longest, PADDING) * PADDING
     sampled_rows = strips.rows * strips.count
     ranges = sampled_rows * stats.grid[1]

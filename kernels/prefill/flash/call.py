@@ -1,6 +1,6 @@
 """The two calls into flash-attn-4, over block lists and dense, and what each computes: views only, nothing is copied.
 
-The only file that imports it, inside its functions: from its own package, or from vLLM's copy (see limits.py).
+The only file that imports it, inside its functions: from its own package, or from the copy of a host (see limits.py).
 
 What holds in 4.0.0b36, and is relied on here:
 
@@ -191,7 +191,7 @@ def attend_dense(part: Part) -> None:
 
 @lru_cache
 def _module(name: str) -> Any:
-    return import_module(f"{package()}.{name}")
+    return import_module(f"{package().module}.{name}")
 
 
 _OWN_ARGUMENT = r"Argument aux_data .*cannot be converted to a JitArgument"

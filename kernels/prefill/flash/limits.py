@@ -5,14 +5,14 @@
   them, 8.x ignores them in silence, which would be dense attention without a mask.
 - Key tiles. A list entry must be exactly one key tile of the kernel. At head sizes up to 128 that is 128 keys, or 64
   when the lists say so; above 128 shared memory holds 112 (up to 192) or 80 (up to 256) keys, which lists of 128 do not
-  fit, while 64 does. The copy in vLLM does not ask the lists: it takes no key tiles of 64, and so no larger heads.
+  fit, while 64 does. A copy that does not ask the lists takes no key tiles of 64, and so no larger heads.
 - Alignment. Tensors are read by bulk copies of 16 bytes: head size and strides are multiples of 8 elements. Where they
   are not, flash-attn-4 copies the tensor in silence; here that is refused.
 """
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -27,17 +27,33 @@ _LARGEST_HEAD_OF_128_KEYS = 128
 _SMALLEST_HEAD = 16  # of the Triton kernel that does the single columns
 _ALIGNED_BYTES = 16
 INSTALL = "pip install 'sparsekv[flash]'"
-# What the block lists mean is not part of flash-attn-4's public interface: another release could read them otherwise,
-# and give wrong numbers without an error. A release goes in here once tests/kernels/prefill/test_flash_gpu.py passed.
-TESTED = ("4.0.0b36",)
-# The same for the copy that releases of vLLM bring along, which is used in vLLM's processes alone.
-TESTED_IN_VLLM = ("0.26.0",)
-_OWN, _VLLMS = "flash_attn.cute", "vllm.vllm_flash_attn.cute"
 
 
-def package() -> str:
-    """The package that has the kernels: flash-attn-4's own, or in a process of vLLM without it, vLLM's copy."""
-    return _VLLMS if "vllm" in sys.modules and find_spec("flash_attn") is None else _OWN
+@dataclass(frozen=True, slots=True)
+class FlashPackage:
+    """A package that has the kernels."""
+
+    module: str
+    distribution: str  # whose release counts
+    # What the block lists mean is not part of flash-attn-4's public interface: another release could read them
+    # otherwise, and give wrong numbers without an error. A release goes in here once
+    # tests/kernels/prefill/test_flash_gpu.py passed.
+    tested: tuple[str, ...]
+    asks_lists: bool  # for the size of their tiles
+
+
+FLASH_ATTN_4 = FlashPackage("flash_attn.cute", "flash-attn-4", ("4.0.0b36",), asks_lists=True)
+_OF_HOSTS: list[FlashPackage] = []  # of this process
+
+
+def offer_package(found: FlashPackage) -> None:
+    """A host says that it brings a copy along, which serves this process where flash-attn-4 is not installed."""
+    _OF_HOSTS[:] = [found]
+
+
+def package() -> FlashPackage:
+    """The package that has the kernels: flash-attn-4's own, or the copy of a host."""
+    return _OF_HOSTS[0] if _OF_HOSTS and find_spec("flash_attn") is None else FLASH_ATTN_4
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -62,16 +78,16 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
     """Why it does not take such tensors; None when it does. Without a tile, whether any tile works."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, found {dtype}"
-    is_vllms = package() == _VLLMS
-    largest = _LARGEST_HEAD_OF_128_KEYS if is_vllms else _LARGEST_HEAD
+    found = package()
+    largest = _LARGEST_HEAD if found.asks_lists else _LARGEST_HEAD_OF_128_KEYS
     if head_dim % 8 or not _SMALLEST_HEAD <= head_dim <= largest:
         return f"it takes head sizes that are multiples of 8 from {_SMALLEST_HEAD} to {largest}, found {head_dim}"
     if tile is None:
         return None
     if tile.query != QUERY_TILE:
         return f"it takes query tiles of {QUERY_TILE} rows, found tiles of {tile.query} x {tile.key}"
-    if is_vllms and tile.key < 128:
-        return f"the flash-attn-4 that vLLM brings along takes key tiles of 128, found {tile.key}"
+    if not found.asks_lists and tile.key < 128:
+        return f"the flash-attn-4 in {found.distribution} takes key tiles of 128, found {tile.key}"
     if tile.key > 64 and head_dim > _LARGEST_HEAD_OF_128_KEYS:
         return (
             f"head sizes above {_LARGEST_HEAD_OF_128_KEYS} take key tiles of 64, found {tile.key} and head size "
@@ -82,20 +98,16 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int, tile: TileShape | None) ->
 
 def untested() -> str | None:
     """Why the installed release is not chosen by itself; None for one that was tested."""
-    if package() == _VLLMS:
-        release = version("vllm").partition("+")[0]
-        if release in TESTED_IN_VLLM:
-            return None
-        return f"the flash-attn-4 that vLLM {release} brings along was not tested with these block lists"
+    found = package()
     try:
-        found = version("flash-attn-4")
+        release = version(found.distribution).partition("+")[0]
     except PackageNotFoundError:
-        found = "of an unknown release"
-    if found in TESTED:
+        release = "of an unknown release"
+    if release in found.tested:
         return None
     return (
-        f"flash-attn-4 {found} was not tested with these block lists, {' and '.join(TESTED)} was ({INSTALL}); "
-        "--backend flash uses it all the same"
+        f"{found.distribution} {release} was not tested with these block lists, {' and '.join(found.tested)} was "
+        f"({INSTALL}); --backend flash uses it all the same"
     )
 
 
@@ -117,6 +129,6 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 def _installed() -> bool:
     """Also false where an older flash-attn, without the `cute` kernels, has the name."""
     try:
-        return find_spec(package()) is not None
+        return find_spec(package().module) is not None
     except ImportError:  # none at all, or one that cannot be imported
         return False

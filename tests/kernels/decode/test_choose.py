@@ -208,6 +208,6 @@ def test_scores_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ShapeError, match=message):
             decode_attention(problem.q_BHQD, problem.keys, scale=0.1, backend="cpu", scoring=scoring, **options)
 
-    refuse("starts of scores must be int32 \\[2\\]", Scoring(starts[:1], 320, 1))
-    refuse("for all heads or for each of 2 KV heads, found 4", Scoring(starts, 320, 4))
-    refuse("pass no selection and no window", Scoring(starts, 320, 1), window=10)
+    refuse("int32", Scoring(starts[:1], 320, 1))
+    refuse("found 4", Scoring(starts, 320, 4))
+    refuse("no selection", Scoring(starts, 320, 1), window=10)

@@ -166,26 +166,24 @@ def test_misfits_are_refused_with_what_was_found() -> None:
             decode_attention(q, keys, selection, scale=0.1, backend="cpu")
 
     chosen, table = selection.chosen_BgN, torch.zeros((1, 30), dtype=torch.int32)
-    refuse("takes one query token a call, found 2", q=problem.q_BHQD.expand(-1, -1, 2, -1))
+    refuse("one query", q=problem.q_BHQD.expand(-1, -1, 2, -1))
     refuse(
-        "chosen tokens must be \\[1, 1 or 2, listed\\]",
+        "chosen tokens",
         selection=replace(selection, chosen_BgN=chosen.expand(1, 3, -1)),
     )
     refuse("must be int32", selection=replace(selection, chosen_BgN=chosen.long()))
-    refuse("stride 1 in their last dimension", selection=replace(selection, chosen_BgN=chosen[..., ::2]))
+    refuse("stride 1", selection=replace(selection, chosen_BgN=chosen[..., ::2]))
     refuse("counts must be \\[1\\]", selection=replace(selection, counts_B=torch.zeros(2, dtype=torch.int32)))
-    refuse("must not be negative", selection=replace(selection, recent=-1))
+    refuse("negative", selection=replace(selection, recent=-1))
     refuse("lengths must be int32 \\(1,\\)", keys=KeyView(keys.k, keys.v, keys.lengths_B.long()))
-    refuse(
-        "a page must hold 16, 32, 64, 128, 256 tokens, found 300", keys=KeyView(keys.k, keys.v, keys.lengths_B, table)
-    )
-    refuse("head size of q", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
+    refuse("found 300", keys=KeyView(keys.k, keys.v, keys.lengths_B, table))
+    refuse("size", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
     refuse("head dimension|last dimension", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B))
     refuse("k must have 4 dimensions", keys=KeyView(keys.k[0], keys.v[0], keys.lengths_B))
-    refuse("one dtype and one device, found torch.float32", keys=KeyView(keys.k.half(), keys.v.half(), keys.lengths_B))
+    refuse("torch.float32", keys=KeyView(keys.k.half(), keys.v.half(), keys.lengths_B))
     twice = KeyView(*(x.expand(2, -1, -1, -1) for x in (keys.k, keys.v)), keys.lengths_B)
-    refuse("the batch of q, found 2 rows for 1", keys=twice)
-    with pytest.raises(ShapeError, match="expected room for 301 tokens a row, found a capacity of 300"):
+    refuse("found 2", keys=twice)
+    with pytest.raises(ShapeError, match="301 tokens"):
         keys.contiguous(301)
 
 

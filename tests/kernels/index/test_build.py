@@ -127,7 +127,7 @@ def test_bad_calls_say_what_was_expected() -> None:
         build_index(MIXED[:2], q, k, chunk, TileShape(query=64, key=128), scale=1.0)
     with pytest.raises(ShapeError, match="2 heads, found 3 patterns"):
         build_index(MIXED[:3], q, k, chunk, tile, scale=1.0)
-    with pytest.raises(ShapeError, match="100 query rows, q has 50"):
+    with pytest.raises(ShapeError, match="100 query rows"):
         build_index(MIXED[:2], q[:, :, :50], k, chunk, tile, scale=1.0)
     with pytest.raises(ShapeError, match="multiple of KV heads, found 2 and 3"):
         build_index(MIXED[:2], q, k.expand(-1, 3, -1, -1), chunk, tile, scale=1.0)

@@ -4,7 +4,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 
 import flash_emulator
 import pytest
@@ -16,9 +15,9 @@ from poison import poisoned_memory
 from sparsekv.kernels import backends
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.flash import backend, call
+from sparsekv.kernels.prefill.flash import backend, call, limits
 from sparsekv.kernels.prefill.flash.call import mask_mod
-from sparsekv.kernels.prefill.flash.limits import check_layout, shape_obstacle
+from sparsekv.kernels.prefill.flash.limits import FlashPackage, check_layout, package, shape_obstacle
 from sparsekv.kernels.tiles import AttentionOutput, Chunk
 from sparsekv.plans.errors import BackendError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
@@ -157,7 +156,7 @@ def test_log_sum_exp_is_only_returned_on_request() -> None:
         (torch.bfloat16, 512, SQUARE, "multiples of 8 from 16 to 256, found 512"),
         (torch.bfloat16, 256, SQUARE, "key tiles of 64, found 128 and head size 256"),
         (torch.bfloat16, 192, SQUARE, "key tiles of 64, found 128 and head size 192"),
-        (torch.bfloat16, 128, TileShape(query=64, key=64), "query tiles of 128 rows, found tiles of 64 x 64"),
+        (torch.bfloat16, 128, TileShape(query=64, key=64), "64 x 64"),
     ],
 )
 def test_tensors_that_flash_attn_4_does_not_take_are_named(dtype, head_dim: int, tile: TileShape, message: str) -> None:
@@ -165,11 +164,13 @@ def test_tensors_that_flash_attn_4_does_not_take_are_named(dtype, head_dim: int,
 
 
 @pytest.mark.parametrize(("head_dim", "tile", "taken"), [(64, SQUARE, True), (128, SQUARE, True), (128, TALL, False)])
-def test_the_copy_in_vllm_takes_the_key_tiles_of_its_kernels(monkeypatch, head_dim, tile, taken) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+def test_a_copy_of_a_host_takes_the_key_tiles_of_its_kernels(monkeypatch, head_dim, tile, taken) -> None:
+    copy = FlashPackage("host.cute", "host", (), asks_lists=False)
+    monkeypatch.setattr(limits, "_OF_HOSTS", [copy])
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # not installed beside it
+    assert package() is copy
     found = shape_obstacle(torch.bfloat16, head_dim, tile)
-    assert found is None if taken else "takes key tiles of 128" in found
+    assert found is None if taken else "of 128" in found
     for any_tile in (None, SQUARE, TALL):
         assert "from 16 to 128, found 256" in shape_obstacle(torch.bfloat16, 256, any_tile)
 

@@ -59,6 +59,7 @@ def _installed() -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _installed(), reason="needs the extra: pip install 'sparsekv[flash]'")
 def test_calls_compile_for_hopper_and_lengths_compile_nothing_again() -> None:
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}

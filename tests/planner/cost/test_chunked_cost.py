@@ -134,9 +134,9 @@ def density(pattern: Pattern, ends: Sequence[int]) -> float:
 
 
 def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
-    with pytest.raises(UsageError, match="leave --only decode out"):
+    with pytest.raises(UsageError, match="--only decode"):
         for_host(PlanOptions(host="vllm", phases=("decode",)), None)
-    with pytest.raises(UsageError, match="--decode-loss or --host vllm"):
+    with pytest.raises(UsageError, match=r"--decode-loss .*--host vllm"):
         for_host(PlanOptions(decode_loss=0.1), engine_cost(2048))
     assert for_host(PlanOptions(host="vllm"), None).phases == ("prefill",)
 
@@ -144,6 +144,6 @@ def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_it_is_refused_before_weights_are_read() -> None:
     profile = made_up_profile(made_up_length(4096, np.random.default_rng(0)))
-    with pytest.raises(UsageError, match="expected vLLM, which is timed here, found none installed"):
+    with pytest.raises(UsageError, match="vLLM"):
         check_plannable(profile.model, PlanOptions(host="vllm"), "cpu", profile, None)
     check_plannable(profile.model, PlanOptions(), "cpu", profile, engine_cost(2048))

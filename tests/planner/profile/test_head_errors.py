@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, sc
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import Prefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
+from sparsekv.planner.settled import settle
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.files import dump_plan, parse_plan
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, tokens
@@ -136,7 +136,7 @@ def test_an_overflow_is_an_error_that_names_the_head() -> None:
 def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> None:
     """The patterns of a plan as it is read back, scored once more on the same prompts: the numbers of its profile."""
     short = {"lengths": (LENGTH,), "target_density": (0.8,), "levels": (0.85, 1.0)}
-    options = quick_options(**short, samples=2, phases=("prefill",), families=FAMILIES).settled(4096, "cpu")
+    options = settle(quick_options(**short, samples=2, phases=("prefill",), families=FAMILIES), 4096, "cpu")
     measured = profile(loaded, options)
     plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_cost())))
     again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}
@@ -228,7 +228,7 @@ class OpaqueLinear(nn.Module):
 @pytest.mark.parametrize("kind", [PackedLinear, ScaledLinear, OpaqueLinear])
 def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats(kind: Any) -> None:
     options = quick_options(phases=("decode",), target_density=(), levels=(), tile=None, row_stride=None)
-    options = options.settled(4096, "cpu")
+    options = settle(options, 4096, "cpu")
     found = {}
     for name in ("floats", "packed"):
         loaded = loaded_tiny()
@@ -242,6 +242,6 @@ def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats(kind: 
         found[name] = profile(loaded, options).lengths[0].reuse
     floats, packed = found["floats"], found["packed"]
     np.testing.assert_allclose(packed.importance, floats.importance, rtol=1e-5)
-    for one, other in zip(chain.from_iterable(packed.kept), chain.from_iterable(floats.kept), strict=True):
+    for one, other in zip(packed.kept, floats.kept, strict=True):
         for row, wanted in zip(one, other, strict=True):
             np.testing.assert_allclose(row, wanted, rtol=1e-5)

@@ -18,7 +18,6 @@ from sparsekv.planner.profile.search_space import (
     Patterns,
     Prefix,
     a_shape_range,
-    adaptive_range,
     aims,
     block_sparse_range,
     fit_to_target,
@@ -27,6 +26,7 @@ from sparsekv.planner.profile.search_space import (
     slots,
     vertical_slash_range,
 )
+from sparsekv.planner.settled import settle
 from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
 
 LENGTH, SIZE, TARGET = 3072, 64, 0.2
@@ -143,7 +143,7 @@ def test_rows_of_another_prompt_cannot_cost_much_more(prefix: Prefix) -> None:
 
 
 def test_the_published_search_starts_from_the_published_numbers() -> None:
-    rays = search_space(PlanOptions(preset="minference").settled(131072, "cpu"), 131072)
+    rays = search_space(settle(PlanOptions(preset="minference"), 131072, "cpu"), 131072)
     names = [ray.name for ray in rays]
     assert names == [
         "a_shape(1024, 4096)",
@@ -164,7 +164,7 @@ def test_the_published_search_starts_from_the_published_numbers() -> None:
 
 
 def test_the_published_target_is_its_a_shape() -> None:
-    (aim, *_) = aims(PlanOptions(preset="minference", lengths=(32768,)).settled(32768, "cpu"), 32768)
+    (aim, *_) = aims(settle(PlanOptions(preset="minference", lengths=(32768,)), 32768, "cpu"), 32768)
     rows = [min(t + 1, 16 + 64 + (1 if t >= 80 else 0)) for t in range(512)]
     assert aim.density == pytest.approx(sum(rows) / sum(range(1, 513)), rel=0.01)
 
@@ -174,7 +174,7 @@ def test_heads_fitted_together_get_what_each_gets_alone(prefix: Prefix) -> None:
     targets = [share * prefix.causal_tiles for share in (0.15, 0.3, 0.6)]
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(ranges, targets, strict=True))]
     assert fit_to_target(prefix, ranges, targets) == tuple(alone)
-    mixed = (adaptive_range("pooled"), adaptive_range("pooled"), vertical_slash_range(4096, 0))
+    mixed = (block_sparse_range(TILE.key), block_sparse_range(TILE.key), vertical_slash_range(4096, 0))
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(mixed, targets, strict=True))]
     assert fit_to_target(prefix, mixed, targets) == tuple(alone)
 
@@ -234,7 +234,7 @@ def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
 
 
 def test_candidates_fitted_side_by_side_come_out_as_each_by_itself(prefix: Prefix) -> None:
-    ranges = (vertical_slash_range(1000, 1000), block_sparse_range(TILE.key), adaptive_range("pooled"))
+    ranges = (vertical_slash_range(1000, 1000), block_sparse_range(TILE.key), a_shape_range(64, 4096))
     prefix = prefix.with_lines([64])
     alone = [fit_all(prefix, one, TARGET * prefix.causal_tiles) for one in ranges]
     beside = [one for _ in range(prefix.heads) for one in ranges]

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.profile.profile_data import SelectorChoice, TokenChoice
+from sparsekv.planner.profile.profile_data import TokenChoice
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.hf.capture import AttentionCall
@@ -14,12 +14,7 @@ from sparsekv.runtime.hf.capture import AttentionCall
 LENGTH, HEADS, GROUPS, SIZE, WIDTH = 40, 4, 2, 8, 16
 ROWS = (33, 35, 39)
 BUDGETS = (tokens(3), fraction(0.2))
-SELECTORS = (
-    SelectorChoice(selector="last", window=1),
-    SelectorChoice(selector="uniform", window=4),
-    SelectorChoice(selector="exponential", window=4),
-)
-CHOICE = TokenChoice(sink=2, recent=5, budgets=BUDGETS, selectors=SELECTORS)
+CHOICE = TokenChoice(sink=2, recent=5, budgets=BUDGETS)
 
 
 def random_layer(seed: int) -> DecodeLayer:
@@ -41,23 +36,12 @@ def attention(layer: DecodeLayer) -> torch.Tensor:
     return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
 
-def weights_of(selector: SelectorChoice) -> list[float]:
-    """Oldest first."""
-    if selector.selector == "exponential":
-        return [2.0**-age for age in range(selector.window - 1, -1, -1)]
-    return [1.0] * selector.window
-
-
-def expected(
-    chooser: DecodeLayer, user: DecodeLayer, selector: SelectorChoice, budget: Budget, choice: TokenChoice = CHOICE
-) -> float:
+def expected(chooser: DecodeLayer, user: DecodeLayer, budget: Budget, choice: TokenChoice = CHOICE) -> float:
     worst = 1.0
     v_HSD = user.call.v_BGKD[0].repeat_interleave(HEADS // GROUPS, 0)
     parts = user.projection_WZ.reshape(WIDTH, HEADS, SIZE)
     for row in ROWS:
-        window = range(row + 1 - selector.window, row + 1)
-        top = attention(chooser).amax(0)
-        scores = sum(w * top[r] for w, r in zip(weights_of(selector), window, strict=True))
+        scores = attention(chooser).amax(0)[row]
         among = range(choice.sink, row + 1 - choice.recent)
         best = sorted(among, key=lambda token: -float(scores[token]))[: budget.resolve(row + 1)]
         held = sorted({*range(choice.sink), *best, *range(row + 1 - choice.recent, row + 1)})
@@ -77,19 +61,18 @@ def scores() -> tuple[ReuseScores, list[DecodeLayer]]:
     return reuse, layers
 
 
-@pytest.mark.parametrize("selector", range(3), ids=[s.selector for s in SELECTORS])
 @pytest.mark.parametrize("budget", range(2))
-def test_the_share_kept_is_that_of_the_full_matrix(scores, selector: int, budget: int) -> None:
+def test_the_share_kept_is_that_of_the_full_matrix(scores, budget: int) -> None:
     reuse, layers = scores
     kept = reuse.kept(reuse.attended(layers[2]), range(3))
     for filter_ in range(3):
-        wanted = expected(layers[filter_], layers[2], SELECTORS[selector], BUDGETS[budget])
-        assert kept[selector, budget, filter_] == pytest.approx(wanted, abs=1e-5)
+        wanted = expected(layers[filter_], layers[2], BUDGETS[budget])
+        assert kept[budget, filter_] == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize(("sink", "recent", "budget"), [(40, 1, 1), (0, 40, 1), (60, 60, 1), (2, 5, 33), (2, 5, 40)])
 def test_what_covers_the_context_keeps_everything(sink: int, recent: int, budget: int) -> None:
-    choice = TokenChoice(sink=sink, recent=recent, budgets=(tokens(budget),), selectors=SELECTORS)
+    choice = TokenChoice(sink=sink, recent=recent, budgets=(tokens(budget),))
     reuse = ReuseScores((LENGTH - 1,), choice)
     for number in range(2):
         reuse.choose(number, reuse.attended(random_layer(number)))
@@ -121,7 +104,7 @@ def test_scoring_many_filter_layers_takes_no_more_memory_than_scoring_one(scores
 def test_a_larger_budget_keeps_no_less(scores) -> None:
     reuse, layers = scores
     kept = reuse.kept(reuse.attended(layers[1]), range(2))
-    assert np.all(kept[:, 1] >= kept[:, 0])
+    assert np.all(kept[1] >= kept[0])
 
 
 def test_the_movement_of_the_residual_is_that_of_the_projected_output(scores) -> None:
@@ -138,11 +121,11 @@ def test_kv_heads_that_do_not_fit_a_block_together_give_what_they_give_in_one() 
     q, k, v = (torch.randn(1, count, length, 4, generator=draws) for count in (heads, 2, 2))
     call = AttentionCall(0, q, k, v, Chunk.uniform(1, 0, length), scale=0.6, window=None)
     layer = DecodeLayer(call, torch.randn(8, heads * 4, generator=draws))
-    choice = TokenChoice(sink=2, recent=5, budgets=BUDGETS, selectors=SELECTORS[:1])
+    choice = TokenChoice(sink=2, recent=5, budgets=BUDGETS)
     rows = tuple(range(length))
     whole, *halves = (ReuseScores(some, choice).attended(layer) for some in (rows, rows[::2], rows[1::2]))
     for first, half in enumerate(halves):
-        keys = half.best_US.shape[1]
-        torch.testing.assert_close(whole.best_US[first::2, :keys], half.best_US)
+        keys = half.best_RS.shape[1]
+        torch.testing.assert_close(whole.best_RS[first::2, :keys], half.best_RS)
         torch.testing.assert_close(whole.mass_RS[first::2, :keys], half.mass_RS)
     assert float(whole.moved) ** 2 == pytest.approx(sum(float(half.moved) ** 2 for half in halves), rel=1e-5)

@@ -94,5 +94,5 @@ def test_a_tokenizer_that_merges_newlines_with_what_follows_is_refused() -> None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     encoder = PieceEncoder(lambda texts: [encoding.ids for encoding in tokenizer.encode_batch(texts)])
     assert encoder.encode(["x"]) == [8]
-    with pytest.raises(TaskError, match=r"keeps a newline apart .* merges it with 'green'; give your own"):
+    with pytest.raises(TaskError, match="'green'"):
         encoder.encode(["green"])

@@ -21,7 +21,7 @@ def test_task_errors_are_errors_of_the_project() -> None:
 @pytest.mark.parametrize("task", RETRIEVAL_TASKS)
 def test_a_length_that_holds_no_question_is_refused_with_one_that_would(task: str, tokenizer: str) -> None:
     kit = kit_named(tokenizer)
-    with pytest.raises(TaskError, match=r"expected at least \d+ tokens .*, found 20; use a longer length") as error:
+    with pytest.raises(TaskError, match="found 20") as error:
         TASKS[task].document(kit, Request(20), draws())
     enough = int(str(error.value).split()[3])
     document = TASKS[task].document(kit, Request(enough), draws())
@@ -37,7 +37,7 @@ def test_no_length_at_all_is_refused(task: str, length: int) -> None:
 
 
 def test_more_keys_than_there_are_words_are_refused() -> None:
-    with pytest.raises(TaskError, match=rf"at most {KEYS * 3 // 4} keys .* found {KEYS}; use a shorter length"):
+    with pytest.raises(TaskError, match=rf"at most {KEYS * 3 // 4} keys .* found {KEYS}"):
         draws().keys(KEYS)
 
 
@@ -45,5 +45,5 @@ def test_keys_stay_distinct_until_they_run_out() -> None:
     source = draws()
     parts = [source.keys(KEYS // 4) for _ in range(3)]
     assert len({key for part in parts for key in part}) == 3 * (KEYS // 4)
-    with pytest.raises(TaskError, match="use a shorter length"):
+    with pytest.raises(TaskError, match="shorter"):
         source.keys(KEYS // 4)

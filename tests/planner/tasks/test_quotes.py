@@ -113,15 +113,13 @@ def test_more_tokens_than_there_is_text_quote_the_last_repetition(task: str) -> 
 def test_text_in_which_nothing_is_unique_is_refused() -> None:
     encoder = kit_named("shipped").encoder
     kit = Kit(Split.EVALUATION, encoder, Filler.from_text("x = 1\n" * 400, encoder))
-    with pytest.raises(
-        TaskError, match=r"passages that their first 16 tokens identify, 4 of them, found fewer in \d+ tokens"
-    ):
+    with pytest.raises(TaskError, match="first 16"):
         make_sample(TASKS["quote_code"], kit, 1000, seed=0, index=0)
 
 
 @pytest.mark.parametrize("task", QUOTE_TASKS)
 def test_a_length_that_holds_no_quotation_is_refused_with_one_that_would(task: str) -> None:
-    with pytest.raises(TaskError, match=r"expected at least \d+ tokens .*, found \d+; use a longer length") as error:
+    with pytest.raises(TaskError, match="longer") as error:
         sample(task, 60)
     enough = int(str(error.value).split()[3]) + len(kit_named("shipped").encoder.bos_ids)
     assert len(sample(task, enough).answer_ids) > 0

@@ -63,7 +63,7 @@ def test_a_dense_layer_that_breaks_its_backend_is_computed_by_the_next(monkeypat
     expected, fallback = attend(Fallback("cpu")), Fallback("triton")
     monkeypatch.setattr(stage, "dense_by_flash", lambda *tensors, backend: backend == "triton")
     monkeypatch.setattr(stage, "dense_prefill", dense)
-    with pytest.warns(BackendWarning, match="the triton backend failed"):
+    with pytest.warns(BackendWarning, match="triton backend"):
         found = attend(fallback)
     assert fallback.backend == "cpu"
     assert torch.equal(found, expected)

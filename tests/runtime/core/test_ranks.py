@@ -132,11 +132,11 @@ def test_what_crosses_ranks_is_refused_by_name():
     model = model_info(LAYERS, HEADS, 4)
     crossing = decode_plan(segment(1, (2, 3), 12, heads={2: (0, 1, 2, 3), 3: (0, 1, 1, 3)}))
     for rank in (0, 1):  # also where the other rank's map crosses
-        with pytest.raises(UnsupportedError, match="layer 3 take the choice of KV head 1 of filter layer 1"):
+        with pytest.raises(UnsupportedError, match="KV head 1 of filter layer 1"):
             Program.of(None, crossing, model, Rank(rank, 2))
-    with pytest.raises(UnsupportedError, match="at most 4 ranks for segment 0 -> 1-3, whose KV heads choose"):
+    with pytest.raises(UnsupportedError, match="segment 0 -> 1-3"):
         Program.of(None, decode_plan(SEGMENTS["per KV head"]), model, Rank(0, 8))
-    with pytest.raises(UnsupportedError, match="divide evenly over 3 ranks, found 8 query and 4 KV heads"):
+    with pytest.raises(UnsupportedError, match="3 ranks, found 8"):
         Program.of(None, None, model, Rank(0, 3))
 
 
@@ -149,11 +149,11 @@ def test_a_head_map_counts_in_the_kv_heads_of_the_filter_layer():
     within, crossing = (decode_plan(segment(0, (1,), 12, heads={1: heads})) for heads in ((1, 3), (0, 1)))
     maps = [Program.of(None, within, model, Rank(rank, 2)).layers[1].kv_map for rank in range(2)]
     assert maps == [(1,), (1,)]
-    with pytest.raises(UnsupportedError, match="layer 1 take the choice of KV head 1 of filter layer 0"):
+    with pytest.raises(UnsupportedError, match="KV head 1 of filter layer 0"):
         Program.of(None, crossing, model, Rank(1, 2))
 
 
 def test_ranks_that_choose_together_need_their_all_reduce():
     program = Program.of(None, decode_plan(SEGMENTS["max"]), model_info(LAYERS, HEADS, 4), Rank(0, 2))
-    with pytest.raises(UsageError, match="expected reduce_max for a program of 2 ranks"):
+    with pytest.raises(UsageError, match="reduce_max"):
         DecodeState(program)

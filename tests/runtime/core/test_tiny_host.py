@@ -98,7 +98,7 @@ def test_prefill_says_that_it_takes_contiguous_keys():
     program = Program.of(None, decode_plan(PART), MODEL)
     pages, table_BP = torch.zeros(4, KV_HEADS, 16, SIZE), torch.zeros((1, 4), dtype=torch.int32)
     keys = KeyView(pages, pages, torch.tensor([10], dtype=torch.int32), table_BP)
-    with pytest.raises(ShapeError, match="takes contiguous keys, found pages: copy a request's tokens"):
+    with pytest.raises(ShapeError, match="contiguous"):
         prefill(program.layers[0], torch.zeros(1, 4, 10, SIZE), keys, Chunk((0,), (10,)), scale=1.0, fallback=None)
 
 

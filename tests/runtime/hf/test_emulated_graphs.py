@@ -105,7 +105,7 @@ def test_a_cache_of_other_rows_is_refused_as_without_graphs(model, captured):
         steps(model, one, one[:, :1])
         for prompt, token in ((four, one[:, :1]), (one, four[:, :1])):
             _, cache = steps(model, prompt, one[:, :0])
-            with pytest.raises(ShapeError, match="start a new cache for another batch"):
+            with pytest.raises(ShapeError, match="new cache"):
                 steps(model, token, one[:, :0], cache)
         steps(model, one, one[:, :1])
         assert (handle.steps.replayed, handle.steps.why_not) == (2, "")
@@ -132,7 +132,7 @@ def test_a_model_that_changes_is_captured_anew_or_runs_by_itself(model, captured
         assert (len(seen), handle.steps.replayed, handle.steps.why_not) == (3, 3, "")
         mlp.__class__ = type("Steered", (type(mlp),), {"__module__": "somewhere"})
         steps(model, token, token, cache)  # the first in vain
-        assert "somewhere.Steered, which may change unseen" in handle.steps.why_not
+        assert "somewhere.Steered" in handle.steps.why_not
         assert cache.get_seq_length() == 38
     assert len([one for one in told if one.category is GraphWarning]) == 1
 

@@ -56,38 +56,6 @@ def test_a_budget_in_tokens_that_covers_the_context_gives_the_tokens_of_the_dens
     assert handle.stats().decode_share == 1.0
 
 
-def test_chunked_prefill_by_generate_changes_nothing(model):
-    prompt = random_tokens(2, 150)
-    dense = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    with apply(model, full_plan(model)):
-        for chunk in (64, 37, 149):
-            sparse = model.generate(prompt, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=chunk)
-            assert torch.equal(sparse, dense), chunk
-
-
-def test_successive_calls_give_the_logits_of_one(model):
-    prompt = random_tokens(2, 130)
-    with torch.no_grad():
-        dense = model(prompt).logits
-        with apply(model, full_plan(model)):
-            cache, pieces = None, []
-            for piece in prompt.split([64, 40, 1, 25], dim=1):
-                out = model(piece, past_key_values=cache)
-                cache = out.past_key_values
-                pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), dense, atol=2e-4, rtol=2e-4)
-
-
-def test_sampling_with_a_seed_draws_the_same_tokens(model):
-    prompt = random_tokens(2, 90)
-    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 20}
-    torch.manual_seed(5)
-    dense = model.generate(prompt, **options)
-    with apply(model, full_plan(model)):
-        torch.manual_seed(5)
-        assert torch.equal(model.generate(prompt, **options), dense)
-
-
 def talk(model, cache=None):
     """Three turns, the whole conversation passed each time, as chat programs do."""
     said = random_tokens(1, 70)

@@ -77,7 +77,7 @@ def test_it_is_one_greedy_sequence_whatever_the_checkpoint_asks_for(loaded, prom
 
 
 def test_tokens_that_the_model_has_no_embedding_of_are_refused(loaded):
-    with pytest.raises(PromptError, match="tokens below 128, the model's vocabulary, found 130"):
+    with pytest.raises(PromptError, match="found 130"):
         generate_stream(loaded, [1, 130, 2])
 
 

@@ -112,7 +112,7 @@ def test_padding_in_the_mask_of_a_decode_step_is_refused_one_step_later(model):
         padded[0, 3] = 0
         model(random_tokens(1, 1).cuda(), past_key_values=cache, attention_mask=padded)
         torch.cuda.synchronize()
-        with pytest.raises(UnsupportedError, match="padding in the attention_mask of the step before"):
+        with pytest.raises(UnsupportedError, match="attention_mask"):
             model(random_tokens(1, 1).cuda(), past_key_values=cache)
 
 

@@ -120,7 +120,7 @@ def test_a_hook_of_the_user_runs_and_is_told_once(llama):
         llama(token, past_key_values=cache)
         hook = llama.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
         llama(token, past_key_values=cache)  # found out behind the replay, which then does not count
-        with pytest.warns(GraphWarning, match="a module of the decoder has a hook") as told:
+        with pytest.warns(GraphWarning, match="hook") as told:
             steps(llama, token, token, cache)
         assert (len(seen), len(told), handle.steps.replayed) == (3, 1, 1)
         assert cache.get_seq_length() == 104
@@ -193,7 +193,7 @@ def test_memory_that_runs_out_while_capturing_is_freed_and_steps_go_on(llama, mo
 def test_a_selector_with_a_window_is_not_captured(llama):
     part = segment(0, (1, 2), 60, sink=4, recent=30, selector="uniform", window=4)
     plan = plan_for(llama, None, decode_plan(part))
-    with apply(llama, plan) as handle, pytest.warns(GraphWarning, match="layer 0 looks at older queries"):
+    with apply(llama, plan) as handle, pytest.warns(GraphWarning, match="layer 0"):
         steps(llama, random_tokens(1, 300).cuda(), random_tokens(1, 5, 1).cuda())
     assert handle.steps.replayed == 0
 
@@ -289,7 +289,7 @@ def test_a_cache_of_other_rows_is_refused_as_without_graphs(llama):
         steps(llama, one, one[:, :2])
         for prompt, token in ((four, one[:, :1]), (one, four[:, :1])):
             cache = llama(prompt).past_key_values
-            with pytest.raises(ShapeError, match="start a new cache for another batch"):
+            with pytest.raises(ShapeError, match="new cache"):
                 llama(token, past_key_values=cache)
         assert steps(llama, one, one[:, :2]) is not None
         assert (handle.steps.replayed, handle.steps.why_not) == (4, "")
@@ -319,6 +319,6 @@ def test_modules_that_are_not_known_run_one_launch_at_a_time(llama):
         llama.model.layers[1].mlp.strength = 0.0
         other = llama(token, past_key_values=copy.deepcopy(cache)).logits
         assert handle.steps.replayed == 1
-        assert "Steered, which may change unseen" in handle.steps.why_not
+        assert "Steered" in handle.steps.why_not
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

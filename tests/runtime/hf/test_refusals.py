@@ -62,7 +62,7 @@ def test_packed_sequences(planned):
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"])
 def test_packed_sequences_that_only_their_bounds_tell(planned, name: str):
-    with pytest.raises(UnsupportedError, match=f"one sequence a row, found {name}"):
+    with pytest.raises(UnsupportedError, match=name):
         planned(random_tokens(1, 6), **{name: torch.tensor([0, 3, 6])})
 
 
@@ -144,7 +144,7 @@ def test_a_plan_of_another_model(model, change: dict):
     theta = change.pop("rope_theta", None)
     if theta:
         change["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    with pytest.raises(PlanMismatchError, match="the model of this plan"):
+    with pytest.raises(PlanMismatchError, match="tests/tiny"):
         apply(model, plan_for(tiny_model(**change)))
 
 
@@ -153,7 +153,7 @@ def test_a_plan_of_another_model_on_request(model):
     fits = plan_for(other, None, decode_plan(segment(0, (1, 2), 8)))
     with pytest.warns(PlanWarning, match="another architecture"):
         apply(model, fits, allow_mismatch=True).close()
-    with pytest.raises(PlanMismatchError, match="cannot run this plan at all"):
+    with pytest.raises(PlanMismatchError, match="cannot run"):
         apply(model, plan_for(other, None, decode_plan(segment(0, (1, 4), 8))), allow_mismatch=True)
 
 
@@ -168,7 +168,7 @@ def test_segments_that_do_not_fit_the_model_are_refused_before_anything_is_alloc
     other = tiny_model(layers=5)
     plan = plan_for(other, None, decode_plan(segment(0, (1, 4), 8), offload=(1, 4), hot=1 << 20))
     info, was = info_of(model), model.config._attn_implementation
-    with NothingRuns(), pytest.raises(PlanMismatchError, match="cannot run this plan at all"):
+    with NothingRuns(), pytest.raises(PlanMismatchError, match="cannot run"):
         apply(model, plan, info=info, allow_mismatch=True)
     assert model.config._attn_implementation == was
 
@@ -193,13 +193,13 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers"
 def test_sliding_layers_that_the_plan_does_not_name(model):
     sliding = tiny_model("qwen2", layer_types=["full_attention", "sliding_attention", "full_attention"], **SLIDING)
     full = tiny_model("qwen2")
-    with pytest.raises(PlanMismatchError, match=r"kind: plan full, model sliding \(layers 1\)"):
+    with pytest.raises(PlanMismatchError, match=r"\(layers 1\)"):
         apply(sliding, plan_for(full))
 
 
 def test_a_sliding_filter_layer():
     model = tiny_model("qwen2", layer_types=["sliding_attention", "full_attention", "full_attention"], **SLIDING)
-    with pytest.raises(UnsupportedError, match="filter layers with full attention, found layer 0, which is sliding"):
+    with pytest.raises(UnsupportedError, match="layer 0"):
         apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8))))
 
 
@@ -228,15 +228,15 @@ def test_a_plan_may_be_the_path_of_one(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"plan": None}, "plan to be a Plan, or the path of one, found None"),
-        ({"plan": {"kind": "sparsekv.plan"}}, "plan to be a Plan, .* found {'kind'"),
-        ({"prefill": "no"}, "prefill to be True or False, found 'no'"),
-        ({"decode": 1}, "decode to be True or False"),
-        ({"allow_mismatch": "yes"}, "allow_mismatch to be True or False"),
-        ({"backend": None}, "backend to be a name, found None"),
+        ({"plan": None}, "path"),
+        ({"plan": {"kind": "sparsekv.plan"}}, "{'kind'"),
+        ({"prefill": "no"}, "prefill"),
+        ({"decode": 1}, "decode"),
+        ({"allow_mismatch": "yes"}, "allow_mismatch"),
+        ({"backend": None}, "backend"),
         ({"backend": "fast"}, "fast"),
-        ({"info": "tiny"}, "info to be a ModelInfo"),
-        ({"chunking": 4096}, "chunking to be a Chunking"),
+        ({"info": "tiny"}, "ModelInfo"),
+        ({"chunking": 4096}, "chunking"),
     ],
     ids=str,
 )
@@ -279,7 +279,7 @@ def test_two_threads_under_one_handle(model, monkeypatch):
         thread.start()
         assert started.wait(30)
         for call in (model, partial(model.generate, max_new_tokens=2)):
-            with pytest.raises(UsageError, match="one thread at a time under a handle, found another one"):
+            with pytest.raises(UsageError, match="one thread"):
                 call(prompt)
         refused.set()
         thread.join(30)

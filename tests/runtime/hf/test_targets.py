@@ -88,12 +88,12 @@ def test_a_plan_for_chunks_of_another_size_or_for_another_host_is_told(plan: Pla
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_target(for_engine, "here", "cpu", "float32", "vllm", 2048)
-    with pytest.warns(PlanWarning, match=r"chunks of 2048\), not on here \(vllm, cpu, float32, chunks of 8192\)"):
+    with pytest.warns(PlanWarning, match=r"2048.*8192"):
         check_target(for_engine, "here", "cpu", "float32", "vllm", 8192)
-    with pytest.warns(PlanWarning, match=r"\(vllm, cpu, float32, chunks of 2048\), not on here \(transformers, cpu,"):
+    with pytest.warns(PlanWarning, match=r"vllm.*transformers"):
         check_target(for_engine, "here", "cpu", "float32")
     whole = plan.model_copy(update={"targets": (Target(device="here", backend="cpu", dtype="float32"),)})
-    with pytest.warns(PlanWarning, match=r"not on here \(vllm, cpu, float32\).*--profile FILE --host vllm"):
+    with pytest.warns(PlanWarning, match=r"--host vllm"):
         check_target(whole, "here", "cpu", "float32", "vllm", 2048)
 
 

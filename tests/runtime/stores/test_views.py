@@ -123,7 +123,7 @@ def test_a_store_keeps_no_graph():
 def test_another_batch_in_a_filled_store_is_refused(store):
     filled(store, [10])
     k, v = rows(1, 0)
-    with pytest.raises(ShapeError, match="start a new cache"):
+    with pytest.raises(ShapeError, match="new cache"):
         store.append(k[:1], v[:1])
     with pytest.raises(ShapeError, match="must both be"):
         store.append(k, v[:, :, :0])

@@ -45,9 +45,7 @@ def test_a_plan_starts_with_scratch_for_the_longest_request_and_says_once_that_d
 ) -> None:
     with pytest.warns(PlanWarning) as caught:
         host = start(model, plan, tmp_path)
-    assert [str(one.message).partition(":")[0] for one in caught] == [
-        f"the decode phase of {tmp_path / 'sparsekv.yaml'} is not executed under vLLM yet"
-    ]
+    assert [f"decode phase of {tmp_path / 'sparsekv.yaml'}" in str(one.message) for one in caught] == [True]
     assert host.is_sparse(Chunk.uniform(1, 0, 1024))
     group = plan.model.attention[0]
     assert host.scratch.bytes == 2 * (1024 + 128) * group.kv_heads * group.head_dim * 4
@@ -69,7 +67,7 @@ def test_an_engine_that_cannot_run_the_plan_is_refused(model: Any, plan: Plan, t
 
 
 def test_a_plan_that_is_dense_everywhere_says_that_it_changes_nothing(model: Any, plan: Plan, tmp_path: Path) -> None:
-    with pytest.warns(PlanWarning, match="it changes nothing here"):
+    with pytest.warns(PlanWarning, match="changes nothing"):
         start(model, plan.model_copy(update={"prefill": None, "decode": None}), tmp_path)
 
 

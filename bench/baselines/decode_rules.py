@@ -1,0 +1,247 @@
+"""Decode rules of others: what every layer attends to in a step. Prompts are prefilled densely.
+
+Two rules choose in each layer for itself and are computed here, in plain torch, as no plan expresses them:
+
+* `ExactTopK`: the keys with the most attention of this very step. It reads all keys to know them, which is not counted:
+  an oracle of what choosing can save, not a method.
+* `QuestPages` (Quest, ICML 2024, section 3.3): pages of 16 tokens with the least and the largest value of each key
+  channel; those are read whose bound on the scores of the query is highest. The bounds of a page count as one token,
+  since two vectors are what a token has. The first two layers are dense, as in the paper.
+
+Rules that choose filter layers (OmniKV, Kascade, even distances) are segments, and run as plans.
+
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S keys, P pages, D head size, J layers that
+attend, I layers that choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from sparsekv.kernels.scores import scaled_scores, token_scores
+from sparsekv.planner.decode_candidates import anchor_layers
+from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+
+PAGE = 16
+_QUEST_DENSE = 2  # layers
+_ANCHORS_A_LAYER = 5 / 32  # Kascade's choice for 32 layers
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What one layer attends to in a step.
+
+    Attributes:
+        seen_BGS: which keys, of every KV head, or of all alike where G is 1.
+        read: tokens read of each row, summaries included.
+    """
+
+    seen_BGS: torch.Tensor
+    read: int
+
+
+class StepRule(Protocol):
+    """What a layer attends to, from the new query."""
+
+    def __call__(self, call: AttentionCall) -> Chosen | None:
+        """None is everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactTopK:
+    """The best keys between sinks and recent ones, by this step's own attention.
+
+    Attributes:
+        heads: "max" makes one choice a layer, by the largest share over its heads, as filter layers do; "per_kv_head"
+            one a KV head.
+    """
+
+    budget: Budget
+    heads: Literal["max", "per_kv_head"] = "max"
+    sink: int = 4
+    recent: int = 128
+
+    def __call__(self, call: AttentionCall) -> Chosen | None:
+        """See `StepRule`."""
+        length = call.k_BGKD.shape[2]
+        count = self.budget.resolve(length)
+        if self.sink + count + self.recent >= length:
+            return None
+        one_1 = torch.ones(1, device=call.q_BHSD.device)
+        scores_BgS = token_scores(call.q_BHSD, call.k_BGKD, (length - 1,), one_1, scale=call.scale, heads=self.heads)
+        best_BgK = scores_BgS[..., self.sink : length - self.recent].topk(count).indices + self.sink
+        seen_BgS = torch.zeros_like(scores_BgS, dtype=torch.bool).scatter_(-1, best_BgK, True)
+        seen_BgS[..., : self.sink] = seen_BgS[..., length - self.recent :] = True
+        return Chosen(seen_BgS, self.sink + count + self.recent)
+
+
+@dataclass(frozen=True, slots=True)
+class QuestPages:
+    """The pages of highest upper bound, for each KV head; the newest page is always among them."""
+
+    budget: Budget
+
+    def __call__(self, call: AttentionCall) -> Chosen | None:
+        """See `StepRule`."""
+        length, groups = call.k_BGKD.shape[2], call.k_BGKD.shape[1]
+        pages = math.ceil(length / PAGE)
+        count = math.ceil(self.budget.resolve(length) / PAGE)
+        if call.layer < _QUEST_DENSE or count >= pages:
+            return None
+        bound_BGP = _upper_bounds(call.q_BHSD.float().unflatten(1, (groups, -1))[:, :, :, 0], call.k_BGKD.float())
+        bound_BGP[..., -1] = torch.inf
+        best_BGK = bound_BGP.topk(count).indices
+        seen_BGP = torch.zeros_like(bound_BGP, dtype=torch.bool).scatter_(-1, best_BGK, True)
+        newest = length - (pages - 1) * PAGE
+        return Chosen(seen_BGP.repeat_interleave(PAGE, -1)[..., :length], (count - 1) * PAGE + newest + pages)
+
+
+def _upper_bounds(q_BGND: torch.Tensor, k_BGSD: torch.Tensor) -> torch.Tensor:
+    """[B, G, P]: what no score of the page exceeds, the largest over the query heads."""
+    missing = -k_BGSD.shape[2] % PAGE
+    low_BGPD, high_BGPD = (
+        reduce(pad(k_BGSD, (0, 0, 0, missing), value=fill).unflatten(2, (-1, PAGE)), 3)
+        for reduce, fill in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
+    )
+    bound_BGNP = q_BGND.clamp(min=0) @ high_BGPD.mT + q_BGND.clamp(max=0) @ low_BGPD.mT
+    return bound_BGNP.amax(2)
+
+
+@dataclass(frozen=True, slots=True)
+class StepwiseRule:
+    """A mode of `compare` in which every decode step follows a rule."""
+
+    rule: StepRule
+
+    @property
+    def stepwise(self) -> bool:
+        """See `planner.compare.Mode`."""
+        return True
+
+    @property
+    def dense_prefill(self) -> bool:
+        """See `planner.compare.Mode`."""
+        return True
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `planner.compare.Mode`."""
+        read = cached = 0
+
+        def attend(call: AttentionCall) -> torch.Tensor | None:
+            nonlocal read, cached
+            if call.q_BHSD.shape[2] > 1 or not call.chunk.past[0]:
+                return None
+            batch, length = call.q_BHSD.shape[0], call.k_BGKD.shape[2]
+            visible = length if call.window is None else min(length, call.window)
+            found = self.rule(call) if call.window is None else None
+            cached += batch * visible
+            read += batch * (visible if found is None else min(visible, found.read))
+            return None if found is None else _attend(call, found.seen_BGS)
+
+        with capture_attention(model, attend):
+            yield lambda: Spent(attended=float(read), cached=float(cached))
+
+
+def _attend(call: AttentionCall, seen_BGS: torch.Tensor) -> torch.Tensor:
+    """[B, H, 1, D]"""
+    q_BGND = call.q_BHSD[:, :, 0].unflatten(1, (call.k_BGKD.shape[1], -1))
+    scores_BGNS = scaled_scores(q_BGND, call.k_BGKD, call.scale)
+    weights_BGNS = scores_BGNS.masked_fill_(~seen_BGS.unsqueeze(2), -torch.inf).softmax(-1)
+    return (weights_BGNS @ call.v_BGKD.float()).flatten(1, 2).unsqueeze(2).to(call.q_BHSD.dtype)
+
+
+# --- filter layers by the rules of others -----------------------------------------------------------------------------
+
+FilterRuleName = Literal["omnikv", "kascade", "even"]
+_FIRST_DENSE = 2
+_LAYERS_A_FILTER = 32 / 3  # OmniKV's choice for 32 layers has three filters
+
+
+def segments_by_rule(
+    profile: Profile, entry: LengthProfile, rule: FilterRuleName, budget: Budget
+) -> tuple[Segment, ...]:
+    """Segments of one length whose filter layers are chosen by a rule of others.
+
+    `omnikv`: its reading of inter-layer similarity, with its wait layer. `kascade`: its anchor layers, five of 32, one
+    choice for all heads. `even`: as many as these at even distances, from the second layer on.
+
+    Args:
+        entry: of the profile, with decode statistics.
+        budget: what filters choose; similarities are those of the largest profiled budget within it, or the least.
+    """
+    reuse, full = entry.reuse, profile.model.full_layers
+    assert reuse is not None
+    kept_JI = _similarities(profile, reuse, budget, entry.length)
+    count = max(1, round(_ANCHORS_A_LAYER * len(full)))
+    if rule == "omnikv":
+        found = _after_wait(similar_layers(kept_JI, full), full)
+    elif rule == "kascade":
+        found = following(anchor_layers(kept_JI, reuse.importance, full, count), full)
+    else:
+        found = following([full[1 + (len(full) - 1) * number // count] for number in range(count)], full)
+    return tuple(segment_of(one, reuse, budget, entry.length) for one in found)
+
+
+def _after_wait(filters: Sequence[int], full: Sequence[int]) -> tuple[FilterSegment, ...]:
+    """With the first layer after each filter left dense."""
+    waiting = {filter_ + 1 for filter_ in filters}
+    found = (
+        replace(one, layers=tuple(layer for layer in one.layers if layer not in waiting))
+        for one in following(filters, full)
+    )
+    return tuple(one for one in found if one.layers)
+
+
+def similar_layers(kept_JI: Floats, full: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Filter layers by OmniKV's similarity.
+
+    Args:
+        kept_JI: share of layer j's attention mass that the choice of layer i holds.
+        full: the layers with full attention, which alone choose and are served; all of them when None.
+
+    Returns:
+        For every 32 layers three, each the best server of the stretch of layers after it, at least half a stretch
+        apart, the first two layers excepted.
+    """
+    layers = len(kept_JI)
+    count = max(1, round(layers / _LAYERS_A_FILTER))
+    stretch = max(1, layers // (count + 1))
+    among = range(layers) if full is None else full
+    stretches = {i: [j for j in among if i < j <= i + stretch] for i in among if i >= min(_FIRST_DENSE, layers - 2)}
+    served = {i: float(np.mean(kept_JI[after, i])) for i, after in stretches.items() if after}
+    chosen: list[int] = []
+    for layer in sorted(served, key=lambda i: (-served[i], i)):
+        if len(chosen) < count and all(abs(layer - other) >= max(2, stretch // 2) for other in chosen):
+            chosen.append(layer)
+    return tuple(sorted(chosen))
+
+
+def _similarities(profile: Profile, reuse: Reuse, budget: Budget, length: int) -> Floats:
+    """[J, I]"""
+    sizes = [one.resolve(length) for one in reuse.budgets]
+    within = [number for number, size in enumerate(sizes) if size <= budget.resolve(length)]
+    number = max(within, key=sizes.__getitem__) if within else sizes.index(min(sizes))
+    return 1.0 - np.minimum(lost_mass(reuse, number, profile.model.full_layers), 1.0)
+
+
+def decode_plan(model: ModelInfo, segments: tuple[Segment, ...]) -> Plan:
+    """A plan with these segments at every length."""
+    bucket = DecodeBucket(up_to=None, segments=segments)
+    return Plan(status="unverified", model=model, decode=DecodePlan(lengths=(bucket,)))

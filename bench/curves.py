@@ -1,0 +1,227 @@
+"""Curves: every method at every setting on the same held-out samples, dense once a length; and Markdown tables of them.
+
+    sparsekv eval MODEL --curve a.json --profile profile.json --length 16k,32k --samples 20
+    python -m sparsekv.bench.curves a.json b.json --density 0.1,0.2,0.3 --kl 0.001,0.005
+    python -m sparsekv.bench.curves a.json b.json --beside A,B --kl ""
+
+A table has, for each phase and length, the divergence of every method at these densities, and the least density at
+which it stays within these divergences; with --beside, which names the files, they share it. Between two points of a
+curve, both are read off a straight line in logarithms; a method that starts above a density or does not reach a
+divergence has no number there. In brackets is what a curve has at its end: where it ends below a density, the
+divergence of its last point (and nothing at higher densities); where its first point already stays within a divergence,
+the density of that one. Curves that are not monotonic are read by their best: a point that another one beats in both
+density and divergence does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from sparsekv.bench.curve_file import CurvePoint, CurveRow, read_curve
+from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
+from sparsekv.planner.eval_results import EvalResult
+from sparsekv.planner.evaluation import EvalSamples, evaluate
+from sparsekv.planner.options import Gate, Phase
+from sparsekv.planner.progress import Progress
+from sparsekv.plans.types import format_length
+
+_LEAST = 1e-9  # nats: what is less is rounding
+Line = Sequence[tuple[float, float]]
+Rows = tuple[CurveRow, ...]
+
+
+def measure_curves(
+    inputs: CurveInputs,
+    methods: Mapping[Phase, Sequence[str]],
+    asked: EvalSamples,
+    *,
+    progress: Progress | None = None,
+    done: Callable[[Rows], None] = lambda rows: None,
+) -> Rows:
+    """Measures methods at every length.
+
+    Args:
+        methods: of `chosen_methods`.
+        asked: tasks, lengths and samples.
+        done: called after each length with all rows so far.
+
+    Returns:
+        A row a point: by length, phase and method in the given order, ascending in density.
+
+    Raises:
+        UsageError, PromptError: see `curve_modes` and `evaluate`; before anything is measured.
+    """
+    points = {length: curve_modes(methods, inputs, length) for length in asked.lengths}
+    rows: Rows = ()
+    for length, own in points.items():
+        modes = {point.name: point.mode for point in own}
+        found = evaluate(inputs.loaded, modes, replace(asked, lengths=(length,)), progress=progress)
+        measured = [_row(point, found[point.name][0]) for point in own]
+        order = list(dict.fromkeys((row.phase, row.method) for row in measured))
+        rows += tuple(sorted(measured, key=lambda row: (order.index((row.phase, row.method)), row.density)))
+        done(rows)
+    return rows
+
+
+def _row(point: CurveMode, result: EvalResult) -> CurveRow:
+    agreement = result.agreement
+    density = result.prefill_density if point.phase == "prefill" else result.decode_share
+    solved = [task.answers for task in result.tasks.values() if task.is_accuracy and _is_solved(task.answers[0])]
+    dense, sparse = ([right for answers in solved for right in answers[side]] for side in (0, 1))
+    return CurveRow(
+        method=point.method,
+        setting=point.setting,
+        length=result.lengths[0],
+        phase=point.phase,
+        density=min(1.0, density),
+        kl=agreement.kl,
+        kl_interval=agreement.kl_interval,
+        agreement=agreement.top1,
+        agreement_interval=agreement.top1_interval,
+        exact=agreement.exact,
+        accuracy=float(np.mean(sparse)) if sparse else None,
+        dense_accuracy=float(np.mean(dense)) if dense else None,
+        samples=agreement.samples,
+    )
+
+
+def _is_solved(answers: Sequence[bool]) -> bool:
+    return bool(np.mean(answers) >= Gate().solved)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Prints the tables of curve files."""
+
+    def numbers(text: str) -> tuple[float, ...]:
+        return tuple(map(float, filter(None, text.split(","))))
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--density", type=numbers, default=(0.1, 0.2, 0.3, 0.5))
+    parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005))
+    parser.add_argument("--beside", type=lambda text: text.split(","), default=(), help="names, one for each file")
+    args = parser.parse_args()
+    if args.beside and not len(args.files) == len(args.beside) == len(set(args.beside)):
+        parser.error(f"expected {len(args.files)} different names for --beside, one for each file, found {args.beside}")
+    curves = [read_curve(path) for path in args.files]
+    if args.beside:
+        lines = tables_beside(dict(zip(args.beside, curves, strict=True)), args.density, args.kl)
+    else:
+        lines = (line for curve in curves for line in tables(curve, args.density, args.kl))
+    print(*lines, sep="\n")
+
+
+def tables(points: Sequence[CurvePoint], densities: Sequence[float], kls: Sequence[float]) -> Iterator[str]:
+    """Lines of Markdown: a table for each phase and length."""
+    heads = [*(f"nats at {density:g}" for density in densities), *(f"density for {kl:g} nats" for kl in kls)]
+    for phase, length in _kinds(points):
+        own = _of_kind(points, phase, length)
+        rows = {method: _divergences(line, densities) + _densities(line, kls) for method, line in own.items()}
+        yield from _table(phase, length, heads, rows)
+
+
+def tables_beside(
+    curves: Mapping[str, Sequence[CurvePoint]], densities: Sequence[float], kls: Sequence[float]
+) -> Iterator[str]:
+    """Lines of Markdown: a table for each phase and length, all curves in it, with the numbers of a curve in one cell
+    for all densities and one for all divergences."""
+    for phase, length in _kinds([point for points in curves.values() for point in points]):
+        lines = {name: _of_kind(points, phase, length) for name, points in curves.items()}
+        methods = dict.fromkeys(method for own in lines.values() for method in own)
+        rows: dict[str, list[str]] = {method: [] for method in methods}
+        heads = []
+        for what, asked, read in (("nats at", densities, _divergences), ("density for nats", kls, _densities)):
+            for name, own in lines.items() if asked else ():
+                heads.append(f"{name}: {what} {' / '.join(f'{value:g}' for value in asked)}")
+                for method in methods:
+                    cells = read(own.get(method, ()), asked)
+                    rows[method].append(" / ".join(cell or "-" for cell in cells) if any(cells) else "-")
+        yield from _table(phase, length, heads, rows)
+
+
+def _table(phase: str, length: int, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    yield f"{phase.capitalize()} at {format_length(length)}:\n"
+    yield f"| method | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    for method, cells in rows.items():
+        yield f"| {method} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _kinds(points: Sequence[CurvePoint]) -> Sequence[tuple[str, int]]:
+    return list(dict.fromkeys((point.phase, point.length) for point in points))
+
+
+def _of_kind(points: Sequence[CurvePoint], phase: str, length: int) -> Mapping[str, Line]:
+    """(density, divergence) of every point of each method."""
+    own = [point for point in points if (point.phase, point.length) == (phase, length)]
+    return {
+        method: [(p.density, max(p.kl, _LEAST)) for p in own if p.method == method and p.kl is not None]
+        for method in dict.fromkeys(point.method for point in own)
+    }
+
+
+def _divergences(points: Line, densities: Sequence[float]) -> list[str]:
+    last = max((density for density, _ in points), default=0.0)
+    beyond = [density for density in densities if density > last]
+    cells = []
+    for density in densities:
+        cell = _cell(value_at(frontier(points), density))
+        cells.append(cell if density not in beyond else f"({cell})" if cell and density == min(beyond) else "")
+    return cells
+
+
+def _densities(points: Line, kls: Sequence[float]) -> list[str]:
+    line = frontier(points)
+    cells = [_cell(density_within(line, kl)) for kl in kls]
+    return [f"({cell})" if line and line[0][1] <= kl else cell for kl, cell in zip(kls, cells, strict=True)]
+
+
+def frontier(points: Line) -> Line:
+    """(density, divergence), ascending in density and descending in divergence."""
+    kept: list[tuple[float, float]] = []
+    for density, kl in sorted(points):
+        if not kept or kl < kept[-1][1]:
+            kept.append((density, kl))
+    return kept
+
+
+def value_at(line: Line, density: float) -> float | None:
+    """The divergence at a density: between two points interpolated, beyond the last one that of the last."""
+    if not line or density < line[0][0]:
+        return None
+    for (low, high_kl), (high, low_kl) in pairwise(line):
+        if low <= density < high:
+            share = (math.log(density) - math.log(low)) / (math.log(high) - math.log(low))
+            return math.exp(math.log(high_kl) + share * (math.log(low_kl) - math.log(high_kl)))
+    return line[-1][1]
+
+
+def density_within(line: Line, kl: float) -> float | None:
+    """The least density whose divergence is at most `kl`."""
+    swapped = [(1.0 / value, density) for density, value in line]  # ascending
+    if not swapped or 1.0 / kl > swapped[-1][0]:
+        return None
+    for (low, below), (high, above) in pairwise(swapped):
+        if low <= 1.0 / kl < high:
+            share = (math.log(1.0 / kl) - math.log(low)) / (math.log(high) - math.log(low))
+            return math.exp(math.log(below) + share * (math.log(above) - math.log(below)))
+    return line[0][0] if 1.0 / kl < swapped[0][0] else line[-1][0]
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Plans made by hand, at stated densities or budgets, for a model that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast, get_args
+
+import torch
+
+from sparsekv.bench.structure import diffuse_pattern
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.planner.filter_layers import hot_set
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.patterns import Budget, Pattern, TileShape, tokens
+from sparsekv.plans.phases import (
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    HeadGroup,
+    Offload,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+    Selector,
+)
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import MAX_ID, format_ids
+
+FAMILIES = ("vertical_slash", "a_shape")
+_SINK, _RECENT = 4, 128
+
+
+def hand_plan(
+    info: ModelInfo,
+    lengths: Sequence[int],
+    densities: Sequence[float],
+    tile: TileShape,
+    families: Sequence[str] = FAMILIES,
+) -> tuple[Plan, str]:
+    """A bucket for each length, families assigned to the heads of every full-attention layer in turn; and in words.
+
+    Budgets are such that they come to the density where attention is diffuse, as it is with random weights: the
+    diagonals of vertical_slash heads are then scattered, and `max_tiles` is what binds.
+
+    Args:
+        densities: one for all lengths, or one for each.
+
+    Raises:
+        UsageError: lengths and densities do not pair up, or a family is unknown or has no fixed density.
+    """
+    if len(densities) not in (1, len(lengths)):
+        raise UsageError(f"expected one --density, or one for each of {len(lengths)} lengths, found {len(densities)}")
+    paired = sorted(zip(lengths, tuple(densities) * len(lengths) if len(densities) == 1 else densities, strict=True))
+    buckets = tuple(
+        PrefillBucket(up_to=length if length < max(lengths) else None, heads=_groups(info, patterns))
+        for length, share in paired
+        for patterns in [[diffuse_pattern(family, length, share, tile) for family in families]]
+    )
+    shares = ", ".join(f"{share:g}" for _, share in paired)
+    words = f"made by hand: {' and '.join(families)} in turn, sized for a density of {shares}, {tile.key} tiles"
+    return Plan(status="unverified", model=info, prefill=PrefillPlan(tile=tile, lengths=buckets)), words
+
+
+def _groups(info: ModelInfo, patterns: Sequence[Pattern]) -> tuple[HeadGroup, ...]:
+    return tuple(
+        HeadGroup(layer=layer, heads=tuple(range(number, group.heads, len(patterns))), pattern=pattern)
+        for group in info.attention
+        if group.kind == "full"
+        for layer in group.layers
+        for number, pattern in enumerate(patterns)
+        if number < group.heads
+    )
+
+
+def dummy_plan(
+    info: ModelInfo, lengths: Sequence[int], densities: Sequence[float], tile: TileShape
+) -> tuple[Plan, str]:
+    """A plan made by hand that has these densities with vLLM's dummy weights; and in words.
+
+    Those are so small that all scores are nearly equal. The best diagonals are then neighbours, which every row sees,
+    and not scattered ones: a plan sized for scattered ones would be far denser, whether prompts are cut or not.
+
+    Args:
+        densities: one for all lengths, or one for each.
+
+    Raises:
+        UsageError: lengths and densities do not pair up.
+    """
+    each = tuple(densities) * len(lengths) if len(densities) == 1 else tuple(densities)
+    asked = tuple(map(partial(_asked, tile=tile), lengths, each)) if len(each) == len(lengths) else each
+    plan, _ = hand_plan(info, lengths, asked, tile)
+    shares = ", ".join(f"{share:g}" for _, share in sorted(zip(lengths, each, strict=True)))
+    words = f"made by hand: {' and '.join(FAMILIES)} in turn, sized for a density of {shares} with equal scores"
+    return plan, f"{words}, {tile.key} tiles"
+
+
+def _asked(length: int, share: float, tile: TileShape) -> float:
+    """The density to size patterns for so that equal scores give `share`."""
+    generator, shape = torch.Generator().manual_seed(0), (1, 2, length, 16)
+    q_BHSD, k_BGSD = (1e-4 * torch.randn(shape, generator=generator) for _ in range(2))
+    chunk, least, most = Chunk.uniform(1, 0, length), 0.0, share
+    for _ in range(7):
+        middle = (least + most) / 2
+        patterns = tuple(diffuse_pattern(family, length, middle, tile) for family in FAMILIES)
+        index = build_index(patterns, q_BHSD, k_BGSD, chunk, tile, scale=0.25, window=None, builder="torch")
+        least, most = (middle, most) if density(index, chunk) < share else (least, middle)
+    return most
+
+
+def dense_up_to(plan: Plan, length: int) -> Plan:
+    """A plan made by hand that is dense up to a length: where a sparse tile costs more than it saves."""
+    assert plan.prefill is not None, "plans made by hand have a prefill phase"
+    longer = [bucket for bucket in plan.prefill.lengths if bucket.up_to is None or bucket.up_to > length]
+    lengths = (PrefillBucket(up_to=length, dense=True), *longer)
+    return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": lengths})})
+
+
+@dataclass(frozen=True, slots=True)
+class HandDecode:
+    """Decode plans made by hand, for every length, that differ in their selectors alone.
+
+    Attributes:
+        budget: tokens that a filter layer chooses.
+        filters: the filter layers, each of which chooses for all layers up to the next; empty for three by depth.
+        selectors: how the last queries weigh in the choice; a plan each.
+        window: how many queries all selectors but `last` weigh.
+        offload: whether the plans permit the layers of segments to be in host memory, with a hot set of two budgets.
+    """
+
+    budget: Budget = field(default_factory=lambda: tokens(2048))
+    filters: tuple[int, ...] = ()
+    selectors: tuple[str, ...] = ("last",)
+    window: int | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.selectors if name not in get_args(Selector)]
+        if unknown or not self.selectors:
+            raise UsageError(
+                f"expected selectors of {', '.join(get_args(Selector))}, found {(unknown or ['none'])[0]!r:.40}"
+            )
+        windowed = [name for name in self.selectors if name != "last"]
+        if windowed and self.window is None:
+            raise UsageError(f"expected --window N beside the selector {windowed[0]}, found none; add --window 16")
+        if self.window is not None and not windowed:
+            raise UsageError("expected --window beside the selector uniform or exponential, found last alone")
+        if self.window is not None and not 1 <= self.window <= MAX_ID + 1:
+            raise UsageError(f"expected a window of 1 to {MAX_ID + 1} queries, found {self.window}")
+
+    def plans(self, info: ModelInfo, longest: int) -> tuple[dict[str, Plan], str]:
+        """By selector; and in words.
+
+        Args:
+            longest: tokens of the longest context, of which a budget that is a share is taken.
+
+        Raises:
+            UsageError: a filter layer is none of the model's layers with full attention, or chooses for no layer.
+        """
+        filters = self.filters or _by_depth(info.full_layers)
+        segments = _followers(info.full_layers, filters)
+        idle = [layer for layer in filters if not segments[layer]]
+        if idle or not filters:
+            raise UsageError(
+                "expected filter layers with full attention, each with other such layers before the next one to choose "
+                f"for (layers {format_ids(info.full_layers) or 'none'} of this model have it), found "
+                f"{format_ids(idle) or 'none'}; choose others with --filters"
+            )
+        budget = _spend(self.budget, longest)
+        plans: dict[str, Plan] = {}
+        for selector in cast(tuple[Selector, ...], self.selectors):
+            window = (self.window or 1) if selector != "last" else 1
+            rows = tuple(
+                Segment(
+                    filter=layer,
+                    layers=layers,
+                    budget=budget,
+                    sink=_SINK,
+                    recent=_RECENT,
+                    selector=selector,
+                    window=window,
+                )
+                for layer, layers in segments.items()
+            )
+            layers = tuple(layer for followers in segments.values() for layer in followers)
+            decode = DecodePlan(
+                lengths=(DecodeBucket(up_to=None, segments=rows),),
+                offload=Offload(layers=layers, hot=hot_set([budget], longest)) if self.offload else None,
+            )
+            plans[selector] = Plan(status="unverified", model=info, decode=decode)
+        words = f"made by hand: filter layers {format_ids(filters)} choose {budget}; {_SINK} sinks, {_RECENT} recent"
+        return plans, words
+
+
+def _by_depth(full: Sequence[int]) -> tuple[int, ...]:
+    """Layers 2, 8 and 18 of 32, and where that is in other models: near the filter layers of published plans."""
+    count = len(full)
+    at = [number for number in (2, max(4, count // 4), max(6, count * 9 // 16)) if number <= count - 2]
+    return tuple(full[number] for number in at or [count - 2] if number >= 0)
+
+
+def _followers(full: Sequence[int], filters: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each filter layer the layers between it and the next; none where it has no full attention itself."""
+    ends = (*filters[1:], MAX_ID + 1)
+    return {
+        layer: tuple(other for other in full if layer < other < end) if layer in full else ()
+        for layer, end in zip(filters, ends, strict=False)  # no end is needed where there are no filters
+    }
+
+
+def at_budget(plan: Plan, budget: Budget, longest: int) -> Plan:
+    """The plan with the segments of its longest sparse range at every length, at this budget.
+
+    Args:
+        longest: tokens of the longest context, of which a budget that is a share is taken.
+
+    Raises:
+        UsageError: it has none.
+    """
+    sparse = [bucket for bucket in plan.decode.lengths if bucket.segments] if plan.decode else []
+    if not sparse:
+        raise UsageError("expected a plan with a decode phase, found none; compile one with --decode-budget")
+    spend = _spend(budget, longest)
+    segments = tuple(segment.model_copy(update={"budget": spend}) for segment in sparse[-1].segments)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),))
+    return plan.model_copy(update={"decode": decode})
+
+
+def _spend(budget: Budget, longest: int) -> DecodeBudget:
+    at_most = None if budget.fraction is None else budget.resolve(longest)
+    return DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most)

@@ -1,0 +1,210 @@
+"""The charts of the page, as Vega-Lite specifications of named data.
+
+Field names and filters are fixed here; whatever a plan or a curve says enters as data alone, never as an expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import altair as alt
+
+from sparsekv.bench.report.facts import Mark
+
+GREY = "#7f7f7f"  # of text and axes: readable on white and on black
+ACCENT = "#e4572e"
+FAMILIES = {
+    "dense": "#7f7f7f",
+    "a_shape": "#4c9be8",
+    "vertical_slash": "#e8a33d",
+    "block_sparse": "#4db38a",
+    "adaptive": "#b07cd8",
+    "sliding": "#8c6d5a",
+    "linear": "#c9c9c9",
+}
+_SIDE = 330  # pixels of a map, as long as its cells are no smaller than _CELL
+_CELL = (5, 22)
+_SCHEME: Literal["viridis"] = "viridis"
+
+
+def pattern_map(data: str, layers: int, heads: int, families: Sequence[str]) -> dict[str, Any]:
+    """Layers x heads, coloured by pattern family."""
+    order = [name for name in FAMILIES if name in families]
+    scale = alt.Scale(domain=order, range=[FAMILIES[name] for name in order])
+    colour = alt.Color("pattern:N", scale=scale, legend=alt.Legend(title="pattern", orient="bottom", columns=4))
+    return _head_map(data, layers, heads, colour, "Pattern of each head")
+
+
+def density_map(data: str, layers: int, heads: int, measured: bool) -> dict[str, Any]:
+    """Layers x heads, coloured by density."""
+    title = "density (share of causal tiles)" if measured else "density, at most (share of causal tiles)"
+    scale = alt.Scale(scheme=_SCHEME, type="sqrt", domain=[0, 1])
+    colour = _gradient("density:Q", title, scale, values=[0, 0.1, 0.3, 0.6, 1])
+    return _head_map(data, layers, heads, colour, "Density of each head")
+
+
+def damage_map(data: str, layers: int, heads: int) -> dict[str, Any]:
+    """Layers x heads, coloured by the damage that the profile has of them."""
+    scale = alt.Scale(scheme="magma", type="sqrt", domainMin=0)
+    colour = _gradient("damage:Q", "damage (nats a token of the answer)", scale, tickCount=3)
+    return _head_map(data, layers, heads, colour, "Damage of each head to the answers, as profiled")
+
+
+def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str) -> dict[str, Any]:
+    chart = (
+        alt.Chart(alt.NamedData(name=data), title=title)
+        .mark_rect()
+        .encode(
+            x=alt.X("head:O", title="head", axis=_axis(heads), scale=_all(heads)),
+            y=alt.Y("layer:O", title="layer", axis=_axis(layers), scale=_all(layers)),
+            color=colour,
+            tooltip=[
+                alt.Tooltip("layer:O"),
+                alt.Tooltip("head:O"),
+                alt.Tooltip("pattern:N"),
+                alt.Tooltip("parameters:N"),
+                alt.Tooltip("density:Q", format=".4"),
+                alt.Tooltip("damage:Q", title="damage (nats)", format=".4"),
+            ],
+        )
+    )
+    return _spec(chart.properties(width=_side(heads), height=_side(layers)))
+
+
+def similarity_matrix(cells: str, marks: Sequence[Mark], layers: int) -> dict[str, Any]:
+    """Layer j x filter i; cells that the plan uses are outlined."""
+    axes: dict[str, Any] = {
+        "x": alt.X("filter:O", title="layer i that chooses", axis=_axis(layers)),
+        "y": alt.Y("layer:O", title="layer j that reads the choice", axis=_axis(layers)),
+    }
+    scale = alt.Scale(scheme=_SCHEME, domainMax=1)
+    colour = _gradient("mass:Q", "share of layer j's attention mass that is kept", scale)
+    tooltip = [alt.Tooltip("layer:O"), alt.Tooltip("filter:O"), alt.Tooltip("mass:Q", title="mass kept", format=".4")]
+    matrix = alt.Chart(alt.NamedData(name=cells)).mark_rect().encode(**axes, color=colour, tooltip=tooltip)
+    roles = alt.Stroke(
+        "role:N",
+        scale=alt.Scale(domain=["filter layer", "its segment"], range=["#d61f9c", ACCENT]),
+        legend=alt.Legend(title="in the plan", orient="bottom", symbolType="square", symbolFillColor="#555555"),
+    )
+    rows = alt.InlineData(values=[{"layer": mark.layer, "filter": mark.filter, "role": mark.role} for mark in marks])
+    outline = alt.Chart(rows).mark_rect(filled=False, strokeWidth=2).encode(**axes, stroke=roles)
+    side = _side(layers)
+    sized: dict[str, Any] = {"width": side, "height": side, "title": "Whose choice serves whom"}
+    return _spec(alt.LayerChart(layer=[matrix, outline], **sized) if marks else matrix.properties(**sized))
+
+
+def reads_map(data: str, layers: int, titles: Sequence[str]) -> dict[str, Any]:
+    """Ranges of lengths x layers, coloured by the share of cached tokens that is read."""
+    chart = (
+        alt.Chart(alt.NamedData(name=data), title="What each layer reads in a step, by cached tokens")
+        .mark_rect()
+        .encode(
+            x=alt.X("layer:O", title="layer", axis=_axis(layers)),
+            y=alt.Y("lengths:O", title=None, sort=list(titles)),
+            color=_gradient(
+                "share:Q", "share of cached tokens, at the longest length", alt.Scale(scheme=_SCHEME, domain=[0, 1])
+            ),
+            tooltip=[
+                alt.Tooltip("layer:O"),
+                alt.Tooltip("lengths:N", title="cached"),
+                alt.Tooltip("role:N"),
+                alt.Tooltip("tokens:Q", title="tokens read", format=","),
+                alt.Tooltip("share:Q", format=".3"),
+            ],
+        )
+    )
+    return _spec(chart.properties(width=_side(layers), height=24 * len(titles)))
+
+
+def time_chart(data: str, title: str, lengths: Sequence[int]) -> dict[str, Any]:
+    """Predicted milliseconds over length, dense and sparse."""
+    modes = alt.Scale(domain=["dense", "sparse"], range=[GREY, ACCENT])
+    chart = (
+        alt.Chart(alt.NamedData(name=data), title=title)
+        .mark_line(point=alt.OverlayMarkDef(size=50))
+        .encode(
+            x=alt.X(
+                "length:Q", title="context (tokens, log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)
+            ),
+            y=alt.Y(
+                "ms:Q",
+                title="attention of all layers (ms, log)",
+                scale=alt.Scale(type="log"),
+                axis=alt.Axis(tickCount=4),
+            ),
+            color=alt.Color("mode:N", scale=modes, legend=alt.Legend(title=None, orient="bottom")),
+            tooltip=[
+                alt.Tooltip("length:Q", format=","),
+                alt.Tooltip("mode:N"),
+                alt.Tooltip("ms:Q", format=",.4"),
+                alt.Tooltip("density:Q", format=".3"),
+                alt.Tooltip("speedup:Q", format=".3"),
+            ],
+        )
+    )
+    return _spec(chart.properties(width=_SIDE, height=220))
+
+
+def curve_chart(data: str, value: str, title: str, methods: Sequence[str]) -> dict[str, Any]:
+    """One measured value of every method over density."""
+    few = alt.Axis(tickCount=5)
+    scale = alt.Scale(type="log") if value == "kl" else alt.Scale(zero=False)
+    chart = (
+        alt.Chart(alt.NamedData(name=data))
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("density:Q", title="density (log)", scale=alt.Scale(type="log", nice=False), axis=few),
+            y=alt.Y(f"{value}:Q", title=title, scale=scale, axis=few),
+            order="density:Q",
+            color=alt.Color(
+                "method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom", columns=2)
+            ),
+            tooltip=[
+                alt.Tooltip("method:N"),
+                alt.Tooltip("density:Q", format=".4"),
+                alt.Tooltip("kl:Q", format=".4"),
+                alt.Tooltip("agreement:Q", format=".4"),
+                alt.Tooltip("accuracy:Q", format=".4"),
+            ],
+        )
+    )
+    return _spec(chart.properties(width=300, height=220))
+
+
+def _gradient(field: str, title: str, scale: alt.Scale, **ticks: Any) -> alt.Color:
+    legend = alt.Legend(title=title, orient="bottom", gradientLength=200, titleLimit=_SIDE, **ticks)
+    return alt.Color(field, scale=scale, legend=legend)
+
+
+def _all(count: int) -> alt.Scale:
+    """A row of cells in which the cells without a value have their place."""
+    return alt.Scale(domain=list(range(count)))
+
+
+def _axis(count: int) -> alt.Axis:
+    """Labels of a row of cells, as many as there is room for."""
+    every = next(step for step in (1, 2, 4, 8, 16, 32, 64) if count <= 24 * step)
+    return alt.Axis(values=list(range(0, count, every)), labelAngle=0, grid=False, ticks=False)
+
+
+def _lengths(lengths: Sequence[int]) -> alt.Axis:
+    text = "datum.value % 1024 ? datum.value : datum.value / 1024 + 'k'"
+    return alt.Axis(values=list(lengths), labelExpr=text, labelOverlap=True)
+
+
+def _side(cells: int) -> int:
+    return cells * min(max(_SIDE // cells, _CELL[0]), _CELL[1])
+
+
+def _spec(chart: alt.Chart | alt.LayerChart) -> dict[str, Any]:
+    text: dict[str, Any] = {"labelColor": GREY, "titleColor": GREY}
+    styled = chart.configure(
+        background="transparent",
+        axis=alt.AxisConfig(domainColor=GREY, tickColor=GREY, gridColor=GREY, gridOpacity=0.25, **text),
+        legend=alt.LegendConfig(**text),
+        title=alt.TitleConfig(color=GREY, anchor="start"),
+        view=alt.ViewConfig(stroke=None),
+    )
+    data: dict[str, Any] = styled.to_dict()
+    return data

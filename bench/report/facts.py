@@ -1,0 +1,340 @@
+"""What the page shows, as rows: from a plan, and from the profile and the curve where they are at hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from sparsekv.plans.model import AttentionGroup
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, VerticalSlash, in_tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
+from sparsekv.plans.schema import Plan, Quality, to_data
+from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
+from sparsekv.plans.types import format_ids, format_length
+
+if TYPE_CHECKING:
+    from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFact:
+    """One head in one range of lengths.
+
+    `density` and `damage` (nats a token of the answer) as in the profile, or None where it does not tell.
+    """
+
+    layer: int
+    head: int
+    pattern: str
+    parameters: str
+    density: float | None
+    damage: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PatternMap:
+    """All heads in one range of lengths, looked at for a prompt of `length` tokens.
+
+    Attributes:
+        measured: densities and damages are of the profile; else densities are the most that the budgets allow.
+    """
+
+    title: str
+    length: int
+    measured: bool
+    heads: tuple[HeadFact, ...]
+
+    @property
+    def summary(self) -> str:
+        """How many heads have each pattern, and the mean density."""
+        counts = Counter(head.pattern for head in self.heads)
+        kinds = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+        densities = [head.density for head in self.heads if head.density is not None]
+        mean = f"; mean density {'' if self.measured else 'at most '}{fmean(densities):.3g}" if densities else ""
+        return f"{len(self.heads):,} heads: {kinds}{mean}"
+
+
+def pattern_maps(plan: Plan, profile: Profile | None) -> tuple[tuple[PatternMap, ...], tuple[str, ...]]:
+    """A map for each range of lengths with patterns of its own, and a line for each other one."""
+    maps, lines, after = [], [], 0
+    for title, bucket in titled(plan.prefill.lengths) if plan.prefill else ():
+        assert isinstance(bucket, PrefillBucket)
+        if bucket.dense:
+            lines.append(f"{title}: dense")
+        elif bucket.same_as is not None:
+            lines.append(f"{title}: as up to {bucket.same_as:,}")
+        else:
+            name = title + (", extrapolated" if bucket.extrapolated else "")
+            maps.append(_map_of(plan, bucket, name, after, profile))
+        after = bucket.up_to or after
+    return tuple(maps), tuple(lines) or (() if maps else ("every length: dense",))
+
+
+def _map_of(plan: Plan, bucket: PrefillBucket, title: str, after: int, profile: Profile | None) -> PatternMap:
+    entry = _profiled(profile, after, bucket.up_to)
+    length = entry.length if entry else _example(plan, after, bucket.up_to)
+    scores = _Scores(entry, length)
+    heads = []
+    for layers, rows in layer_rows(bucket, plan.model, full=True):
+        for layer in layers:
+            shape = plan.model.group_of(layer)
+            patterns = bucket.patterns(layer, shape.heads)
+            for row in rows:
+                kind = shape.kind if row.kind == "dense" and shape.kind != "full" else row.kind
+                for head in row.heads:
+                    of_head = scores.of(layer, head, patterns[head], shape)
+                    heads.append(HeadFact(layer, head, kind, row.parameters, *of_head))
+    heads.sort(key=lambda fact: (fact.layer, fact.head))
+    return PatternMap(title, length, entry is not None, tuple(heads))
+
+
+def _profiled(profile: Profile | None, after: int, up_to: int | None) -> LengthProfile | None:
+    """The longest profiled length of a range that has scores."""
+    entries = [entry for entry in profile.lengths if entry.layers] if profile else []
+    inside = [entry for entry in entries if after < entry.length and (up_to is None or entry.length <= up_to)]
+    return inside[-1] if inside else None
+
+
+def _example(plan: Plan, after: int, up_to: int | None) -> int:
+    """A length of the range above `after`: its longest, as far as the model reaches."""
+    most = max(plan.model.context_length, after + 1)
+    return most if up_to is None else min(up_to, most)
+
+
+class _Scores:
+    """Density and damage of heads: the one reader of a profiled length's tables; without one, the budgets' bound."""
+
+    def __init__(self, entry: LengthProfile | None, length: int) -> None:
+        self._length = length
+        self._measured = entry.length if entry else None  # the length, if any
+        self._number = {pattern: number for number, pattern in enumerate(entry.patterns)} if entry else {}
+        self._layers = {scores.layer: scores for scores in entry.layers} if entry else {}
+
+    def of(self, layer: int, head: int, pattern: Pattern, shape: AttentionGroup) -> tuple[float | None, float | None]:
+        """Density and damage; None where they are not known."""
+        if isinstance(pattern, Dense) or self._measured is None:
+            return _density(pattern, shape, self._length), None if self._measured is None else 0.0
+        scores, number = self._layers.get(layer), self._number.get(in_tokens(pattern, self._measured))
+        if scores is None or number is None:
+            return None, None
+        rows = (row for row, patterns in enumerate(scores.patterns) if patterns[head] == number)
+        row = next(rows, None)
+        if row is None:
+            return None, None
+        return scores.tiles[row][head] + scores.columns[row][head], scores.damage[row][head]
+
+
+def _density(pattern: Pattern, shape: AttentionGroup, length: int) -> float | None:
+    """The most of a causal triangle of `length` tokens a side that a head may compute; None for linear attention."""
+    if shape.kind == "linear":
+        return None
+    share = min(_row_tokens(pattern, length), shape.window or length, length) / length
+    return share * (2 - share)
+
+
+def _row_tokens(pattern: Pattern, length: int) -> int:
+    """The most tokens that a row of a head attends to."""
+    match pattern:
+        case Dense():
+            return length
+        case AShape():
+            return pattern.sink.resolve(length) + pattern.window.resolve(length)
+        case VerticalSlash():
+            return pattern.max_tiles.resolve(length) + pattern.vertical.resolve(length)
+        case BlockSparse():
+            return pattern.keep.resolve(length)
+        case Adaptive():
+            return pattern.max_tiles.resolve(length)
+
+
+@dataclass(frozen=True, slots=True)
+class Similarity:
+    """One cell: the share of layer `layer`'s attention mass on what layer `filter` chooses."""
+
+    layer: int
+    filter: int
+    mass: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A cell of the similarity matrix that the plan uses: a layer and the filter layer that chooses for it."""
+
+    layer: int
+    filter: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarityMatrix:
+    """How well each layer's choice of tokens serves each later layer, at the longest profiled length."""
+
+    title: str
+    cells: tuple[Similarity, ...]
+    marks: tuple[Mark, ...]
+
+
+def similarity(plan: Plan, profile: Profile | None) -> SimilarityMatrix | None:
+    """The matrix of the budget nearest to that of the plan; None without decode statistics."""
+    entry = profile.lengths[-1] if profile else None
+    if entry is None or entry.reuse is None:
+        return None
+    bucket = next((b for b in reversed(plan.decode.lengths) if b.segments), None) if plan.decode else None
+    budget = _nearest(entry.reuse, bucket, entry.length)
+    title = f"{entry.length:,} tokens, {text_of(entry.reuse.budgets[budget])} chosen"
+    table = entry.reuse.kept[budget]
+    cells = tuple(Similarity(layer, at, mass) for layer, row in enumerate(table) for at, mass in enumerate(row))
+    return SimilarityMatrix(title, cells, tuple(_marks(bucket)) if bucket else ())
+
+
+def _nearest(reuse: Reuse, bucket: DecodeBucket | None, length: int) -> int:
+    """The position of a budget."""
+    if bucket is None:
+        return len(reuse.budgets) - 1
+    wanted = bucket.segments[0].budget.resolve(length)
+    return min(range(len(reuse.budgets)), key=lambda at: abs(reuse.budgets[at].resolve(length) - wanted))
+
+
+def _marks(bucket: DecodeBucket) -> Iterator[Mark]:
+    for segment in bucket.segments:
+        yield Mark(segment.filter, segment.filter, "filter layer")
+        yield from (Mark(layer, segment.filter, "its segment") for layer in segment.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReads:
+    """What a layer reads in a decode step, at the longest length of a range."""
+
+    layer: int
+    lengths: str
+    role: str
+    tokens: int
+    share: float
+
+
+def layer_reads(plan: Plan) -> tuple[LayerReads, ...]:
+    """Every layer in every range of decode lengths; none without a sparse one."""
+    if plan.decode is None or not plan.decode.sparse_layers:
+        return ()
+    return tuple(fact for title, length, bucket in _decode_ranges(plan) for fact in _reads(plan, title, length, bucket))
+
+
+def _decode_ranges(plan: Plan) -> Iterator[tuple[str, int, DecodeBucket]]:
+    assert isinstance(plan.decode, DecodePlan)
+    after = 0
+    for title, bucket in titled(plan.decode.lengths):
+        assert isinstance(bucket, DecodeBucket)
+        yield title, _example(plan, after, bucket.up_to), bucket
+        after = bucket.up_to or after
+
+
+def _reads(plan: Plan, title: str, length: int, bucket: DecodeBucket) -> Iterator[LayerReads]:
+    segments = {layer: segment for segment in bucket.segments for layer in segment.layers}
+    filters = {segment.filter: segment for segment in bucket.segments}
+    for layer in range(plan.model.layers):
+        shape, segment = plan.model.group_of(layer), segments.get(layer)
+        role: str = "dense" if shape.kind == "full" else shape.kind
+        tokens = min(shape.window or length, length)
+        if segment is not None:
+            role = f"reads the choice of layer {segment.filter}"
+            tokens = segment.read_tokens(layer, length)
+            if layer == segment.filter:
+                role = f"chooses for {format_ids(segment.layers)}, itself included; all keys count half"
+        elif layer in filters:
+            role = f"filter layer of {format_ids(filters[layer].layers)}"
+        yield LayerReads(layer, title, role, tokens, tokens / length)
+
+
+def budget_table(plan: Plan) -> list[list[str]]:
+    """A header and a row a segment: its filter, its layers, and its budget in each range of decode lengths."""
+    ranges = [(title, bucket) for title, _, bucket in _decode_ranges(plan) if bucket.segments] if plan.decode else []
+    if not ranges:
+        return []
+    rows = [["Filter layer", "Layers", "Selector", "Heads", "Sink", "Recent", *(f"Budget, {t}" for t, _ in ranges)]]
+    for number, segment in enumerate(ranges[0][1].segments):
+        heads = segment.heads if isinstance(segment.heads, str) else "mapped"
+        selector = segment.selector + (f" {segment.window}" if segment.window > 1 else "")
+        budgets = [text_of(bucket.segments[number].budget) for _, bucket in ranges]
+        ids = (str(segment.filter), format_ids(segment.layers))
+        rows.append([*ids, selector, heads, str(segment.sink), str(segment.recent), *budgets])
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Predicted attention time of the whole model at one length."""
+
+    length: int
+    mode: str
+    ms: float
+    density: float
+    speedup: float | None
+
+
+def phase_times(plan: Plan, phase: str) -> tuple[PhaseTime, ...]:
+    """Dense and sparse time of a whole prefill, or of one decode step, at every predicted length."""
+    rows = []
+    for entry in plan.cost.lengths if plan.cost else ():
+        estimate = getattr(entry, phase)
+        if estimate is None:
+            continue
+        faster = estimate.dense_us / estimate.sparse_us if estimate.sparse_us else None
+        rows.append(PhaseTime(entry.length, "dense", estimate.dense_us / 1000, 1.0, None))
+        rows.append(PhaseTime(entry.length, "sparse", estimate.sparse_us / 1000, estimate.density, faster))
+    return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveRow:
+    """A point of a curve at one length and phase."""
+
+    method: str
+    density: float
+    kl: float | None
+    agreement: float | None
+    accuracy: float | None
+
+
+_COLUMNS = ("dense", "sparse", "interval", "samples")
+_ELSEWHERE = ("lengths", "tasks", "agreement", "by_length")
+
+
+def quality_table(quality: Quality) -> list[list[str]]:
+    """A header and a row a measured value; agreement with dense has a table of its own."""
+    rows = [["Phase", "Measured at", "What", "Dense", "Sparse", "95% interval", "Samples"]]
+    for phase, measured in to_data(quality).items():
+        at = ", ".join(map(format_length, measured["lengths"]))
+        values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
+        for name, value in (*values.items(), *measured.get("tasks", {}).items()):
+            rows.append([phase, at, *_quality_cells(name, value)])
+    return rows
+
+
+def agreement_table(quality: Quality) -> list[list[str]]:
+    """A header and a row for each phase, length and task; none without a measured agreement."""
+    rows = [list(row) for row in agreement_rows(quality)]
+    return [list(AGREEMENT_HEADER), *rows] if rows else []
+
+
+def _quality_cells(name: str, value: Any) -> list[str]:
+    """A score (a mapping) or a number: of the sparse side, as the plan is what is measured."""
+    parts: Mapping[str, Any] = value if isinstance(value, Mapping) else {"sparse": value}
+    return [name, *(_cell(parts.get(key)) for key in _COLUMNS)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " to ".join(map(_cell, value))
+    return "" if value is None else text_of(value)
+
+
+def columnar(kind: type[Any], rows: Sequence[Any]) -> dict[str, Any]:
+    """Rows of a dataclass as JSON data that names each field once: `{"fields": [...], "rows": [[...], ...]}`."""
+    return {"fields": [field.name for field in fields(kind)], "rows": [_plain(astuple(row)) for row in rows]}
+
+
+def _plain(values: Sequence[Any]) -> list[Any]:
+    return [float(f"{value:.5g}") if isinstance(value, float) else value for value in values]

@@ -1,0 +1,218 @@
+"""`report(plan)`: one HTML page that holds everything it needs, libraries included, and loads nothing.
+
+The same inputs give the same bytes. What comes from a plan is escaped where it stands: by the template in text, as JSON
+in the data block; the page's security policy runs the one script written here and no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import altair as alt
+import jinja2
+import vl_convert
+from markupsafe import Markup
+
+from sparsekv.bench.curve_file import CurvePoint
+from sparsekv.bench.report import charts, facts
+from sparsekv.plans.schema import Plan, unsupported
+from sparsekv.plans.show import header
+from sparsekv.plans.types import format_length
+
+if TYPE_CHECKING:
+    from sparsekv.planner.profile.profile_data import Profile
+
+LEAST_KL = 1e-6  # where the logarithmic axis of divergences ends
+
+_DRAWING = """{
+  const page = JSON.parse(document.getElementById("page-data").textContent);
+  const rowsOf = ({fields, rows}) => rows.map(row => Object.fromEntries(fields.map((field, at) => [field, row[at]])));
+  const options = {renderer: "canvas", actions: {export: true, source: false, compiled: false, editor: false}};
+  for (const [id, chart] of Object.entries(page.charts)) {
+    const datasets = {...chart.datasets};
+    for (const {data} of [chart, ...(chart.layer || [])])
+      if (data && page.datasets[data.name]) datasets[data.name] = rowsOf(page.datasets[data.name]);
+    vegaEmbed("#" + id, {...chart, datasets}, options);
+  }
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a section: a title, lines of text, charts by their id, a table (a header and rows)."""
+
+    title: str = ""
+    lines: tuple[str, ...] = ()
+    charts: tuple[str, ...] = ()
+    table: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A titled part of the page."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+class _Drawings:
+    """Charts and the data they name, as they are added."""
+
+    def __init__(self) -> None:
+        self.charts: dict[str, dict[str, Any]] = {}
+        self.datasets: dict[str, dict[str, Any]] = {}
+
+    def data(self, name: str, kind: type[Any], rows: Sequence[Any]) -> str:
+        self.datasets[name] = facts.columnar(kind, rows)
+        return name
+
+    def add(self, name: str, chart: dict[str, Any]) -> str:
+        self.charts[name] = chart
+        return name
+
+
+def report(plan: Plan, profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
+    """The page of a plan, with the damages and the similarity of its profile and with measured curves where given."""
+    drawings = _Drawings()
+    sections = [_prefill(plan, profile, drawings), _decode(plan, profile, drawings)]
+    sections += [section for section in (_times(plan, drawings), _quality(plan), _curves(curve, drawings)) if section]
+    data = {"charts": drawings.charts, "datasets": drawings.datasets}
+    script = _script()
+    template = jinja2.Environment(
+        loader=jinja2.PackageLoader("sparsekv.bench.report", ""), autoescape=True, undefined=jinja2.StrictUndefined
+    ).get_template("page.html.jinja")
+    return template.render(
+        model=plan.model.id,
+        status=plan.status,
+        header=header(plan),
+        refused=unsupported(plan),
+        sections=sections,
+        data=_json(data),
+        script=Markup(script),
+        script_hash=Markup(_hash(script)),
+    )
+
+
+def _json(data: Any) -> Markup:
+    """JSON in which nothing ends the element around it."""
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+@cache
+def _script() -> str:
+    """The drawing with all of Vega-Embed, of the version that the charts are written for."""
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    return vl_convert.javascript_bundle(_DRAWING, vl_version=version).replace("</script", "<\\/script")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _prefill(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section:
+    maps, lines = facts.pattern_maps(plan, profile)
+    layers = plan.model.layers
+    heads = max(group.heads for group in plan.model.attention)
+    families = sorted({head.pattern for one in maps for head in one.heads})
+    blocks = []
+    for number, one in enumerate(maps):
+        data = drawings.data(f"heads-{number}", facts.HeadFact, one.heads)
+        shown = [
+            drawings.add(f"patterns-{number}", charts.pattern_map(data, layers, heads, families)),
+            drawings.add(f"density-{number}", charts.density_map(data, layers, heads, one.measured)),
+        ]
+        if one.measured:
+            shown.append(drawings.add(f"damage-{number}", charts.damage_map(data, layers, heads)))
+        blocks.append(Block(f"{one.title} tokens", (f"{one.summary} ({one.length:,} tokens)",), tuple(shown)))
+    notes: tuple[str, ...] = ("Lengths are past + chunk. Point at a cell for its parameters.",) if maps else ()
+    if maps and profile is None:
+        notes += ("Damages and measured densities need the profile (--profile).",)
+    elif any(head.damage is None for one in maps for head in one.heads):
+        notes += ("A cell left out: the profile has no candidate of this pattern.",)
+    return Section("Prefill", (Block(lines=notes), *blocks, Block(lines=lines)))
+
+
+def _decode(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section:
+    blocks = []
+    reads = facts.layer_reads(plan)
+    if reads:
+        titles = list(dict.fromkeys(fact.lengths for fact in reads))
+        data = drawings.data("reads", facts.LayerReads, reads)
+        chart = drawings.add("reads-map", charts.reads_map(data, plan.model.layers, titles))
+        blocks.append(Block("Budgets", (), (chart,), facts.budget_table(plan)))
+    else:
+        blocks.append(Block(lines=("Dense at every length.",)))
+    matrix = facts.similarity(plan, profile)
+    if matrix:
+        cells = drawings.data("similarity", facts.Similarity, matrix.cells)
+        chart = drawings.add("similarity-matrix", charts.similarity_matrix(cells, matrix.marks, plan.model.layers))
+        blocks.append(Block("Similarity of layers", (f"As profiled: {matrix.title}.",), (chart,)))
+    return Section("Decode", tuple(blocks))
+
+
+def _times(plan: Plan, drawings: _Drawings) -> Section | None:
+    shown = []
+    for phase, title in (("prefill", "A whole prefill"), ("decode", "One decode step")):
+        rows = facts.phase_times(plan, phase)
+        if rows:
+            lengths = sorted({row.length for row in rows})
+            data = drawings.data(f"{phase}-times", facts.PhaseTime, rows)
+            shown.append(drawings.add(f"{phase}-time", charts.time_chart(data, title, lengths)))
+    if not shown or plan.cost is None:
+        return None
+    made = f"Predicted for {plan.cost.device}, {plan.cost.backend}: attention alone, not measured on a run of the plan."
+    return Section("Time", (Block(lines=(made,), charts=tuple(shown)),))
+
+
+def _quality(plan: Plan) -> Section:
+    if plan.quality is None:
+        return Section("Quality", (Block(lines=("Not measured.",)),))
+    note = "On held-out prompts. kl: mean divergence of next-token distributions from dense, in nats. "
+    measured = Block(
+        lines=(note + "Intervals of a task are of sparse - dense.",), table=facts.quality_table(plan.quality)
+    )
+    agreement = facts.agreement_table(plan.quality)
+    between = (Block("Agreement with dense, with 95% intervals", table=agreement),) if agreement else ()
+    return Section("Quality", (measured, *between))
+
+
+_VALUES = {
+    "kl": "divergence from dense (nats, log, from 1e-6)",
+    "agreement": "top-1 agreement (share of tokens)",
+    "accuracy": "accuracy (share of answers)",
+}
+
+
+def _curves(curve: Sequence[CurvePoint], drawings: _Drawings) -> Section | None:
+    if not curve:
+        return None
+    return Section("Curves", tuple(_curve_blocks(curve, drawings)))
+
+
+def _curve_blocks(curve: Sequence[CurvePoint], drawings: _Drawings) -> Iterator[Block]:
+    groups: dict[tuple[str, int], list[CurvePoint]] = defaultdict(list)
+    for point in curve:
+        groups[point.phase, point.length].append(point)
+    for (phase, length), points in sorted(groups.items(), key=lambda item: (item[0][0] != "prefill", item[0][1])):
+        rows = [facts.CurveRow(p.method, p.density, _visible(p.kl), p.agreement, p.accuracy) for p in points]
+        data = drawings.data(f"curve-{phase}-{length}", facts.CurveRow, rows)
+        methods = sorted({point.method for point in curve if point.phase == phase})
+        shown = tuple(
+            drawings.add(f"{data}-{value}", charts.curve_chart(data, value, title, methods))
+            for value, title in _VALUES.items()
+            if any(getattr(row, value) is not None for row in rows)
+        )
+        yield Block(f"{phase.capitalize()}, {format_length(length)} tokens", charts=shown)
+
+
+def _visible(kl: float | None) -> float | None:
+    return None if kl is None else max(kl, LEAST_KL)

@@ -1,0 +1,335 @@
+"""`sparsekv bench serve`: requests through vLLM's engine, by a plan and without one, in turn.
+
+Both engines are in this process, with the same settings and half of the device each; the dense one attends as vLLM
+chooses. Prompts are random tokens without a common beginning, prefix caching is off, and answers have a fixed length.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
+from sparsekv.planner.progress import Progress
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import BackendError
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan
+from sparsekv.plans.types import format_length
+from sparsekv.runtime.hf.load import load_config
+from sparsekv.runtime.hf.public_shapes import config_of
+from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
+from sparsekv.runtime.settings import preset_vllm
+
+COLUMNS: Columns = {
+    "prompt": ("length", number("d")),
+    "answer": ("answer", number("d")),
+    "at once": ("at_once", number("d")),
+    "requests": ("requests", number("d")),
+    "density": ("density", number(".3f")),
+    "first s dense": ("dense_ms", number(".3f", 1e3)),
+    "sparse": ("sparse_ms", number(".3f", 1e3)),
+    "speedup": ("speedup", number(".2f")),
+    "token ms dense": ("dense_token_ms", number(".2f")),
+    "sparse ": ("token_ms", number(".2f")),
+    "tokens/s dense": ("dense_tokens_per_second", number(".0f")),
+    "sparse  ": ("tokens_per_second", number(".0f")),
+}
+DENSE, SPARSE = "dense", "sparse"
+MEMORY_SHARE = 0.45  # of the device, for each of the two engines
+_TIMES = ("token_ms", "dense_token_ms", "tokens_per_second", "dense_tokens_per_second")
+_WARM_UP = (2, 4)  # requests, and tokens of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked of an engine.
+
+    Attributes:
+        prompt, answer: tokens of each.
+        at_once: requests that the engine has at a time.
+        requests: in all.
+    """
+
+    prompt: int
+    answer: int
+    at_once: int = 1
+    requests: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """How engines are set, and what is asked of them.
+
+    Attributes:
+        repeats: of each load, in turn.
+        step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
+        backend: of the kernels that prefill sparse, or "auto".
+        settings: more of vLLM's own.
+    """
+
+    loads: tuple[Load, ...]
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int = 3
+    step_tokens: int = 8192
+    backend: str = "auto"
+    seed: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(load.prompt + load.answer for load in self.loads)
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The settings of both engines."""
+        own: dict[str, Any] = {
+            "dtype": dtype_name(self.dtype),
+            "max_model_len": self.longest,
+            "max_num_batched_tokens": self.step_tokens,
+            "max_num_seqs": max(load.at_once for load in self.loads),
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+            "seed": self.seed,
+        }
+        on_device = {"gpu_memory_utilization": MEMORY_SHARE} if self.device.type == "cuda" else {}
+        return own | on_device | dict(self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that engines load.
+
+    Attributes:
+        folder: with its config, or the id of a hub repository.
+        random: weights are made by vLLM.
+    """
+
+    folder: str
+    info: ModelInfo
+    vocabulary: int
+    name: str
+    random: bool
+    note: str = ""
+
+
+@contextmanager
+def served_model(name: str, random_weights: bool, longest: int) -> Iterator[ServedModel]:
+    """A model by its name, or one of its shape: a folder with a config alone, for as long as the context lasts.
+
+    Args:
+        name: an alias, folder or hub id.
+        longest: tokens that random weights must take; a shorter context is stretched, and the note says so.
+
+    Raises:
+        UsageError: no config and no known shape of that name.
+        UnsupportedError: its architecture is not supported.
+    """
+    if not random_weights:
+        source = resolve_model(name)
+        config = load_config(source)
+        yield ServedModel(source.path_or_id, describe_config(config, name), config.vocab_size, name, random=False)
+        return
+    config, notes = config_of(name)
+    if config.max_position_embeddings < longest:
+        notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
+        config.max_position_embeddings = longest
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        info = describe_config(config, name)
+        yield ServedModel(folder, info, config.vocab_size, name, random=True, note="; ".join(notes))
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Two engines of vLLM that differ in the plan alone."""
+
+    dense: Any
+    sparse: Any
+    release: str
+
+    def __getitem__(self, way: str) -> Any:
+        return self.dense if way == DENSE else self.sparse
+
+
+@contextmanager
+def start_engines(model: ServedModel, plan: Plan, bench: ServeBench) -> Iterator[Engines]:
+    """Both engines.
+
+    Raises:
+        PlanMismatchError: the plan is another model's.
+        UnsupportedError: the engine cannot run the plan.
+    """
+    preset_vllm()
+    from sparsekv.runtime.vllm import internals as vllm
+
+    settings = bench.engine | ({"load_format": "dummy"} if model.random else {})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sparsekv.yaml"
+        write_plan(plan, path)
+        ours = vllm.asking_for_ours() | {
+            "additional_config": {"sparsekv": {"plan": str(path), "backend": bench.backend}}
+        }
+        sparse = vllm.make_engine(model.folder, **settings, **ours)  # first: it refuses what cannot be served
+        dense = vllm.make_engine(model.folder, **settings, additional_config={"sparsekv": {"dense": True}})
+        yield Engines(dense, sparse, vllm.release)
+
+
+def bench_serve(
+    engines: Engines, model: ServedModel, words: str, bench: ServeBench, progress: Progress | None = None
+) -> Iterator[Row]:
+    """Times every load, and gives its row as soon as it is known. A load that fails is a row with a note.
+
+    `dense_ms` and `sparse_ms` are up to the first token; all times are medians over the repeats of medians over the
+    requests, all rates (of all answers together) medians over the repeats. `failures` are chunks of a layer that were
+    to be sparse and that vLLM's own kernel computed after an error.
+
+    Args:
+        words: what the plan is, for the rows.
+    """
+    host = {"failures": 0, "host": f"vLLM {engines.release}", "model": model.name}
+    host |= {"weights": "random" if model.random else "loaded", "plan": words}
+    with (progress or Progress()).stage("serve", total=len(bench.loads)) as step:
+        for load in bench.loads:
+            own = {"answer": load.answer, "at_once": load.at_once, "requests": load.requests}
+            row = Row(
+                name="serve",
+                length=load.prompt,
+                backend=bench.backend,
+                device=device_name(bench.device),
+                dtype=dtype_name(bench.dtype),
+                own=own | {"step_tokens": bench.step_tokens} | dict.fromkeys(_TIMES) | host,
+                note=model.note,
+            )
+            step.advance(0, note=f"{load.requests} of {format_length(load.prompt)} + {load.answer} tokens")
+            try:
+                yield _timed(row, engines, _prompts(load, model.vocabulary, bench.seed), bench.repeats)
+            except Exception as error:  # out of memory
+                yield row.plus(in_short(error))
+            step.advance()
+
+
+def _timed(row: Row, engines: Engines, prompts: Sequence[Sequence[int]], repeats: int) -> Row:
+    from sparsekv.runtime.vllm.counters import reset_stats, serving_backend, serving_stats
+
+    answer, at_once = row.own["answer"], row.own["at_once"]
+
+    def run(way: str) -> Served:
+        return serve(engines[way], prompts, answer, at_once)
+
+    for way in (DENSE, SPARSE):
+        serve(engines[way], prompts[: _WARM_UP[0]], min(_WARM_UP[1], answer), at_once)
+    reset_stats(engines.sparse)
+    turns = {way: [run(way)] for way in (DENSE, SPARSE)}
+    failed = repeat_in_turn(turns, run, repeats)
+    stats, (dense, sparse) = serving_stats(engines.sparse), (turns[way] for way in (DENSE, SPARSE))
+    return row.plus(
+        failed,
+        backend=serving_backend(engines.sparse) or row.backend,
+        density=stats.prefill_density,
+        failures=stats.failures,
+        **dict(zip(("dense_ms", "dense_token_ms", "dense_tokens_per_second"), _medians(dense), strict=True)),
+        **dict(zip(("sparse_ms", "token_ms", "tokens_per_second"), _medians(sparse), strict=True)),
+    )
+
+
+def _prompts(load: Load, vocabulary: int, seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(1, vocabulary) for _ in range(load.prompt)] for _ in range(load.requests)]
+
+
+def _medians(runs: Sequence[Served]) -> tuple[float, float | None, float]:
+    """Milliseconds up to the first token and between tokens, and tokens a second."""
+    first = statistics.median(statistics.median(run.first_seconds) for run in runs) * 1e3
+    each = [statistics.median(run.token_seconds) for run in runs if run.token_seconds]
+    rate = statistics.median(run.tokens_per_second for run in runs)
+    return first, statistics.median(each) * 1e3 if each else None, rate
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One request, in seconds of one clock."""
+
+    given: float  # to the engine
+    first: float  # token
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Requests that were served together, all with answers of the same length."""
+
+    timings: tuple[Timing, ...]
+    answer: int  # tokens
+
+    @property
+    def first_seconds(self) -> tuple[float, ...]:
+        """Up to the first token of each request, from when it was given to the engine."""
+        return tuple(one.first - one.given for one in self.timings)
+
+    @property
+    def token_seconds(self) -> tuple[float, ...]:
+        """Between two tokens of each request's answer, on average; empty where answers are of one token."""
+        return tuple((one.last - one.first) / (self.answer - 1) for one in self.timings) if self.answer > 1 else ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all answers together."""
+        span = max(one.last for one in self.timings) - min(one.given for one in self.timings)
+        return len(self.timings) * self.answer / span
+
+
+def serve(llm: Any, prompts: Sequence[Sequence[int]], answer: int, at_once: int) -> Served:
+    """Serves all prompts, a new one as soon as one of `at_once` is answered.
+
+    Args:
+        llm: a `vllm.LLM`.
+        prompts: tokens.
+        answer: tokens of every answer, whatever the model says.
+        at_once: requests that the engine has at a time.
+
+    Raises:
+        BackendError: the engine lost a request.
+    """
+    from sparsekv.runtime.vllm import internals as vllm
+
+    engine, asked = llm.llm_engine, vllm.greedy(answer)
+    waiting = deque((str(number), list(prompt)) for number, prompt in enumerate(prompts))
+    given: dict[str, float] = {}
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    try:
+        while waiting or engine.has_unfinished_requests():
+            while waiting and len(given) - len(last) < at_once:
+                name, prompt = waiting.popleft()
+                given[name] = time.perf_counter()
+                engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+            outputs, now = engine.step(), time.perf_counter()
+            for output in outputs:
+                first.setdefault(output.request_id, now)
+                if output.finished:
+                    last[output.request_id] = now
+    except BaseException:
+        engine.abort_request([name for name in given if name not in last])  # the next call uses these names again
+        raise
+    if given.keys() != last.keys():
+        raise BackendError(f"expected {len(given)} answers of vLLM's engine, found {len(last)}; its log says why")
+    return Served(tuple(Timing(given[name], first[name], last[name]) for name in given), answer)

@@ -1,0 +1,176 @@
+"""Attention of one decode step, all layers one behind the other: by a plan, and by every dense kernel there is.
+
+Every layer has keys and values of its own, as many as a model's cache holds, so that a layer finds nothing of them in a
+GPU's cache from the step before.
+
+Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S cached tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsekv.bench.dense_kernels import FLASH_ATTN, TORCH_KERNELS, flash_attn_4, torch_kernel
+from sparsekv.bench.harness import wait_for
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.phases import DecodePlan
+from sparsekv.runtime.core.decode import count_step, decode
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.core.state import DecodeState
+from sparsekv.runtime.core.stats import Meter, RunStats
+from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.pinned import available_bytes, has_room
+from sparsekv.runtime.stores.store import Layout
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of the newest token to all: q [B, H, 1, D], k and v [B, G, S, D]."""
+
+Step = Callable[[], list[torch.Tensor]]
+"""The output of every layer, [B, H, 1, D]."""
+
+_OURS = "sparsekv dense"
+_AS_ROWS = ", heads of a group as rows"
+_SPLITS = 32  # of the keys, for kernels that do not choose by themselves
+
+
+class Fillable(Protocol):
+    """A store, or a layer of a cache."""
+
+    def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the next tokens can be written."""
+
+    def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
+        """Counts them."""
+
+
+def kv_bytes(layouts: Iterable[Layout]) -> int:
+    """Of the keys and values of one token in all layers."""
+    return sum(2 * one.batch * one.heads * one.size * one.dtype.itemsize for one in layouts)
+
+
+def fill(
+    layers: Iterable[Fillable],
+    tokens: int,
+    layouts: Sequence[Layout],
+    seed: int,
+    available: Callable[[], int | None] = available_bytes,
+) -> None:
+    """Appends random tokens, of normal distribution, the same for one seed and device.
+
+    Args:
+        available: bytes of host memory. Linux grants more than there is, and kills the process that writes to it.
+
+    Raises:
+        MemoryError: host memory cannot hold them.
+    """
+    on_host = kv_bytes(layout for layout in layouts if layout.device.type == "cpu")
+    if not has_room(tokens * on_host, available()):
+        raise MemoryError("not enough memory for keys and values")
+    for number, (layer, layout) in enumerate(zip(layers, layouts, strict=True)):
+        generator = torch.Generator(layout.device).manual_seed(seed + number)
+        k_BGSD, v_BGSD = layer.room(tokens, layout)
+        for x_BGSD in (k_BGSD, v_BGSD):
+            x_BGSD.normal_(generator=generator)
+        layer.commit(k_BGSD, v_BGSD)
+        del k_BGSD, v_BGSD, x_BGSD
+        wait_for(layout.device)  # what is on its way to host memory takes device memory until it is there
+
+
+class StepAttention:
+    """Random queries of one step, and the keys and values of all layers.
+
+    Args:
+        info: of the model.
+        layouts: of its layers, for the batch.
+        length: tokens of each row, the new one included.
+        backend: the name that `choose_backend` gave.
+        seed: of what is random.
+
+    Raises:
+        What an allocation raises.
+    """
+
+    def __init__(self, info: ModelInfo, layouts: tuple[Layout, ...], length: int, backend: str, seed: int) -> None:
+        self._info = info
+        self._backend = backend
+        self._device = layouts[0].device
+        self._lengths = (length,) * layouts[0].batch
+        self._stores = [DeviceStore() for _ in layouts]
+        for store, layout in zip(self._stores, layouts, strict=True):
+            store.reserve(length, layout)
+        fill(self._stores, length, layouts, seed)
+        groups = info.by_layer
+        queries = [replace(layout, heads=groups[layer].heads).empty(1) for layer, layout in enumerate(layouts)]
+        generator = torch.Generator(self._device).manual_seed(seed)
+        self._queries = [q_BH1D.normal_(generator=generator) for q_BH1D in queries]
+
+    def by_plan(self, plan: DecodePlan | None) -> Step:
+        """The step as the runtime computes it; without a plan by its dense kernel."""
+        program = Program.of(None, plan, self._info)
+        state, lengths = DecodeState(program), self._lengths
+        # A captured step never learns the lengths.
+        known = (
+            torch.tensor(lengths, dtype=torch.int32, device=self._device) if self._device.type == "cuda" else lengths
+        )
+
+        def step() -> list[torch.Tensor]:
+            state.begin(known, self._device)
+            return [
+                decode(layer, q_BH1D, store, state, scale=q_BH1D.shape[-1] ** -0.5, backend=self._backend)
+                for layer, q_BH1D, store in zip(program.layers, self._queries, self._stores, strict=True)
+            ]
+
+        return step
+
+    def dense(self) -> dict[str, Step]:
+        """The step by every dense kernel that there may be for these tensors."""
+        calls: dict[str, Step] = {_OURS: self.by_plan(None)}
+        return calls | {name: partial(self._each_layer, attend) for name, attend in _kernels(self._device).items()}
+
+    def counted(self, plan: DecodePlan) -> RunStats:
+        """What the step attends to by the plan."""
+        count_step(Program.of(None, plan, self._info), self._lengths, meter := Meter())
+        return meter.read()
+
+    def _each_layer(self, attend: Attend) -> list[torch.Tensor]:
+        groups, found = self._info.by_layer, []
+        for layer, (q_BH1D, store) in enumerate(zip(self._queries, self._stores, strict=True)):
+            seen = slice(-min(store.length, groups[layer].window or store.length), None)
+            found.append(attend(q_BH1D, *(x_BGSD[:, :, seen] for x_BGSD in store.tensors)))
+        return found
+
+
+def _kernels(device: torch.device) -> dict[str, Attend]:
+    kernels: dict[str, Attend] = {"torch SDPA": partial(scaled_dot_product_attention, enable_gqa=True)}
+    if device.type == "cuda":
+        kernels = {name: partial(torch_kernel, kernel, causal=False) for name, kernel in TORCH_KERNELS.items()}
+    kernels |= {f"{name}{_AS_ROWS}": partial(_grouped, attend) for name, attend in kernels.items()}
+    if device.type == "cuda":
+        # Otherwise it would repeat keys and values.
+        kernels[f"torch math{_AS_ROWS}"] = partial(_grouped, partial(torch_kernel, SDPBackend.MATH, causal=False))
+        kernels[FLASH_ATTN] = flash_attn_4
+        kernels[f"{FLASH_ATTN}, {_SPLITS} splits"] = partial(flash_attn_4, num_splits=_SPLITS)
+        kernels["FlashInfer"] = _flashinfer
+    return kernels
+
+
+def _grouped(attend: Attend, q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """The query heads of a KV head as rows of one head: keys are read once whatever the kernel."""
+    return attend(q_BH1D.unflatten(1, (k_BGSD.shape[1], -1)).squeeze(3), k_BGSD, v_BGSD).reshape_as(q_BH1D)
+
+
+def _flashinfer(q_BH1D: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
+    """Raises ImportError where it is not installed, RuntimeError for a batch."""
+    attend: Any = import_module("flashinfer").single_decode_with_kv_cache
+    if q_BH1D.shape[0] > 1:
+        raise RuntimeError("its kernel for contiguous keys takes one row")
+    out_HD: torch.Tensor = attend(q_BH1D[0, :, 0], k_BGSD[0], v_BGSD[0], kv_layout="HND", use_tensor_cores=True)
+    return out_HD[None, :, None]

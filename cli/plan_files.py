@@ -1,0 +1,182 @@
+"""The files that `plan` reads and writes: found out before hours of work whether they can be written."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from sparsekv.planner.flags import Flag, Options
+from sparsekv.plans.errors import UsageError
+
+
+class PlanFiles(Options):
+    """Where the plan goes, and the files between the steps: in instead of measuring, out to save what was measured."""
+
+    out: Annotated[Path, Flag("Where the plan goes.", ("--out", "-o"), "FILE")]
+    prompts_file: Annotated[
+        Path | None, Flag("Own calibration prompts: JSON lines or text.", ("--prompts",), "FILE")
+    ] = None
+    profile_out: Annotated[
+        Path | None,
+        Flag(
+            "Save the profile. Until the plan is written, what is profiled is in FILE.partial, or without this option "
+            "in PLAN.profile.partial: the same command goes on from there.",
+            metavar="FILE",
+        ),
+    ] = None
+    profile: Annotated[Path | None, Flag("Use a saved profile.", metavar="FILE")] = None
+    cost_out: Annotated[Path | None, Flag("Save the measured device cost.", metavar="FILE")] = None
+    cost: Annotated[Path | None, Flag("Use a saved device cost.", metavar="FILE")] = None
+
+    @property
+    def resume(self) -> Path:
+        """What has been profiled, until the plan is written; a rerun goes on from it."""
+        profile = self.profile_out or self.out.with_name(f"{self.out.name}.profile")
+        return profile.with_name(f"{profile.name}.partial")
+
+    def check_files(self) -> None:
+        """Finds out before hours of work whether the outputs can be written.
+
+        Raises:
+            UsageError: a file is to be written where none can be, over one that is read or is of another kind, or two
+                to one file.
+        """
+        for path in (self.out, self.profile_out, self.cost_out):
+            if path is not None:
+                check_writable(path)
+        check_writable(self.resume)
+        inputs = (("--profile", self.profile), ("--cost", self.cost), ("--prompts", self.prompts_file))
+        outputs = (
+            ("--out", self.out, "plan"),
+            ("--profile-out", self.profile_out, "profile"),
+            ("an unfinished --profile-out", self.resume, "partial"),
+            ("--cost-out", self.cost_out, "cost"),
+        )
+        taken = {os.path.realpath(path): f"{flag} {path}" for flag, path in inputs if path is not None}
+        for flag, path, _ in outputs:
+            if path is None:
+                continue
+            real = os.path.realpath(path)
+            if real in taken:
+                raise UsageError(f"expected a file of its own for {flag}, found {taken[real]} there; name another one")
+            taken[real] = f"{flag} {path}"
+        for flag, path, kind in outputs:
+            if path is not None:
+                check_replaceable(path, flag, kind)
+
+    @contextmanager
+    def telling_what_is_saved(self) -> Iterator[None]:
+        """Adds to an interruption, and to any failure that leaves a part of the profile, what a rerun will find."""
+        before = _version_of(self.profile_out)
+        try:
+            yield
+        except BaseException as stop:
+            if isinstance(stop, KeyboardInterrupt) or self._is_resumable():
+                stop.add_note(self._saved(_version_of(self.profile_out) != before))
+            raise
+
+    def _is_resumable(self) -> bool:
+        return self.profile is None and self.resume.exists()
+
+    def _saved(self, is_complete: bool) -> str:
+        if self._is_resumable():
+            told = f"saved what was profiled in {self.resume}: the same command goes on from there"
+            if is_complete:
+                told += (
+                    f"; the profile in {self.profile_out} is complete: `--profile {self.profile_out}`, without "
+                    "--profile-out and what else only profiling reads, skips the trials too"
+                )
+            return told
+        if self.profile is not None:
+            return f"{self.out} was not written; the profile in {self.profile} is unchanged"
+        return f"{self.out} was not written, and nothing was profiled yet"
+
+
+def _version_of(path: Path | None) -> tuple[int, int] | None:
+    """Changes when the file is written anew; None where there is none."""
+    try:
+        found = path.stat() if path else None
+    except FileNotFoundError:
+        return None
+    return found and (found.st_ino, found.st_mtime_ns)
+
+
+def check_writable(path: Path) -> None:
+    """Finds out whether a file can be written at `path`, or in place of what is there.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    real = Path(os.path.realpath(path))
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"expected a file to write, found {path!s:.80}: {reason}; name another one") from error
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"expected a file to write, found the folder {path}; name a file in it")
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
+    if not real.parent.is_dir():
+        raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
+    if not os.access(real.parent, os.W_OK):
+        raise UsageError(f"expected a folder that can be written, found {real.parent}; choose another one")
+
+
+_HEAD = 1 << 20  # bytes of a file that tell its kind
+_MARKED = 1024  # those of a page, which may show any text further down
+_WHAT = {
+    "plan": "a plan",
+    "profile": "a profile",
+    "partial": "an unfinished profile",
+    "cost": "a device cost",
+    "page": "a page of `sparsekv show`",
+    "curve": "a curve",
+}
+
+
+def check_replaceable(path: Path, flag: str, kind: str) -> None:
+    """Refuses a file that nothing of sparsekv wrote. One that is damaged, or of another schema, still tells its kind.
+
+    Raises:
+        UsageError: naming the file.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf")
+        if head.startswith(b"\x1f\x8b"):
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
+    except FileNotFoundError:
+        return
+    except zlib.error:
+        head = b"\x1f\x8b"
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read before it is replaced: {error.strerror}; name another one") from None
+    if head and not _tells(head, kind):
+        raise UsageError(
+            f"expected {_WHAT[kind]} or no file yet in {path}, where {flag} is to be written, found another file; "
+            "choose another name, or remove it first"
+        )
+
+
+def _tells(head: bytes, kind: str) -> bool:
+    if kind == "partial":
+        return head.startswith(b"sparsekv.partial"[: len(head)])
+    if kind == "curve":
+        return head.startswith(b"[") and b'"method"' in head[:_MARKED]
+    if kind == "page":
+        return b'<meta name="generator" content="sparsekv show">' in head[:_MARKED]
+    # Of YAML, fields stand from the first line on that is no comment; text around an example of a plan does not.
+    lines = [line for line in head.splitlines() if line.strip() and not line.startswith((b"#", b"---"))]
+    at_start = rb"" if lines and lines[0].lstrip().startswith(b"{") else rb"^"
+    field = at_start + rb"""["']?kind["']?\s*:\s*["']?sparsekv\.%b\b""" % kind.encode()
+    is_mapping = bool(lines) and re.match(rb"""\s*\{|["']?\w+["']?\s*:""", lines[0]) is not None
+    return is_mapping and re.search(field, head, re.MULTILINE) is not None

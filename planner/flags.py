@@ -1,0 +1,254 @@
+"""What options are made of: a frozen model whose fields carry type, bounds, default and flag, and what texts mean.
+
+The command line is generated from such models (cli/options.py); programs make them by keyword. A value may be given as
+the text that the flag takes: `lengths="4k,16k"`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import get_annotations
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import Budget, TileShape, fraction, tokens
+from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH, parse_ids, parse_length
+
+MOST = 1 << 20  # of whatever is counted: more is a slip of the hand
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the command line takes a field.
+
+    Attributes:
+        names: the flag and other names for it; by default the name of the field, after "no-" where it is on.
+        reads: the type that the command line reads, where that is not the field's.
+        is_argument: it is not a flag, but a word of its own.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    reads: Any = None
+    is_argument: bool = False
+
+
+class Spelled(NamedTuple):
+    """A field that has a flag."""
+
+    name: str
+    field: FieldInfo
+    flag: Flag
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As they are typed."""
+        off = "no-" if self.field.default is True else ""
+        return self.flag.names or (f"--{off}{self.name.replace('_', '-')}",)
+
+
+class Options(BaseModel):
+    """Options that were asked for. Those of a nested model are given flat, or as the model.
+
+    Raises:
+        UsageError: naming the first one that cannot be meant.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        for parent, model in self.nested():
+            own = {name: values.pop(name) for name in model.model_fields if name in values}
+            if own:
+                values[parent] = values[parent].but(**own) if parent in values else model(**own)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise UsageError(self._told(error)) from None
+
+    def but(self, **changes: Any) -> Self:
+        """These options, some of them others."""
+        return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | changes)
+
+    @classmethod
+    def nested(cls) -> Iterator[tuple[str, type[Options]]]:
+        """The fields that are models of options themselves."""
+        for name, field in cls.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Options):
+                yield name, field.annotation
+
+    @classmethod
+    def spelled(cls) -> Iterator[Spelled]:
+        """The fields that have flags: the model's own, those of its bases in their order, nested ones in place."""
+        nested = dict(cls.nested())
+        for name in dict.fromkeys(name for base in cls.__mro__ for name in get_annotations(base)):
+            field = cls.model_fields.get(name)
+            flag = next((one for one in field.metadata if isinstance(one, Flag)), None) if field else None
+            if field and flag:
+                yield Spelled(name, field, flag)
+            elif name in nested:
+                yield from nested[name].spelled()
+
+    @classmethod
+    def flag_of(cls, name: str, value: object = None) -> str:
+        """A field as messages show it, with its value if that is a word."""
+        flag = next((one.names[0] for one in cls.spelled() if one.name == name), name)
+        word = value[0] if isinstance(value, tuple) and len(value) == 1 else value
+        return f"{flag} {word}" if isinstance(word, str) else flag
+
+    def is_given(self, name: str) -> bool:
+        """Whether a field, or one of a nested model, was asked for; nothing asks for nothing."""
+        if name in self.model_fields_set:
+            value = getattr(self, name)
+            return not (value is None or value is False or value == ())
+        nested = (getattr(self, one) for one in self.model_fields_set)
+        return any(isinstance(one, Options) and one.is_given(name) for one in nested)
+
+    def typed(self, name: str) -> Any:
+        """The value of a field that was asked for; None of one left at its default."""
+        return getattr(self, name) if self.is_given(name) else None
+
+    def refuse(self, names: Iterable[str], because: str, *switches: str) -> None:
+        """Refuses options that nothing would read beside others.
+
+        Args:
+            names: those that would not be read.
+            because: why not.
+            switches: the others.
+
+        Raises:
+            UsageError: naming one that was asked for, and the others.
+        """
+        unread = next((name for name in names if name not in switches and self.is_given(name)), None)
+        if unread is not None:
+            given, *others = (self.flag_of(name, getattr(self, name, None)) for name in (unread, *switches))
+            raise UsageError(f"expected {given} or {' and '.join(others)}, found both: {because}; leave one out")
+
+    @classmethod
+    def _told(cls, error: ValidationError) -> str:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            near = get_close_matches(name, cls.model_fields, 1) or list(cls.model_fields)
+            return f"expected an option such as {near[0]}, found {name!r:.40}"
+        if first["type"] == "value_error":
+            return f"{cls.flag_of(name)}: {first['ctx']['error']}"
+        expected = first["msg"].replace("Input should be", "expected")
+        return f"{cls.flag_of(name)}: {expected}, found {first['input']!r:.60}"
+
+
+# --- what texts mean --------------------------------------------------------------------------------------------------
+
+
+def text(parse: Callable[[str], Any]) -> BeforeValidator:
+    """A validator that takes a text for what `parse` makes of it."""
+
+    def read(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, str) else value
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    return BeforeValidator(read)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    found = tuple(name.strip() for name in text.split(","))
+    if "" in found:
+        raise ValueError(f"expected names separated by commas, found {text!r:.40}")
+    return found
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Lengths such as 4k,16k, in the order given: densities may pair up with them."""
+    return tuple(map(parse_length, text.split(",")))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, such as 1,4."""
+    numbers = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in words(text))
+    if not all(1 <= number <= MOST for number in numbers):
+        raise ValueError(f"expected whole numbers from 1 to {MOST}, such as 1,4, found {text!r:.40}")
+    return numbers
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Shares such as 0.3 or 30%, separated by commas."""
+    found = {part: _share(part) for part in text.split(",")}
+    if None in found.values():
+        part = next(part for part, share in found.items() if share is None)
+        raise ValueError(f"expected a share above 0 and up to 1, such as 0.3 or 30%, found {part!r:.40}")
+    return tuple(share for part in text.split(",") if (share := found[part]) is not None)
+
+
+def budget(text: str) -> Budget:
+    """A number of tokens (2048, 2k) or a share of the context (10%, 0.1)."""
+    share = _share(text)
+    try:
+        return tokens(parse_length(text))
+    except UsageError:
+        if share is not None:
+            return fraction(share)
+    raise ValueError(f"expected tokens, such as 2048 or 2k, or a share up to 100%, found {text!r:.40}")
+
+
+_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmgt]i?b)", re.ASCII | re.IGNORECASE)
+_UNITS = {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
+_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
+
+
+def size(text: str) -> int:
+    """An amount of memory such as 80GiB or 128 GB."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not (count := int(float(found[1]) * _UNITS[found[2].lower()])):
+        raise ValueError(f"expected an amount of memory, such as 80GiB or 128GB, found {text!r:.40}")
+    return count
+
+
+def square(side: str) -> TileShape:
+    """A tile of so many rows and columns."""
+    return TileShape.model_validate({"query": int(side), "key": int(side)})
+
+
+def _share(text: str) -> float | None:
+    """A share above 0 and up to 1; None where the text is none."""
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        return None
+    return share if 0.0 < share <= 1.0 else None
+
+
+def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values, none of which may come twice."""
+    if len(set(values)) < len(values):
+        raise ValueError(f"expected each once, found {', '.join(map(str, values))}")
+    return values
+
+
+def _not_empty(value: Budget) -> Budget:
+    if value.tokens == 0:
+        raise ValueError("expected a budget of one token or more, found 0")
+    return value
+
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Lengths = Annotated[tuple[Length, ...], text(lengths), AfterValidator(each_once)]
+Shares = Annotated[tuple[Share, ...], text(shares)]
+Counts = Annotated[tuple[Count, ...], text(counts), AfterValidator(each_once)]
+Layers = Annotated[tuple[int, ...], text(parse_ids)]
+Names = Annotated[tuple[str, ...], text(words), AfterValidator(each_once)]
+Chunk = Annotated[Annotated[int, Field(ge=LEAST_CHUNK, le=MAX_LENGTH)] | None, text(parse_length)]
+TokenBudget = Annotated[Budget, text(budget), AfterValidator(_not_empty)]
+Tile = Annotated[TileShape | None, text(square)]

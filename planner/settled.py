@@ -1,0 +1,137 @@
+"""Options with every default filled in that depends on the model, the device, and the tasks that the model solves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, PlanOptions
+from sparsekv.planner.targets import density_for, mandatory_density
+from sparsekv.planner.tasks import QUOTE_TASKS
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.types import format_length
+
+# Heads end between a fraction of the mean and several times as much. On a CPU each level takes half a minute.
+_LEVELS = {
+    "cpu": (0.4, 0.7, 1.1, 1.8),
+    "cuda": (0.125, 0.17, 0.22, 0.3, 0.4, 0.54, 0.73, 1.0, 1.3, 1.7, 2.2, 2.9),
+}
+_ROUNDS = {"cuda": 1}  # of refinement
+# Up to the last, or up to the model's own context where that is shorter. On a CPU 32K tokens take hours to profile.
+_LENGTHS = {"cpu": (4096, 8192), "cuda": (4096, 16384, 32768, 131072)}
+_APART = 0.75  # of the longest length: what lies closer to it is left out
+# Calibration samples a length where the tasks are found out; of long prompts fewer. One of 128K tokens takes an 8B
+# model a minute on an H200.
+_SAMPLES = {"cpu": 3, "cuda": 8}
+_LONG, _LONG_SAMPLES = 65536, 5
+_SCORED_ROWS = 32768  # of longer prompts a sample of about so many
+# Fewer samples at a length, all tasks together, prove too little for a plan to be called verified.
+FEWEST_SAMPLES = 50
+_FEWEST_TASKS = len(QUOTE_TASKS) + 1  # with plain text: what any model is verified on, see `with_tasks`
+
+
+class Settled(PlanOptions):
+    """Options that leave nothing open, made by `settle` alone.
+
+    Attributes:
+        density_is_default: nobody asked for `target_density`, which gives way to what the tiles that every pattern
+            computes take of the prompts at hand.
+        samples_are_default: nobody asked for `samples`, of which long prompts get fewer.
+    """
+
+    tile: TileShape
+    refine_rounds: int
+    samples: int
+    verify_samples: int
+    density_is_default: bool
+    samples_are_default: bool
+
+    def but(self, **changes: Any) -> Settled:
+        """These options, some of them others, which are not checked again."""
+        return self.model_copy(update=changes)
+
+    def samples_at(self, length: int) -> int:
+        """Calibration samples of a length."""
+        return min(self.samples, _LONG_SAMPLES) if self.samples_are_default and length > _LONG else self.samples
+
+    def row_stride_at(self, length: int) -> int:
+        """`row_stride`, or its default on CUDA at a length."""
+        return self.row_stride or max(1, round(length / _SCORED_ROWS))
+
+
+def settle(options: PlanOptions, context_length: int, device_type: str) -> Settled:
+    """Options with every default filled in.
+
+    Raises:
+        UsageError: a length is beyond the model's context, or lengths and densities do not pair up.
+    """
+    on_gpu, preset = device_type == "cuda", options.preset is not None
+    lengths = _lengths(options, context_length, device_type)
+    tile = options.tile or (TileShape(query=64, key=64) if preset else TileShape())
+    families = options.families or (PRESET_FAMILIES if preset else FAMILIES)
+    tasks = ("kv_retrieval",) if preset and not options.tasks else options.tasks
+    every = len(tasks) or _SAMPLES["cuda"]
+    samples = 1 if preset else every if on_gpu else min(_SAMPLES["cpu"], every)
+    filled: dict[str, Any] = {
+        "lengths": lengths,
+        "target_density": () if preset else _densities(options, lengths, tile, families),
+        "families": families,
+        "tile": tile,
+        "levels": (1.0,) if preset else options.levels or _LEVELS["cuda" if on_gpu else "cpu"],
+        "row_stride": options.row_stride or (4 if not on_gpu else 1 if preset else None),
+        "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
+        "tasks": tasks,
+        "samples": options.samples or len(options.prompts) or samples,
+        "verify_samples": held_out_samples(options, tasks, device_type),
+        "verify_lengths": options.verify_lengths or lengths,
+        "density_is_default": not (options.target_density or preset),
+        "samples_are_default": not (options.samples or options.prompts or options.tasks or preset),
+    }
+    return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
+
+
+def held_out_samples(options: PlanOptions, tasks: Sequence[str], device_type: str) -> int:
+    """Held-out samples of each of these tasks at a length: as asked for, or on a GPU as many as verification needs
+    over all tasks, on a CPU one. No tasks are those that any model is verified on."""
+    if options.verify_samples is not None:
+        return options.verify_samples
+    return math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if device_type == "cuda" else 1
+
+
+def lengths_up_to(context_length: int, planned: Sequence[int]) -> tuple[int, ...]:
+    """The lengths that plan a context to its end: those planned, the usual ones beyond them, and its own."""
+    usual = (length for length in _LENGTHS["cuda"] if planned[-1] < length <= _APART * context_length)
+    return (*planned, *usual, context_length)
+
+
+def _lengths(options: PlanOptions, context_length: int, device_type: str) -> tuple[int, ...]:
+    if not options.lengths:
+        usual = _LENGTHS.get(device_type, _LENGTHS["cpu"])
+        longest = min(context_length, usual[-1])
+        return (*(length for length in usual if length <= _APART * longest), longest)
+    if max(options.lengths) > context_length:
+        raise UsageError(
+            f"expected lengths within the model's context of {format_length(context_length)} tokens, "
+            f"found {format_length(max(options.lengths))}; leave it out, or plan a model with a longer context"
+        )
+    return tuple(sorted(options.lengths))
+
+
+def _densities(
+    options: PlanOptions, lengths: tuple[int, ...], tile: TileShape, families: Sequence[Family]
+) -> tuple[float, ...]:
+    """One a length."""
+    given = options.target_density
+    if not given:
+        least = (min(mandatory_density(length, tile, family) for family in families) for length in lengths)
+        return tuple(max(density_for(length), floor) for length, floor in zip(lengths, least, strict=True))
+    if len(given) == 1:
+        return given * len(lengths)
+    if len(given) != len(lengths):
+        raise UsageError(
+            f"expected one target density, or one for each of the {len(lengths)} lengths, found {len(given)}"
+        )
+    paired = sorted(zip(options.lengths or lengths, given, strict=True))
+    return tuple(density for _, density in paired)

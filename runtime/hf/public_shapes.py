@@ -1,0 +1,78 @@
+"""The config of a model by its name, or its public shape where not even the config can be had.
+
+Public shapes are facts from the models' own cards and configs, rope bases included: no time or memory depends on those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+
+from sparsekv.plans.aliases import ALIASES, resolve_model
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.hf.load import load_config
+from sparsekv.runtime.model_config import check_supported
+
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+
+
+def _shape(model_type: str, rope_theta: float, *sizes: int) -> dict[str, Any]:
+    """What a config says that time and memory depend on, as transformers names it."""
+    return dict(zip(_SIZES, sizes, strict=True)) | {
+        "model_type": model_type,
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _llama(context: int, rope_theta: float) -> dict[str, Any]:
+    return _shape("llama", rope_theta, 32, 4096, 14336, 32, 8, 128256, context)
+
+
+def _qwen2(context: int, rope_theta: float) -> dict[str, Any]:
+    return _shape("qwen2", rope_theta, 28, 3584, 18944, 28, 4, 152064, context)
+
+
+# By alias, see plans/aliases.py.
+PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
+    "llama3-8b": _llama(8192, 5e5),
+    "llama3-8b-262k": _llama(262144, 283461213.0),
+    "llama3-8b-1m": _llama(1048576, 3580165449.0),
+    "llama3.1-8b": _llama(131072, 5e5),
+    "llama3.1-70b": _shape("llama", 5e5, 80, 8192, 28672, 64, 8, 128256, 131072),
+    "yi-9b-200k": _shape("llama", 1e7, 48, 4096, 11008, 32, 4, 64000, 262144),
+    "mistral-7b": _shape("mistral", 1e6, 32, 4096, 14336, 32, 8, 32768, 32768),
+    "qwen2-7b": _qwen2(32768, 1e6),
+    "qwen2.5-7b": _qwen2(32768, 1e6),
+    "qwen2.5-7b-1m": _qwen2(1010000, 1e7),
+    "qwen2.5-14b-1m": _shape("qwen2", 1e7, 48, 5120, 13824, 40, 8, 152064, 1010000),
+    "qwen3-8b": _shape("qwen3", 1e6, 36, 4096, 12288, 32, 8, 151936, 40960),
+    "qwen3-14b": _shape("qwen3", 1e6, 40, 5120, 17408, 40, 8, 151936, 40960),
+}
+
+
+def config_of(name: str) -> tuple[Any, list[str]]:
+    """The config of a model, or one of its shape where it cannot be had; and what there is to say about that.
+
+    Raises:
+        UsageError: neither can be had.
+        UnsupportedError: its architecture is not supported.
+    """
+    source = resolve_model(name)
+    try:
+        return load_config(source), []
+    except UsageError as error:
+        alias = next((alias.name for alias in ALIASES if name.lower() in (alias.name, alias.checkpoint.lower())), "")
+        if alias not in PUBLIC_SHAPES:
+            error.add_note(f"Shapes known without a config: {', '.join(PUBLIC_SHAPES)}")
+            raise
+    check_supported(PUBLIC_SHAPES[alias]["model_type"])
+    return AutoConfig.for_model(**PUBLIC_SHAPES[alias]), ["its shape is from a table: no config to be had"]

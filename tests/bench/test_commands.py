@@ -1,0 +1,226 @@
+"""`sparsekv bench` and `eval --curve`: rows that scripts rely on, and what is refused."""
+
+from importlib.util import find_spec
+from shutil import copyfile
+
+import pytest
+from model_folders import save_model, sparse_plan
+from tiny_models import tiny_model
+from tiny_plans import decode_plan, plan_for, segment
+
+from sparsekv.bench.curve_file import read_curve
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.schema import Plan
+
+RELIED_ON = ["name", "length", "dense_ms", "sparse_ms", "speedup", "density", "tflops", "backend", "device"]
+KERNELS = ("bench", "kernels", "--lengths", 512, "--heads", 2, "--kv-heads", 1, "--head-dim", 32, "--tile", 64)
+KERNELS += ("--density", "50%", "--repeats", 1, "--device", "cpu")
+ONCE = ("--repeats", 1, "--device", "cpu")
+BY_HAND = ("--budget", 32, "--filters", 0)
+CURVE = ("--length", "1k", "--tasks", "kv_retrieval", "--samples", 1, "--densities", "0.6", "--budgets", "20%")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = tiny_model(context=2048)
+    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
+    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
+    return folder
+
+
+def test_kernels_prints_a_row_of_every_case_that_can_run(sparsekv):
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "cpu", "--json")
+    assert done.code == 0, done.err
+    (row,) = done.data
+    assert list(row)[:9] == RELIED_ON
+    assert (row["name"], row["length"], row["backend"], row["dtype"]) == ("a_shape", 512, "cpu", "float32")
+    assert row["index_ms"] > 0
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--density", "25%,75%")
+    assert done.code == 0, done.err
+    header, *rows = (line.split() for line in done.out.splitlines() if line.startswith(("pattern", "a_shape")))
+    assert [row[header.index("asked")] for row in rows if row[2] == "cpu"] == ["0.25", "0.75"]
+    for said in ("torch SDPA", "flash: ", "triton: "):
+        assert said in done.out
+
+
+def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv):
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "triton", "--json")
+    assert done.code == 1
+    assert done.data[0]["sparse_ms"] is None
+    assert done.data[0]["note"]
+
+
+def test_prefill_follows_the_plan_of_the_folder(sparsekv, folder):
+    done = sparsekv("bench", "prefill", folder, "--lengths", 512, *ONCE, "--json")
+    assert done.code == 0, done.err
+    (row,) = done.data
+    assert list(row)[:9] == RELIED_ON
+    assert (row["weights"], row["plan"], row["layers"]) == ("loaded", "given", 3)
+    assert 0 < row["density"] < 1
+
+
+def test_prefill_with_random_weights_says_that_they_are_and_what_the_plan_is(sparsekv, folder):
+    call = ("--random-weights", "--layers", 1, "--lengths", "4k,512", "--density", "0.3,50%", "--tile", 64)
+    done = sparsekv("bench", "prefill", folder, *call, *ONCE)
+    assert done.code == 0, done.err
+    for said in ("random", "0.5, 0.3", "2k", "1 of 3", "4k"):
+        assert said in done.out
+    assert "random" in done.err
+
+
+def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
+    done = sparsekv("bench", "decode", folder, "--lengths", 256, *ONCE, "--json")
+    assert done.code == 0, done.err
+    for row in done.data:
+        assert list(row)[:9] == RELIED_ON
+        assert (row["plan"], row["selector"], row["batch"], row["weights"]) == ("given", "last", 1, "loaded")
+        assert 0 < row["density"] < 1
+    assert [row["name"] for row in done.data] == ["attention", "token"]
+
+
+def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(sparsekv, folder):
+    call = ("--random-weights", "--lengths", 4096, "--selector", "exponential", "--window", 4, "--batch", 2)
+    done = sparsekv("bench", "decode", folder, *BY_HAND, *call, "--device", "cpu")
+    assert done.code == 0, done.err
+    for said in ("random", "layers 0 choose 32", "2k", "exponential", "4k, batch 2, token: ", "4k, batch 2, attention"):
+        assert said in done.out
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (("--selector", "median"), "median"),
+        (("--selector", "uniform"), "--window"),
+        (("--window", "8"), "--window"),
+        (("--filters", "9"), "9"),
+        (("--filters", "1-0"), "--filters"),
+        (("--lengths", "64k"), "2048"),
+        (("--lengths", "16"), "16"),
+        (("--batch", "1,0"), "--batch"),
+        (("--budget", "0"), "--budget"),
+        (("--plan", "x.yaml", "--budget", "2k"), "--plan"),
+        (("--budget", "2k", "--allow-mismatch"), "--allow-mismatch"),
+        (("--miss-rate", "10%"), "--offload always"),
+        (("--budget", "32", "--offload", "always", "--miss-rate", "10%"), "GPU"),
+        (("--budget", "32", "--offload", "always", "--miss-rate", "10%,20%"), "--miss-rate"),
+    ],
+)
+def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(sparsekv, folder, tmp_path, call, word):
+    copyfile(folder / "config.json", tmp_path / "config.json")  # weights would be missed
+    done = sparsekv("bench", "decode", tmp_path, *call, "--device", "cpu")
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert "weights" not in done.err
+
+
+def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
+    call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND, "--device", "cpu")
+    done = sparsekv(*call, "--offload", "always", "--random-weights")
+    assert done.code == 0, done.err
+    for said in ("--offload always", "layers 0 choose 32", "offloaded ms", "ratio", "link GB/s"):
+        assert said in done.out
+    (row,) = sparsekv(*call, "--offload", "never", "--json").data
+    assert row["device_ms"] > 0
+    assert row["offloaded_ms"] is None
+
+
+def test_a_plan_without_what_is_to_be_timed_is_refused(sparsekv, folder, tmp_path):
+    model = tiny_model(context=2048)
+    write_plan(plan_for(model, decode=decode_plan(segment(0, (1, 2), 20))), device := tmp_path / "device.yaml")
+    write_plan(Plan(status="unverified", model=sparse_plan(model).model), prefill := tmp_path / "prefill.yaml")
+    call = ("bench", "decode", folder, "--lengths", 256, "--device", "cpu", "--allow-mismatch", "--plan")
+    for path, options, word in ((device, ("--offload", "always"), "plan --offload"), (prefill, (), "--budget")):
+        done = sparsekv(*call, path, *options)
+        assert (done.code, done.out) == (2, "")
+        assert word in done.err
+
+
+def test_a_decode_whose_smallest_case_does_not_fit_is_refused_unless_its_plan_offloads(sparsekv, folder, tmp_path):
+    call = ("bench", "decode", folder, "--random-weights", "--lengths", "1024k", "--batch", 8192, "--device", "cpu")
+    done = sparsekv(*call, *BY_HAND)
+    assert (done.code, done.out) == (2, "")
+    assert "--lengths" in done.err
+    plan = plan_for(tiny_model(context=2048), decode=decode_plan(segment(0, (1, 2), 20), offload=(2,)))
+    write_plan(plan, path := tmp_path / "offload.yaml")
+    done = sparsekv(*call, "--plan", path, "--allow-mismatch")
+    assert done.code == 1
+    assert "out of memory" in done.out
+
+
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (("kernels", "--lengths", "soon"), "--lengths"),
+        (("kernels", "--heads", "9" * 30), "--heads"),
+        (("kernels", "--backend", ""), "--backend"),
+        (("kernels", "--density", "0"), "--density"),
+        (("kernels", "--patterns", "stripes"), "stripes"),
+        (("kernels", "--backend", "reference"), "reference"),
+        (("prefill", "tiny-retriever", "--layers", "2"), "--random-weights"),
+        (("prefill", "tiny-retriever", "--plan", "x.yaml", "--density", "0.1"), "--density"),
+        (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--patterns", "adaptive"), "adaptive"),
+        (("prefill", "tiny-retriever", "--random-weights", "--layers", "1", "--density", "0.1,0.2"), "--density"),
+        (("prefill", "nowhere-to-be-found"), "nowhere-to-be-found"),
+        (("prefill", "tiny-retriever", "--density", "0.1", "--allow-mismatch"), "--allow-mismatch"),
+        (("prefill", "FOLDER", "--lengths", "512", "--tile", "64"), "--tile"),
+        (("serve", "FOLDER", "--plan", "sparsekv.yaml", "--density", "20%"), "--density"),
+        (("neither",), "neither"),
+    ],
+)
+def test_what_cannot_be_timed_is_a_usage_error(sparsekv, folder, call, word):
+    done = sparsekv("bench", *(folder if part == "FOLDER" else part for part in call))
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_serve_without_vllm_says_what_to_install(sparsekv):
+    done = sparsekv("bench", "serve", "tiny-retriever", "--json")
+    assert done.code == 2
+    assert "pip install 'sparsekv[vllm]'" in done.data["error"]["message"]
+
+
+# --- eval --curve -----------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
+    path = tmp_path / "curve.json"
+    done = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "plan,streamingllm,quest", "--json")
+    assert done.code == 0, done.err
+    points = read_curve(path)
+    cases = [(point.phase, point.method) for point in points]
+    assert cases == [("prefill", "plan"), ("prefill", "streamingllm"), ("decode", "plan"), ("decode", "quest")]
+    assert [row["density"] for row in done.data["rows"]] == [point.density for point in points]
+    assert all(0 < point.density < 1 and point.kl > 0 and point.length == 1024 for point in points)
+    again = sparsekv("eval", folder, "--curve", path, *CURVE, "--methods", "quest", "--phases", "decode")
+    assert again.code == 0, again.err
+    assert "quest" in again.out
+    assert len(read_curve(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--methods", "juggling"), "juggling"),
+        (("--methods", "kascade"), "--profile"),
+        (("--phases", "both"), "--phases"),
+        (("--phases", "prefill", "--methods", "quest"), "quest"),
+        (("--densities", "2"), "--densities"),
+        (("--phase", "decode"), "--phase"),
+        (("--length", "4k"), "2048"),
+    ],
+)
+def test_what_no_curve_can_be_made_of_is_refused(sparsekv, folder, tmp_path, arguments, word):
+    done = sparsekv("eval", folder, "--curve", tmp_path / "curve.json", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
+    assert not (tmp_path / "curve.json").exists()
+
+
+def test_no_other_file_is_replaced_and_options_of_a_curve_need_one(sparsekv, folder, tmp_path):
+    (tmp_path / "notes.json").write_text("{}")
+    assert sparsekv("eval", folder, "--curve", tmp_path / "notes.json").code == 2
+    assert (tmp_path / "notes.json").read_text() == "{}"
+    done = sparsekv("eval", folder, "--methods", "quest")
+    assert done.code == 2
+    assert "--curve" in done.err

@@ -1,0 +1,205 @@
+"""Curves: a method that leaves nothing out is dense, otherwise it computes less; rules choose what they say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from planner_models import TILE, quick_options
+from planner_profiles import made_up_model, made_up_profile, made_up_reuse
+
+from sparsekv.bench.baselines.decode_rules import (
+    PAGE,
+    ExactTopK,
+    QuestPages,
+    StepwiseRule,
+    decode_plan,
+    segments_by_rule,
+)
+from sparsekv.bench.baselines.prefill_rules import MaxThreshold
+from sparsekv.bench.curve_file import CurvePoint, read_curve, write_curve
+from sparsekv.bench.curve_methods import CurveInputs, chosen_methods, curve_modes
+from sparsekv.bench.curves import measure_curves
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.compare import DenseReference, Mode, compare, dense_reference
+from sparsekv.planner.evaluation import EvalSamples
+from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.profile.profile_data import LengthProfile, Profile
+from sparsekv.planner.profile.profiler import profile
+from sparsekv.planner.settled import settle
+from sparsekv.planner.tasks import Split, prepare
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import Budget, fraction, tokens
+from sparsekv.runtime.hf.capture import AttentionCall
+from sparsekv.runtime.hf.load import LoadedModel
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def profiled(loaded: LoadedModel) -> Profile:
+    return profile(loaded, settle(quick_options(row_stride=8), 2048, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def preset(profiled: Profile) -> Profile:
+    """As good as one of the published search: it has patterns at one density for every head."""
+    return profiled.model_copy(update={"preset": "minference"})
+
+
+@pytest.fixture(scope="module")
+def reference(loaded: LoadedModel) -> DenseReference:
+    kit = prepare(loaded.tokenizer, Split.EVALUATION)
+    return dense_reference(loaded, [*held_out(kit, "kv_retrieval", LENGTH, 1, 0)], greedy=False)
+
+
+def inputs(loaded: LoadedModel, profiled: Profile, preset: Profile, **changes: object) -> CurveInputs:
+    given = {"densities": (0.5, 0.7), "budgets": (0.1, 0.3), "task": "kv_retrieval"} | changes
+    return CurveInputs(loaded, profile=profiled, preset=preset, **given)
+
+
+def test_every_method_computes_less_than_dense_in_its_own_phase_alone(
+    loaded: LoadedModel, profiled: Profile, preset: Profile, reference: DenseReference
+) -> None:
+    given = inputs(loaded, profiled, preset)
+    methods = chosen_methods(("prefill", "decode"), (), ("profile", "preset"))
+    sparsest = {(point.phase, point.method): point for point in reversed(curve_modes(methods, given, LENGTH))}
+    assert sparsest.keys() == {(phase, name) for phase in methods for name in methods[phase]} - {("decode", "omnikv")}
+    found = compare(loaded, {point.name: point.mode for point in sparsest.values()}, reference)
+    for point in sparsest.values():
+        spent = found[point.name].spent
+        sides = (spent.tiles, spent.causal_tiles), (spent.attended, spent.cached)
+        own, other = sides if point.phase == "prefill" else sides[::-1]
+        assert 0 < own[0] < own[1], point.name
+        assert other[0] == other[1], point.name
+        if point.setting.startswith("density"):
+            assert own[0] / own[1] <= float(point.setting.split()[1]) * 1.1, point.name
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        MaxThreshold(0.0, TILE),
+        StepwiseRule(ExactTopK(fraction(1.0))),
+        StepwiseRule(ExactTopK(fraction(1.0), "per_kv_head")),
+        StepwiseRule(QuestPages(fraction(1.0))),
+    ],
+    ids=lambda mode: str(mode)[:60],
+)
+def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel, reference: DenseReference) -> None:
+    found = compare(loaded, {"all": mode}, reference)["all"]
+    assert max(found.kl) < 1e-4
+    assert (found.spent.tiles, found.spent.attended) == (found.spent.causal_tiles, found.spent.cached)
+
+
+def call_of(length: int) -> AttentionCall:
+    draws = torch.Generator().manual_seed(length)
+    q_BH1D = torch.randn(2, 4, 1, 16, generator=draws)
+    k_BGKD, v_BGKD = (torch.randn(2, 2, length, 16, generator=draws) for _ in "kv")
+    return AttentionCall(2, q_BH1D, k_BGKD, v_BGKD, Chunk.uniform(2, length - 1, length), 0.25, None)
+
+
+@pytest.mark.parametrize("length", [300, 320])
+def test_exact_top_k_takes_the_keys_with_most_attention(length: int) -> None:
+    call = call_of(length)
+    found = ExactTopK(tokens(20), "per_kv_head", sink=4, recent=30)(call)
+    assert found is not None
+    scores_BGNS = call.q_BHSD.unflatten(1, (2, 2))[:, :, :, 0] @ call.k_BGKD.mT * call.scale
+    best_BGS = scores_BGNS.softmax(-1).amax(2)
+    between = slice(4, length - 30)
+    least_BG = best_BGS[..., between].topk(20).values[..., -1:]
+    assert torch.equal(found.seen_BGS[..., between], best_BGS[..., between] >= least_BG)
+    assert found.seen_BGS[..., :4].all()
+    assert found.seen_BGS[..., -30:].all()
+    assert found.read == 54
+
+
+@pytest.mark.parametrize("length", [300, 320])
+def test_quest_takes_whole_pages_and_counts_their_bounds(length: int) -> None:
+    found = QuestPages(tokens(64))(call_of(length))
+    assert found is not None
+    pages = math.ceil(length / PAGE)
+    counts_BG = found.seen_BGS.sum(-1)
+    assert (counts_BG + pages == found.read).all()
+    whole_BGPX = found.seen_BGS[..., : length // PAGE * PAGE].unflatten(-1, (-1, PAGE))
+    assert torch.equal(whole_BGPX.any(-1), whole_BGPX.all(-1))
+    assert found.seen_BGS[..., -1].all()
+
+
+def test_quest_bounds_no_score_too_low() -> None:
+    """A key that outweighs all others lies in a page that is taken, wherever it is."""
+    for position in (0, 100, 299):
+        call = call_of(300)
+        call.k_BGKD[:, :, position] = 4.0 * call.q_BHSD.unflatten(1, (2, 2))[:, :, 0, 0]
+        found = QuestPages(tokens(32))(call)
+        assert found is not None
+        assert found.seen_BGS[..., position].all()
+
+
+def omnikv_of(kept_JI: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=made_up_reuse(kept_JI))
+    given = made_up_profile(entry, model=made_up_model(layers=len(kept_JI)))
+    return [(one.filter, one.layers) for one in segments_by_rule(given, entry, "omnikv", fraction(0.1))]
+
+
+def test_omnikvs_rule_takes_the_best_servers_and_leaves_a_wait_layer() -> None:
+    kept_JI = np.full((32, 32), 0.5)
+    for filter_ in (2, 8, 18):
+        kept_JI[:, filter_] = 0.9
+    assert omnikv_of(kept_JI) == [(2, tuple(range(4, 8))), (8, tuple(range(10, 18))), (18, tuple(range(20, 32)))]
+
+
+def test_omnikvs_rule_keeps_the_first_layers_dense() -> None:
+    kept_JI = np.full((12, 12), 0.5)
+    kept_JI[:, 0] = 1.0
+    assert omnikv_of(kept_JI)[0][0] >= 2
+
+
+@pytest.mark.parametrize("budget", [fraction(0.01), fraction(0.1), tokens(300)])
+def test_rules_give_segments_at_budgets_that_were_not_profiled(budget: Budget) -> None:
+    reuse = made_up_reuse(np.random.default_rng(0).uniform(0.5, 1.0, (12, 12)))
+    entry = LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse)
+    given = made_up_profile(entry, model=made_up_model(layers=12))
+    for rule in ("omnikv", "kascade", "even"):
+        segments = segments_by_rule(given, entry, rule, budget)
+        assert {segment.budget.resolve(LENGTH) for segment in segments} == {budget.resolve(LENGTH)}
+        decode_plan(given.model, segments)  # is legal
+
+
+def test_rows_are_deterministic_and_readable(
+    loaded: LoadedModel, profiled: Profile, preset: Profile, tmp_path: Path
+) -> None:
+    given = inputs(loaded, profiled, preset, densities=(0.7,), budgets=(0.1,))
+    methods = {"prefill": ["sparsekv", "vertical_slash"], "decode": ["top_k", "quest"]}
+    asked = EvalSamples(("kv_retrieval",), (LENGTH,), 2)
+    written: list[int] = []
+    rows = measure_curves(given, methods, asked, done=lambda rows: written.append(len(rows)))
+    assert rows == measure_curves(given, methods, asked)
+    assert [row.method for row in rows] == ["sparsekv", "vertical_slash", "top_k", "quest"]
+    assert written == [4]
+    write_curve(rows, tmp_path / "curve.json")
+    points = read_curve(tmp_path / "curve.json")
+    assert points == tuple(
+        CurvePoint.model_validate(row.model_dump(include=set(CurvePoint.model_fields))) for row in rows
+    )
+    assert all(row.samples == 2 and row.kl_interval is not None for row in rows)
+    assert np.isfinite([row.kl for row in rows]).all()
+
+
+def test_methods_without_their_input_are_left_out_or_refused() -> None:
+    found = chosen_methods(("prefill", "decode"), (), ("plan",))
+    assert ("plan" in found["decode"], "sparsekv" in found["decode"]) == (True, False)
+    with pytest.raises(UsageError, match="--profile"):
+        chosen_methods(("decode",), ("kascade",), ("plan",))
+    with pytest.raises(UsageError, match="found 'quest'"):
+        chosen_methods(("prefill",), ("quest",), ())
+
+
+def test_a_length_that_was_not_profiled_is_refused(loaded: LoadedModel, profiled: Profile) -> None:
+    given = CurveInputs(loaded, profile=profiled)
+    for phase, method in (("prefill", "vertical_slash_by_head"), ("decode", "even"), ("prefill", "sparsekv")):
+        with pytest.raises(UsageError, match="512"):
+            curve_modes({phase: [method]}, given, 512)

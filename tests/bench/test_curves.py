@@ -1,0 +1,80 @@
+"""Curve files: what is read, what is refused with its place, and what a table reads off a curve."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsekv.bench.curve_file import CurvePoint, read_curve
+from sparsekv.bench.curves import density_within, frontier, tables, tables_beside, value_at
+from sparsekv.plans.errors import PlanError, UsageError
+
+POINT = {"method": "a", "length": "4k", "phase": "prefill", "density": 0.1, "kl": 0.5}
+LINE = [(0.1, 0.01), (0.4, 0.0001)]
+
+
+def test_points_are_read_in_order_and_unknown_keys_are_left_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps([POINT | {"samples": 3}, POINT | {"method": "b", "agreement": 1.0}]))
+    first = CurvePoint(method="a", length=4096, phase="prefill", density=0.1, kl=0.5)
+    assert read_curve(path) == (first, first.model_copy(update={"method": "b", "agreement": 1.0}))
+    with pytest.raises(UsageError):
+        read_curve(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ("[", ""),
+        ("[" * 100_000, ""),
+        ("{}", ""),
+        (json.dumps([POINT, POINT | {"density": 2.0}]), "1.density"),
+        (json.dumps([POINT | {"kl": "low"}]), "0.kl"),
+        (json.dumps([POINT | {"phase": "both"}]), "0.phase"),
+        ('[{"method": "a", "length": 4, "phase": "decode", "density": NaN}]', "0.density"),
+    ],
+)
+def test_what_is_no_curve_is_refused_with_its_place(tmp_path: Path, content: str, place: str) -> None:
+    path = tmp_path / "curve.json"
+    path.write_text(content)
+    with pytest.raises(PlanError, match=place or None):
+        read_curve(path)
+
+
+def test_a_curve_is_read_by_its_best_points() -> None:
+    assert frontier([(0.4, 0.1), (0.2, 0.3), (0.3, 0.5), (0.1, 1.0)]) == [(0.1, 1.0), (0.2, 0.3), (0.4, 0.1)]
+
+
+def test_both_axes_are_read_off_straight_lines_in_logarithms() -> None:
+    for density, kl in (*LINE, (0.2, 0.001)):
+        assert value_at(LINE, density) == pytest.approx(kl)
+        assert density_within(LINE, kl) == pytest.approx(density)
+
+
+def test_what_a_method_does_not_reach_has_no_number() -> None:
+    assert (value_at(LINE, 0.05), density_within(LINE, 0.00001)) == (None, None)
+    assert (value_at(LINE, 0.9), density_within(LINE, 1.0)) == (0.0001, 0.1)
+    assert (value_at([], 0.5), density_within([], 0.5)) == (None, None)
+
+
+def test_tables_have_a_row_a_method_of_each_phase_and_length() -> None:
+    common = {"phase": "decode", "length": 4096}
+    points = [CurvePoint(method=name, density=0.5, kl=kl, **common) for name, kl in (("a", 0.0), ("b", 0.5))]
+    lines = list(tables(points, (0.5,), (0.1,)))
+    assert lines[3:] == ["| a | 1e-09 | (0.5) |", "| b | 0.5 |  |", ""]
+
+
+def test_curves_beside_each_other_share_the_table_of_a_phase_and_length() -> None:
+    def point(method: str, density: float, kl: float, phase: str = "prefill") -> CurvePoint:
+        return CurvePoint.model_validate(POINT | {"method": method, "density": density, "kl": kl, "phase": phase})
+
+    found = {
+        "one": [point("a", 0.1, 0.01), point("a", 0.4, 0.0001), point("b", 0.4, 0.5, "decode")],
+        "two": [point("a", 0.1, 0.04), point("c", 0.5, 0.001)],
+    }
+    lines = list(tables_beside(found, (0.2, 0.5, 0.6), (0.001, 0.00001)))
+    assert lines[3:5] == [
+        "| a | 0.001 / (0.0001) / - | (0.04) / - / - | 0.2 / - | - |",
+        "| c | - | - / 0.001 / (0.001) | - | (0.5) / - |",
+    ]
+    assert lines[9:] == ["| b | - / (0.5) / - | - | - | - |", ""]

@@ -1,0 +1,231 @@
+"""The decode bench on tiny models: attention alone and whole tokens, by plans and dense."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_plans import decode_plan, info_of, plan_for, segment
+
+import sparsekv
+from sparsekv.bench.decode import (
+    ATTENTION,
+    OURS,
+    TOKEN,
+    UNMODIFIED,
+    DecodeBench,
+    DecodeRuns,
+    Run,
+    bench_decode,
+    check_decode,
+)
+from sparsekv.bench.hand_plans import HandDecode
+from sparsekv.bench.random_model import BenchModel
+from sparsekv.bench.step_attention import StepAttention, fill
+from sparsekv.plans.errors import PlanMismatchError, PromptError, UnsupportedError, UsageError
+from sparsekv.plans.patterns import tokens
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.placement import layouts_of
+from sparsekv.runtime.stores.store import Layout
+
+LENGTH, BUDGET = 256, 20
+TIMES = {UNMODIFIED: 9.0, OURS: 6.0, "plan": 2.0}
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture(scope="module")
+def subject() -> BenchModel:
+    model = tiny_model(context=1024)
+    return BenchModel(model, info_of(model), "tiny", "random", "weights are random")
+
+
+@pytest.fixture(scope="module")
+def plan(subject) -> Plan:
+    return plan_for(subject.model, decode=decode_plan(segment(0, (1, 2), BUDGET)))
+
+
+def rows_of(subject, plans, **options):
+    plans = {"plan": plans} if isinstance(plans, Plan) else plans
+    bench = DecodeBench(**{"lengths": (LENGTH,), "repeats": 1, "new_tokens": 32} | options)
+    check_decode(subject.info, plans, bench)
+    return list(bench_decode(subject, plans, "by hand", bench))
+
+
+@pytest.fixture
+def taking(monkeypatch):
+    """Every way takes so long a token, the next repeat one longer, without running anything."""
+    ran = []
+
+    def put(milliseconds, **others):
+        def run(self, way, length, batch):
+            ran.append(way)
+            ms = milliseconds[way] if not callable(milliseconds) else milliseconds(way, batch)
+            if isinstance(ms, Exception):
+                raise ms
+            return Run(ms + ran.count(way) - 1, **others.get(way, {}))
+
+        monkeypatch.setattr(DecodeRuns, "run", run)
+        return ran
+
+    return put
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_has_a_row_of_attention_and_one_of_tokens(subject, plan):
+    attention, token = (row.data() for row in rows_of(subject, plan, batches=(2,)))
+    for data in (attention, token):
+        assert (data["length"], data["batch"], data["selector"], data["window"]) == (LENGTH, 2, "last", 1)
+        assert (data["backend"], data["weights"], data["plan"], data["layers"]) == ("cpu", "random", "by hand", 3)
+        assert data["replay_ms"] is data["dense_replay_ms"] is None  # nothing is captured on a CPU
+        assert data["note"] == "weights are random"
+        assert data["dense_ms"] == data["dense_peers_ms"][data["dense_kernel"]] or data is attention
+    assert (attention["name"], token["name"]) == (ATTENTION, TOKEN)
+    torchs = {"torch SDPA", "torch SDPA, heads of a group as rows"}
+    assert attention["dense_peers_ms"].keys() == {"sparsekv dense", *torchs}
+    assert token["dense_peers_ms"].keys() == {UNMODIFIED, OURS}
+    assert (attention["unmodified_ms"], token["unmodified_ms"]) == (None, token["dense_peers_ms"][UNMODIFIED])
+
+
+def test_rates_count_the_keys_and_values_that_attention_reads(subject, plan, taking):
+    taking(TIMES)
+    (data, _) = (row.data() for row in rows_of(subject, plan, batches=(2,)))
+    cached = 3 * 2 * LENGTH  # layers, rows
+    attended = 2 * (LENGTH + 2 * (2 + BUDGET + 3))  # a filter layer, two with sinks and recent tokens
+    token_bytes = 2 * 2 * 32 * 4  # keys and values, KV heads, head size, float32
+    assert data["density"] == pytest.approx(attended / cached)
+    assert data["gbytes_per_second"] == pytest.approx(attended * token_bytes / data["sparse_ms"] / 1e6)
+    assert data["dense_gbytes_per_second"] == pytest.approx(cached * token_bytes / data["dense_ms"] / 1e6)
+    assert data["tflops"] == pytest.approx(attended * 4 * 4 * 32 / data["sparse_ms"] / 1e9)
+
+
+def test_the_share_of_tokens_is_what_a_run_counts(subject, plan):
+    attention, token = rows_of(subject, plan)
+    with sparsekv.apply(subject.model, plan) as handle:
+        for steps, row in ((1, attention), (32, token)):
+            cache = handle.new_cache(LENGTH)
+            fill(cache.layers, LENGTH - steps, layouts_of(subject.model), seed=0)
+            handle.reset_stats()
+            for _ in range(steps):
+                subject.model(torch.ones((1, 1), dtype=torch.long), past_key_values=cache)
+            assert row.density == handle.stats().decode_share
+
+
+def test_ratios_are_medians_of_runs_in_turn_against_the_fastest_way_to_run_dense(subject, plan, taking):
+    ran = taking(TIMES, **{OURS: {"replay_ms": 5.0}, "plan": {"replay_ms": 1.0}})
+    (_, row) = rows_of(subject, plan, repeats=3)
+    assert (row.own["unmodified_ms"], row.dense_ms, row.sparse_ms, row.speedup) == (10.0, 7.0, 3.0, 7 / 3)
+    assert (row.own["dense_replay_ms"], row.own["replay_ms"], row.peers.fastest) == (5.0, 1.0, OURS)
+    one = [UNMODIFIED, OURS, "plan"]
+    assert ran == one + one[::-1] + one
+
+
+def test_every_length_batch_and_selector_has_its_rows(subject, taking):
+    hand = HandDecode(tokens(BUDGET), (0,), ("last", "uniform", "exponential"), 4)
+    plans, _ = hand.plans(subject.info, LENGTH)
+    taking({UNMODIFIED: 1.0, OURS: 1.0} | dict.fromkeys(plans, 1.0))
+    rows = rows_of(subject, plans, lengths=(LENGTH, 128), batches=(1, 2))
+    cases = [(row.length, row.own["batch"], row.name, row.own["selector"], row.own["window"]) for row in rows]
+    assert cases == [
+        (length, batch, name, selector, window)
+        for length in (LENGTH, 128)
+        for batch in (1, 2)
+        for name in (ATTENTION, TOKEN)
+        for selector, window in (("last", 1), ("uniform", 4), ("exponential", 4))
+    ]
+    assert all(row.sparse_ms > 0 for row in rows)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_every_dense_kernel_computes_what_the_runtime_computes(window):
+    model = tiny_model() if window is None else tiny_model("mistral", sliding_window=window)
+    layouts = tuple(replace(layout, batch=2) for layout in layouts_of(model))
+    calls = StepAttention(info_of(model), layouts, LENGTH, "cpu", 1).dense()
+    expected, *others = (torch.stack(call()) for call in calls.values())
+    assert expected.shape == (3, 2, 4, 1, 32)
+    for found in others:
+        torch.testing.assert_close(found, expected)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_in_memory_is_said_and_the_next_case_is_timed(subject, plan, taking):
+    taking(lambda way, batch: FULL if batch > 1 else TIMES[way])
+    _, full, _, fits = rows_of(subject, plan, batches=(2, 1))
+    assert (full.own["batch"], full.sparse_ms, full.dense_ms, full.own["unmodified_ms"]) == (2, None, None, None)
+    assert "batch 2" in full.note
+    assert full.peers.refused == {UNMODIFIED: "out of memory", OURS: "out of memory"}
+    assert (fits.own["batch"], fits.sparse_ms) == (1, TIMES["plan"] + 1)
+
+
+def test_keys_that_do_not_fit_leave_the_rows_of_tokens(subject, plan, taking):
+    taking(TIMES)
+    huge = subject.info.model_copy(update={"context_length": 1 << 50})
+    attention, token = rows_of(BenchModel(subject.model, huge, "tiny", "random"), plan, lengths=(1 << 45,))
+    assert (attention.sparse_ms, token.sparse_ms) == (None, 2.0)
+    assert "out of memory" in attention.note
+    layouts = [Layout(1, 8, 128, torch.float32, torch.device("cpu"))] * 32
+    with pytest.raises(MemoryError):
+        fill((), 131072, layouts, 0, available=lambda: 25 << 30)
+
+
+def test_a_row_says_against_what_its_ratio_is_and_why_steps_are_not_captured(subject, plan, taking):
+    taking(TIMES | {UNMODIFIED: FULL}, plan={"why_not": "the selector looks back"}, **{OURS: {"why_not": "a hook"}})
+    (_, row) = rows_of(subject, plan)
+    assert (row.own["unmodified_ms"], row.dense_ms, row.speedup) == (None, 6.0, 3.0)
+    assert "a hook" in row.note
+    assert "the selector looks back" in row.note
+
+
+def test_a_plan_that_offloads_says_that_attention_alone_does_not(subject, taking):
+    taking(TIMES)
+    plan = plan_for(subject.model, decode=decode_plan(segment(0, (1, 2), BUDGET), offload=(2,)))
+    attention, token = rows_of(subject, plan)
+    assert len(attention.note) > len(token.note)
+
+
+# --- one run, and what is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [UNMODIFIED, OURS, "plan"])
+def test_the_tokens_that_are_timed_are_all_but_those_that_warm_up_and_the_last_has_the_length(
+    subject, plan, way, monkeypatch
+):
+    lengths = []
+
+    def clock(self, cache, batch, begin):
+        timed(self, cache, batch, lambda: (lengths.append(cache.get_seq_length()), begin()))
+        lengths.append(cache.get_seq_length())
+        return 2.0
+
+    timed = DecodeRuns.token_ms
+    monkeypatch.setattr(DecodeRuns, "token_ms", clock)
+    settings, attention = subject.model.generation_config, subject.model.config._attn_implementation
+    run = DecodeRuns(subject, {"plan": plan}, DecodeBench((LENGTH,), new_tokens=16)).run(way, LENGTH, 2)
+    assert lengths == [LENGTH - 16, LENGTH]
+    assert (run.stats is None) == (way == UNMODIFIED)
+    assert run.stats is None or (run.stats.decode_share < 1) == (way == "plan")
+    assert subject.model.generation_config is settings
+    assert subject.model.config._attn_implementation == attention
+
+
+def test_a_case_that_cannot_be_timed_is_refused(subject, plan):
+    for error, options in (
+        (PromptError, {"lengths": (2048,)}),
+        (UsageError, {"lengths": (35,)}),
+        (UsageError, {"batches": ()}),
+    ):
+        with pytest.raises(error):
+            rows_of(subject, plan, **options)
+    with pytest.raises(UsageError):
+        rows_of(subject, plan_for(subject.model))
+    with pytest.raises(PlanMismatchError):
+        rows_of(subject, plan_for(tiny_model(layers=4), decode=plan.decode))
+    windowed = tiny_model("mistral", sliding_window=64)
+    with pytest.raises(UnsupportedError, match="sliding"):
+        rows_of(
+            BenchModel(windowed, info_of(windowed), "tiny", "random"),
+            plan_for(windowed, decode=decode_plan(segment(0, (1, 2), BUDGET))),
+        )

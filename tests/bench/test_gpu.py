@@ -1,0 +1,77 @@
+"""The bench on a CUDA GPU; run with `pytest -m gpu`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsekv.bench.decode import DecodeBench, bench_decode, check_decode
+from sparsekv.bench.hand_plans import HandDecode
+from sparsekv.bench.harness import try_each
+from sparsekv.bench.kernels import KernelBench, bench_kernels, families_of
+from sparsekv.bench.planted import plant
+from sparsekv.bench.random_model import random_model
+from sparsekv.bench.step_attention import StepAttention
+from sparsekv.bench.structure import FAMILIES
+from sparsekv.plans.patterns import TileShape, tokens
+from sparsekv.runtime.hf.placement import layouts_of
+
+pytestmark = pytest.mark.gpu
+
+
+def test_structure_is_the_same_on_a_gpu_as_on_the_host():
+    options = {"kv_heads": 1, "head_dim": 128, "length": 1024, "density": 0.35, "seed": 3, "dtype": torch.float32}
+    tile, families = TileShape(query=64, key=64), families_of("+".join(FAMILIES), 4)
+    host, gpu = (plant(families, tile=tile, device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    assert len(host.heads) == 4
+    for one, other in zip(host.heads, gpu.heads, strict=True):
+        assert one.bands == other.bands
+        assert torch.equal(one.columns_C, other.columns_C)
+        assert torch.equal(one.looks_at_TZ, other.looks_at_TZ)
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_every_backend_that_can_run_computes_what_its_index_stands_for(tile):
+    bench = KernelBench(
+        lengths=(4096,),
+        densities=(0.3,),
+        patterns=("mixed", "vertical_slash", "adaptive"),
+        heads=8,
+        kv_heads=2,
+        tile=TileShape(query=tile, key=tile),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        rounds=1,
+    )
+    rows = [row for row in bench_kernels(bench) if row.sparse_ms is not None]
+    assert {row.backend for row in rows} >= {"triton"}
+    for row in rows:
+        assert row.own["error"] < 0.05, row
+        assert row.own["mass"] > 0.9, row
+        assert row.peers.fastest
+
+
+def test_every_dense_kernel_of_a_decode_step_that_runs_computes_the_same():
+    subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192, layers=2)
+    layouts = tuple(replace(layout, batch=2) for layout in layouts_of(subject.model))
+    calls = StepAttention(subject.info, layouts, 8000, "triton", 1).dense()
+    found, refused = try_each(calls, lambda name: torch.stack(calls[name]()).float())
+    assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= found.keys(), refused
+    for name, out in found.items():
+        torch.testing.assert_close(out, found["sparsekv dense"], atol=2e-3, rtol=2e-2, msg=name)
+
+
+def test_decode_steps_are_captured_unless_the_selector_looks_back():
+    bench = DecodeBench(lengths=(8192,), batches=(2,), repeats=1)
+    subject = random_model("tiny-retriever", device=torch.device("cuda"), dtype=torch.bfloat16, longest=8192)
+    plans, words = HandDecode(tokens(256), (), ("last", "exponential"), 8).plans(subject.info, 8192)
+    check_decode(subject.info, plans, bench)
+    last, _, captured, launched = bench_decode(subject, plans, words, bench)
+    for row in (last, captured, launched):
+        assert row.sparse_ms, row.note
+        assert row.dense_ms, row.peers
+    assert {"sparsekv dense", "torch flash", "torch math, heads of a group as rows"} <= last.peers.timed_ms.keys()
+    assert 0 < captured.own["replay_ms"] < captured.sparse_ms
+    assert "captured" not in captured.note
+    assert launched.own["replay_ms"] is None
+    assert "looks at older queries" in launched.note

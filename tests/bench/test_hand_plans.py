@@ -1,0 +1,169 @@
+"""Models with random weights, and plans made by hand: their shape, their density, and what is refused."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_plans import every_head, info_of, plan_for
+
+from sparsekv.bench import random_model as random_models
+from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan
+from sparsekv.bench.random_model import describe_named, random_model
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, computed_tiles
+from sparsekv.plans.aliases import ALIASES
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
+from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
+from sparsekv.runtime.model_config import SUPPORTED
+from sparsekv.runtime.plan_checks import check_plan
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def info():
+    return info_of(tiny_model(context=1024))
+
+
+def test_random_weights_have_the_shape_of_the_config_a_seed_and_a_note():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    made = random_model("tiny-retriever", device=CPU, dtype=torch.bfloat16, longest=65536, layers=2, seed=1)
+    assert torch.equal(torch.rand(3), expected)  # of the caller
+    assert (made.weights, made.info.layers, made.info.context_length) == ("random", 2, 65536)
+    assert (made.model.dtype, made.model.training) == (torch.bfloat16, False)
+    for said in ("random", "32k", "2 of 12"):
+        assert said in made.note
+    same = random_model("tiny-retriever", device=CPU, dtype=torch.bfloat16, longest=512, layers=2, seed=1)
+    assert torch.equal(made.model.lm_head.weight, same.model.lm_head.weight)
+    with pytest.raises(UsageError, match="12"):
+        random_model("tiny-retriever", device=CPU, dtype=torch.float32, longest=512, layers=13)
+
+
+def test_a_known_shape_stands_in_where_no_config_can_be_had(monkeypatch):
+    smaller = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    smaller |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100}
+    monkeypatch.setitem(PUBLIC_SHAPES, "llama3-8b", PUBLIC_SHAPES["llama3-8b"] | smaller)
+    made = random_model("llama3-8b", device=CPU, dtype=torch.float32, longest=512)
+    assert (made.info.layers, made.info.attention[0].kv_heads) == (2, 2)
+    with pytest.raises(UsageError) as unknown:
+        random_model("someone/unheard-of", device=CPU, dtype=torch.float32, longest=512)
+    assert "llama3-8b" in unknown.value.__notes__[0]
+
+
+def test_public_shapes_are_of_aliases_and_of_supported_architectures():
+    types = {alias.name: alias.model_type for alias in ALIASES}
+    for name, shape in PUBLIC_SHAPES.items():
+        assert types[name] == shape["model_type"] in SUPPORTED
+        assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cached", "gib", "said"),
+    [
+        (torch.float32, 0, 25, ["29.9 GiB", "25.0 GiB", "--layers"]),
+        (torch.bfloat16, 0, 12, ["15.0 GiB", "12.0 GiB", "--layers"]),
+        (torch.bfloat16, 131072, 25, ["15.0 GiB", "16.0 GiB", "--lengths"]),
+    ],
+)
+def test_weights_that_do_not_fit_in_memory_are_refused_before_they_are_made(monkeypatch, dtype, cached, gib, said):
+    monkeypatch.setattr(random_models, "available_on", lambda device: gib << 30)
+    with pytest.raises(UsageError) as refused:
+        random_model("llama3-8b", device=CPU, dtype=dtype, longest=131072, cached=cached)
+    assert [part for part in said if part not in str(refused.value)] == []
+
+
+def test_a_plan_by_hand_has_a_bucket_a_length_and_a_pattern_for_every_head(info):
+    made, words = hand_plan(info, (1024, 512), (0.3, 0.5), TileShape(query=64, key=64))
+    assert [bucket.up_to for bucket in made.prefill.lengths] == [512, None]
+    for bucket in made.prefill.lengths:
+        kinds = {pattern.pattern for layer in range(2) for pattern in bucket.patterns(layer, 4)}
+        assert kinds == {"vertical_slash", "a_shape"}
+    assert "0.5, 0.3" in words
+    with pytest.raises(UsageError):
+        hand_plan(info, (512, 1024), (0.5, 0.3, 0.1), TileShape())
+
+
+def test_a_plan_that_is_dense_up_to_a_crossover_is_as_it_was_behind_it():
+    model = tiny_model()
+    plan = plan_for(model, every_head(model, AShape(sink=tokens(64), window=tokens(64))), None)
+    later = dense_up_to(plan, 700)
+    check_plan(later, plan.model, False)
+    before, layer = (Program.of(one.prefill, None, plan.model).layers[0] for one in (plan, later))
+    assert not layer.patterns_at(700)
+    assert layer.patterns_at(701) == before.patterns_at(701) != ()
+
+
+def test_a_plan_for_dummy_weights_has_its_density_where_all_scores_are_equal_cut_or_not(info):
+    tile, length = TileShape(), 32768
+    plan, _ = dummy_plan(info, (length,), (0.2,), tile)
+    patterns = Program.of(plan.prefill, None, info).layers[0].patterns_at(length)[:2]
+    torch.manual_seed(1)
+    q_BHSD, k_BGSD = 1e-4 * torch.randn(2, 1, 2, length, 16)
+    for cuts in ((), (16384,)):
+        computed = causal = 0.0
+        for first, end in pairwise((0, *cuts, length)):
+            chunk = Chunk.uniform(1, first, end)
+            part = (q_BHSD[:, :, first:end], k_BGSD[:, :, :end])
+            index = build_index(patterns, *part, chunk, tile, scale=0.25, window=None, builder="torch")
+            computed += float(computed_tiles(index).sum())
+            causal += 2 * chunk.causal_tiles(tile)
+        assert computed / causal == pytest.approx(0.2, rel=0.05)
+
+
+def test_filters_by_hand_choose_for_all_layers_up_to_the_next():
+    info = describe_named("llama3-8b", random_weights=True)
+    plans, words = HandDecode(filters=(0, 8, 18)).plans(info, 1 << 17)
+    (bucket,) = plans["last"].decode.lengths
+    layers = {one.filter: one.layers for one in bucket.segments}
+    assert layers == {0: tuple(range(1, 8)), 8: tuple(range(9, 18)), 18: tuple(range(19, 32))}
+    assert {(one.budget.tokens, one.sink, one.recent) for one in bucket.segments} == {(2048, 4, 128)}
+    assert all(str(number) in words for number in (2048, 18))
+
+
+@pytest.mark.parametrize(
+    ("name", "filters"), [("llama3-8b", [2, 8, 18]), ("qwen2.5-7b-1m", [2, 7, 15]), ("tiny-retriever", [2, 4, 6])]
+)
+def test_without_filters_given_three_layers_by_depth_choose(name, filters):
+    plans, _ = HandDecode().plans(describe_named(name, random_weights=True), 1 << 17)
+    assert [one.filter for one in plans["last"].decode.lengths[0].segments] == filters
+
+
+def test_budgets_that_are_shares_are_bounded_at_the_longest_context_and_hot_sets_are_two_of_them(info):
+    plans, _ = HandDecode(fraction(0.1)).plans(info, 1000)
+    (one,) = plans["last"].decode.lengths[0].segments
+    assert (one.budget.fraction, one.budget.at_most, one.filter, one.layers) == (0.1, 100, 1, (2,))
+    assert plans["last"].decode.offload is None
+    hand = HandDecode(tokens(20), (0,), offload=True)
+    (plan,) = hand.plans(info, 300)[0].values()
+    assert (plan.decode.offload.layers, plan.decode.offload.hot) == ((1, 2), tokens(4096))
+    (plan,) = replace(hand, budget=fraction(0.5)).plans(info, 100_000)[0].values()
+    assert plan.decode.offload.hot == tokens(100_000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"selectors": ("median",)},
+        {"selectors": ("last", "uniform")},
+        {"window": 8},
+        {"selectors": ("uniform",), "window": 1 << 20},
+    ],
+    ids=str,
+)
+def test_selectors_and_windows_that_mean_nothing_are_refused(options):
+    with pytest.raises(UsageError):
+        HandDecode(**options)
+
+
+@pytest.mark.parametrize(("filters", "found"), [((3,), "3"), ((2,), "2"), ((0, 1, 2), "0-2"), ((0, 7), "7")])
+def test_filter_layers_that_are_not_there_or_choose_for_none_are_refused(info, filters, found):
+    with pytest.raises(UsageError, match=f"found {found};"):
+        HandDecode(filters=filters).plans(info, 256)
+    with pytest.raises(UsageError):
+        HandDecode().plans(info_of(tiny_model(layers=1)), 256)

@@ -1,0 +1,181 @@
+"""The bench of decode from host memory: on tiny models, and the lists that it puts in place of choices."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kv_stores import rows
+from tiny_models import tiny_model
+from tiny_plans import decode_plan, info_of, plan_for, segment
+
+from sparsekv.bench.decode import DecodeBench, check_decode
+from sparsekv.bench.harness import Row
+from sparsekv.bench.offload import LinkRate, OffloadRun, OffloadRuns, bench_offload, check_miss_rate, link_rate
+from sparsekv.bench.random_model import BenchModel
+from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.core import select
+from sparsekv.runtime.core.stats import RunStats
+from sparsekv.runtime.stores.pinned import HostMemory
+
+swapped_choices: Callable = pytest.importorskip("sparsekv.bench.miss_rate").swapped_choices
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+LENGTH = 300
+ON_CPU = pytest.mark.skipif(CUDA, reason="its twin for a GPU runs there")
+
+
+@pytest.fixture(scope="module")
+def subject() -> BenchModel:
+    model = tiny_model(context=1024, head_dim=64, dtype=torch.bfloat16 if CUDA else torch.float32).to(DEVICE)
+    return BenchModel(model, info_of(model), "tiny", "random", "weights are random")
+
+
+def plan_of(subject, budget=20, hot=16, **options):
+    decode = decode_plan(segment(0, (1, 2), budget, **options), offload=(1, 2), hot=hot)
+    return plan_for(subject.model, decode=decode)
+
+
+def iterated(subject, mode="always", miss_rate=None, plan=None, **options) -> Iterator[Row]:
+    bench = DecodeBench(**{"lengths": (LENGTH,), "repeats": 1, "new_tokens": 16} | options)
+    plans = {"plan": plan or plan_of(subject)}
+    check_decode(subject.info, plans, bench)
+    return bench_offload(subject, plans, "by hand", bench, mode, miss_rate)
+
+
+def row_of(subject, *args, **options) -> dict[str, object]:
+    (row,) = iterated(subject, *args, **options)
+    return row.data()
+
+
+@ON_CPU
+def test_a_case_has_a_row_with_both_times_and_what_was_fetched(subject):
+    data = row_of(subject, batches=(2,))
+    assert (data["length"], data["batch"], data["mode"], data["host_layers"]) == (LENGTH, 2, "always", 2)
+    assert 0 < data["misses"] <= 2 * (2 + 20)
+    assert 0 < data["miss_share"] <= 1
+    assert data["link_200_tokens_us"] is data["device_replay_ms"] is data["replay_slowdown"] is None
+    assert data["note"] == "weights are random"
+
+
+@pytest.mark.gpu
+def test_a_stated_share_of_the_choice_is_fetched(subject):
+    data = row_of(subject, miss_rate=0.2, new_tokens=64)
+    assert data["misses"] == pytest.approx(4, abs=0.1)
+    assert data["fetched_bytes"] == pytest.approx(data["misses"] * 2 * 2 * 2 * 64 * 2)
+    assert min(data["replay_slowdown"], data["link_gbytes_per_second"], data["link_200_tokens_us"]) > 0
+
+
+@pytest.mark.gpu
+def test_without_a_miss_rate_there_is_no_replay_from_host_memory(subject):
+    data = row_of(subject)
+    assert data["device_replay_ms"] > 0
+    assert data["offloaded_replay_ms"] is data["replay_slowdown"] is None
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Modes take so long, without running anything."""
+    memories: list[HostMemory] = []
+    stats = RunStats(0, 0, 0, 0, 0, 0, host_steps=4, host_tokens_chosen=88, host_tokens_fetched=22)
+
+    def put(**times):
+        def run(self, mode, length, batch):
+            if isinstance(times[mode], Exception):
+                raise times[mode]
+            self.memory.give(self.memory.take(100, torch.device("cpu")), torch.device("cpu"))
+            memories.append(self.memory)
+            link = LinkRate(1024, 50.0, 20.0) if mode != "never" else None
+            return OffloadRun(times[mode], times[mode] / 2, stats, "", 2 * (mode != "never"), link)
+
+        monkeypatch.setattr(OffloadRuns, "run", run)
+        return memories
+
+    return put
+
+
+def test_bytes_and_ratios(subject, timed):
+    timed(never=4.0, always=5.0)
+    data = row_of(subject)
+    assert (data["slowdown"], data["replay_slowdown"], data["misses"], data["miss_share"]) == (1.25, 1.25, 5.5, 0.25)
+    assert data["fetched_bytes"] == 5.5 * 2 * 1024
+    kv_heads = subject.info.attention[0].kv_heads
+    assert kv_heads > 1
+    each = row_of(subject, plan=plan_of(subject, heads="per_kv_head"))  # a miss brings one KV head's
+    assert each["fetched_bytes"] == 5.5 * 2 * 1024 / kv_heads
+    data = row_of(subject, "never")
+    assert (data["device_ms"], data["host_layers"], data["offloaded_ms"]) == (4.0, 0, None)
+
+
+def test_memory_is_free_when_nobody_asks_for_the_other_rows(subject, timed):
+    memories = timed(never=4.0, always=5.0)
+    rows = iterated(subject, lengths=(LENGTH, LENGTH + 1))
+    next(rows)
+    assert memories[0].free_bytes == 100
+    rows.close()
+    assert memories[0].free_bytes == 0
+
+
+def test_an_error_of_the_device_ends_the_bench(subject, timed):
+    timed(never=4.0, always=torch.AcceleratorError("CUDA error: illegal address"))
+    data = row_of(subject, lengths=(LENGTH, LENGTH + 1), repeats=2)
+    assert (data["length"], data["device_ms"], data["offloaded_ms"]) == (LENGTH, 4.0, None)
+    assert "illegal address" in data["note"]
+
+
+def test_a_length_that_the_device_cannot_hold_is_timed_from_host_memory(subject, timed):
+    timed(never=torch.OutOfMemoryError("CUDA out of memory"), auto=5.0)
+    data = row_of(subject, "auto")
+    assert (data["device_ms"], data["offloaded_ms"], data["slowdown"]) == (None, 5.0, None)
+    assert "out of memory" in data["note"]
+
+
+@pytest.mark.parametrize(("budget", "hot", "length"), [(130, 140, 300), (20, 350, 380)])
+def test_lengths_with_too_few_tokens_to_draw_new_ones_from_are_refused(subject, budget, hot, length):
+    """256 can be drawn: fewer than two choices, or than there are slots."""
+    plans, bench = {"plan": plan_of(subject, budget, hot)}, DecodeBench((length,), new_tokens=16)
+    with pytest.raises(UsageError, match="256"):
+        check_miss_rate(subject.info, plans, bench)
+    check_miss_rate(subject.info, plans, replace(bench, lengths=(600,)))
+
+
+@pytest.mark.parametrize("on_gpu", [pytest.param(False, marks=ON_CPU), pytest.param(True, marks=pytest.mark.gpu)])
+def test_the_rate_of_the_link_is_that_of_whole_tokens_and_leaves_the_cache_alone(on_gpu):
+    host_CBPGD = torch.randn(50, 1, 2, 8, 128).bfloat16().pin_memory() if on_gpu else None
+    if host_CBPGD is None:  # fewer tokens than are fetched
+        host_CBPGD = rows(5, 0).permute(3, 1, 0, 2, 4).contiguous()
+    before = host_CBPGD.clone()
+    rate = link_rate(host_CBPGD, DEVICE)
+    assert rate.row_bytes == (4096 if on_gpu else 2 * 3 * 4 * 4)
+    assert min(rate.gbytes_per_second, rate.few_us) > 0
+    assert torch.equal(host_CBPGD, before)
+
+
+@ON_CPU
+@pytest.mark.parametrize("share", [0.1, 0.25, 1.0])
+def test_a_list_keeps_its_other_tokens_and_has_none_twice(share, monkeypatch):
+    counts, seen = (16, 10), [[], [], [], []]
+    counts_B, scores_gT = torch.tensor(counts, dtype=torch.int32), torch.zeros(1, 400)
+    lengths_B, starts_B = torch.tensor([200, 200]), torch.tensor([0, 200])
+    with swapped_choices(share, 200, 2):
+        for step in range(18):  # of two filter layers in turn
+            found_BgN = select.choose(
+                scores_gT,
+                select.Scoring(starts_B, 400, 1),
+                lengths_B,
+                counts_B,
+                capacity=200,
+                most=16,
+                sink=3,
+                recent=5,
+                backend="cpu",
+            )
+            for row, count in enumerate(counts):
+                lists, listed = seen[2 * (step % 2) + row], set(found_BgN[row, 0, :count].tolist())
+                assert len(listed) == count
+                assert (min(listed) >= 3, max(listed) < 200 - 5) == (True, True)
+                assert (found_BgN[row, 0, count:] == -1).all()
+                new = listed.difference(*lists[-3:])
+                assert not lists or len(new) == -(-count * round(1000 * share) // 1000)
+                lists.append(listed)
+    assert select.choose.__module__ == "sparsekv.kernels.decode.choose"

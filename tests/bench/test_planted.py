@@ -1,0 +1,210 @@
+"""What is planted must be where the softmax mass is, by brute force, and what is said of an index must be so: else the
+bench times attention to nothing."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsekv.bench.kernels import families_of
+from sparsekv.bench.planted import Planted, check_plantable, check_rows, find_planted, plant, sample_rows
+from sparsekv.bench.structure import FAMILIES, SINK, diffuse_pattern, pattern_for, sizes_for
+from sparsekv.kernels.backends import prefill_attention
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.reference import mask_of, reference_attention
+from sparsekv.kernels.tiles import Chunk, density
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import AShape, Dense, TileShape, tokens
+
+ALL = "+".join(FAMILIES)
+S, TILE = 1024, TileShape(query=64, key=64)
+NARROW = AShape(sink=tokens(1), window=tokens(1))  # the first tile, the diagonal, one more
+
+
+def planted(mix: str, heads: int = 2, kv_heads: int = 1, **options) -> Planted:
+    asked = {"length": S, "density": 0.35, "tile": TILE, "head_dim": 128, "seed": 3, "dtype": torch.float32} | options
+    return plant(families_of(mix, heads), kv_heads=kv_heads, device=torch.device("cpu"), **asked)
+
+
+def weights(p: Planted, head: int) -> torch.Tensor:
+    """The whole softmax of one head: [S, S]."""
+    group = p.q_BHSD.shape[1] // p.k_BGSD.shape[1]
+    q, k = p.q_BHSD[0, head].double(), p.k_BGSD[0, head // group].double()
+    causal = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    return (q @ k.T / math.sqrt(q.shape[1])).masked_fill(~causal, -torch.inf).softmax(-1)
+
+
+def promised(p: Planted, head: int) -> torch.Tensor:
+    """Where the truth of a head says that attention goes, key by key: bool [S, S]."""
+    truth, length = p.heads[head], p.chunk.longest
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = (j < SINK).expand(length, length).clone()
+    seen |= i - j < truth.sizes.window
+    for first, stop in truth.bands:
+        seen |= (i - j >= first) & (i - j < stop)
+    seen[:, truth.columns_C] = True
+    if len(truth.cluster_M):
+        looks_at_SZ = truth.looks_at_TZ[torch.arange(length) // p.tile.query]
+        hot_SM = (looks_at_SZ[:, :, None] == truth.cluster_M).any(1)
+        seen |= hot_SM[:, torch.arange(length) // p.tile.key]
+    return seen & (j <= i)
+
+
+def kept(p: Planted, head: int, of: int | None = None) -> float:
+    """Mass of a head on what was promised of it, or of another one."""
+    seen = promised(p, head if of is None else of)
+    return float((weights(p, head) * seen).sum(-1)[S // 2 :].mean())
+
+
+def index_of(p: Planted, patterns):
+    return build_index(patterns, p.q_BHSD, p.k_BGSD, p.chunk, p.tile, scale=p.scale)
+
+
+@pytest.mark.parametrize("mix", [*FAMILIES, ALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_planted_places_hold_the_bulk_of_the_softmax_of_every_head(mix, dtype):
+    p = planted(mix, heads=4, kv_heads=2, dtype=dtype)
+    for head, truth in enumerate(p.heads):
+        assert kept(p, head) > (0.75 if truth.bands else 0.9), truth.sizes.family
+        assert promised(p, head).sum() / (S * (S + 1) / 2) < 0.35, truth.sizes.family  # few places, not all of them
+    assert len(p.heads) == 4
+
+
+def test_random_queries_and_keys_hold_no_such_mass():
+    p = planted("vertical_slash")
+    p.q_BHSD.normal_()
+    p.k_BGSD.normal_()
+    assert kept(p, 0) < 0.35
+
+
+def test_heads_of_a_group_share_keys_and_have_structure_of_their_own_in_columns_and_diagonals():
+    p = planted("vertical_slash", heads=4)
+    assert p.k_BGSD.shape[1] == 1
+    assert len({truth.bands for truth in p.heads}) == len({tuple(truth.columns_C.tolist()) for truth in p.heads}) == 4
+    assert kept(p, 0) > kept(p, 0, of=1) + 0.3
+    mass, (first, stop) = weights(p, 0), p.heads[0].bands[0]
+    i, j = torch.arange(S)[:, None], torch.arange(S)[None]
+    assert (mass * ((i - j >= first) & (i - j < stop)))[stop:].sum(-1).mean() > 0.05
+    assert mass[:, p.heads[0].columns_C][stop:].sum(-1).mean() > 0.05
+
+
+@pytest.mark.parametrize("mix", FAMILIES)
+def test_the_builders_find_it_at_about_the_stated_density(mix):
+    p = planted(mix, heads=2, length=2048, density=0.3)
+    assert float(density(index_of(p, p.patterns), p.chunk)) == pytest.approx(0.3, rel=0.25)
+
+
+def test_a_seed_gives_the_same_structure_and_numbers_and_another_one_others():
+    first, again, other = planted(ALL, heads=4), planted(ALL, heads=4), planted(ALL, heads=4, seed=4)
+    assert all(map(torch.equal, first.tensors, again.tensors))
+    assert first.heads[0].bands == again.heads[0].bands != other.heads[0].bands
+    assert all(x.transpose(1, 2).is_contiguous() for x in first.tensors[:2])  # as models make them
+    whole, pieces = planted("vertical_slash"), planted("vertical_slash", block_rows=300)
+    assert whole.heads[0].bands == pieces.heads[0].bands
+    assert kept(pieces, 0) > 0.75
+
+
+def test_a_ragged_length_is_planted_to_its_end():
+    p = planted(ALL, heads=4, length=S + 37)
+    assert p.q_BHSD.shape[2] == p.v_BGSD.shape[2] == p.chunk.longest == S + 37
+    assert torch.isfinite(p.q_BHSD).all()
+    assert float(density(index_of(p, (Dense(),) * 4), p.chunk)) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"heads": 3, "kv_heads": 2}, {"head_dim": 16}, {"length": 100}, {"density": 1.5}, {"density": 0.0}]
+)
+def test_what_nothing_can_be_planted_in_is_refused(change):
+    asked = {"heads": 2, "kv_heads": 1, "head_dim": 64, "length": S, "density": 0.3} | change
+    with pytest.raises(UsageError):
+        check_plantable(**asked, tile=TILE)
+
+
+# --- recall and mass of an index --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def p():
+    return planted(ALL, 4, 2, head_dim=64, seed=0)
+
+
+def test_recall_and_mass_tell_a_dense_index_from_the_planted_one_and_one_that_looks_elsewhere(p):
+    dense, own, narrow = (index_of(p, patterns) for patterns in ((Dense(),) * 4, p.patterns, (NARROW,) * 4))
+    found = find_planted(p, dense)
+    assert (found.columns, found.diagonals, found.tiles) == (1, 1, 1)
+    assert check_rows(p, dense, sample_rows(S)).mass == pytest.approx(1)
+    found = find_planted(p, own)
+    assert min(found.columns, found.diagonals, found.tiles, check_rows(p, own, sample_rows(S)).least) > 0.9
+    found = find_planted(p, narrow)
+    assert (found.diagonals, 0 < found.columns < 0.4, 0 < found.tiles < 0.5) == (0, True, True)
+    assert check_rows(p, narrow, sample_rows(S)).least < 0.6
+    listed = replace(narrow, columns_BHC=own.columns_BHC, live_BHTN=torch.zeros_like(own.live_BHTN))
+    assert own.columns_BHC.shape[2] > 0
+    assert find_planted(p, listed).columns == found.columns  # listed, but no row computes them
+
+
+def test_what_no_head_has_is_none_and_not_zero():
+    only = planted("a_shape", 1, 1)
+    found = find_planted(only, index_of(only, only.patterns))
+    assert (found.columns, found.diagonals, found.tiles) == (None, None, None)
+
+
+def test_mass_and_error_are_those_of_the_oracle(p):
+    index, rows = index_of(p, p.patterns), list(sample_rows(S, 7))
+    oracle = reference_attention(*p.tensors, mask_of(index, p.chunk, S), scale=p.scale)
+    causal = torch.ones(S, S, dtype=torch.bool).tril().expand(1, 4, S, S)
+    whole = reference_attention(*p.tensors, causal, scale=p.scale)
+    mass = (oracle.lse_BHS - whole.lse_BHS).exp()[:, :, rows].mean()
+    checked = check_rows(p, index, rows, oracle.out_BHSD, block_elements=3 * S)  # three rows at a time
+    assert checked.mass == pytest.approx(float(mass), rel=1e-4)
+    out = prefill_attention(*p.tensors, index, p.chunk, scale=p.scale, backend="cpu").out_BHSD
+    assert max(checked.error, check_rows(p, index, rows, out).error) < 1e-4
+    for value, error in ((out[0, 2, rows[3], 5] + 0.5, 0.5), (torch.nan, math.inf), (torch.inf, math.inf)):
+        wrong = out.clone()
+        wrong[0, 2, rows[3], 5] = value
+        assert check_rows(p, index, rows, wrong).error == pytest.approx(error, abs=1e-3)
+
+
+def test_rows_are_spread_to_the_last_one_at_different_places_of_their_tiles():
+    assert sample_rows(3, 8) == (0, 1, 2)
+    for length in (100, 1000, 131072):
+        rows = sample_rows(length)
+        assert rows[-1] == length - 1
+        assert all(place * length // 32 <= row < (place + 1) * length // 32 for place, row in enumerate(rows))
+    assert min(len({row % tile for row in sample_rows(131072)}) for tile in (64, 128)) > 16
+
+
+# --- budgets and structure for a density ------------------------------------------------------------------------------
+
+
+def density_of(pattern, length, tile, size):
+    random = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, length, size, generator=random) for _ in range(2))
+    chunk = Chunk.uniform(1, 0, length)
+    return float(density(build_index([pattern], q, k, chunk, tile, scale=size**-0.5), chunk))
+
+
+@pytest.mark.parametrize("length", [32768, 131072])
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_a_static_pattern_comes_to_the_density(length, share):
+    tile = TileShape()
+    pattern = pattern_for(sizes_for("a_shape", length, share, tile), length, share, tile)
+    assert density_of(pattern, length, tile, 1) == pytest.approx(share, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["vertical_slash", "a_shape", "block_sparse"])
+def test_where_attention_is_diffuse_the_budgets_bind(family):
+    assert density_of(diffuse_pattern(family, 4096, 0.3, TILE), 4096, TILE, 32) == pytest.approx(0.3, rel=0.2)
+    with pytest.raises(UsageError):
+        diffuse_pattern("adaptive", 4096, 0.3, TILE)
+
+
+def test_structure_grows_with_density_and_bands_are_never_narrower_than_can_be_planted():
+    shares, tile = (0.02, 0.05, 0.1, 0.2, 0.4), TileShape()
+    sizes = [sizes_for("vertical_slash", 131072, share, tile, narrowest=1000) for share in shares]
+    assert all(size.band >= 1000 for size in sizes)
+    for counts in ([(size.columns, size.diagonals) for size in sizes], [len(size.bands) for size in sizes]):
+        assert counts == sorted(counts)
+    hot = [sizes_for("block_sparse", 131072, share, tile).clusters for share in shares]
+    assert hot == sorted(hot, reverse=True)

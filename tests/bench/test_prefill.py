@@ -1,0 +1,218 @@
+"""The prefill bench on tiny models: dense and sparse of the same model."""
+
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_plans import every_head, info_of, plan_for
+
+from sparsekv.bench.prefill import SPARSE, PrefillBench, PrefillRuns, bench_prefill, layer_flops
+from sparsekv.bench.random_model import BenchModel
+from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.runtime.hf.describe import attention_modules
+
+STATIC = AShape(sink=tokens(64), window=tokens(64))
+THEIRS, OURS = "transformers, SDPA", "sparsekv dense"
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.fixture(scope="module")
+def subject() -> BenchModel:
+    model = tiny_model(layers=2, context=1024)
+    return BenchModel(model, info_of(model), "tiny", "random", "weights are random")
+
+
+@pytest.fixture(scope="module")
+def plan(subject):
+    return plan_for(subject.model, every_head(subject.model, STATIC))
+
+
+def rows_of(subject, plan, **options):
+    bench = PrefillBench(**{"lengths": (512,), "repeats": 1} | options)
+    return list(bench_prefill(subject, plan, "static", bench))
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """Runs prefills, and gives back what `change` makes of (way, ids, layers, run), or raises what it raises."""
+    real = PrefillRuns.run
+
+    def put(change):
+        def run(self, way, ids_1S, layers=None):
+            return change(way, ids_1S, layers, real(self, way, ids_1S, layers))
+
+        monkeypatch.setattr(PrefillRuns, "run", run)
+
+    return put
+
+
+def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, plan):
+    (data,) = (row.data() for row in rows_of(subject, plan, repeats=3))
+    assert 0 < data["density"] < 1
+    assert data["tflops"] > 0
+    assert data["dense_peers_ms"].keys() == {THEIRS, OURS}
+    assert data["dense_ms"] == min(data["dense_peers_ms"].values())
+    assert (data["weights"], data["plan"], data["note"]) == ("random", "static", "weights are random")
+    assert data["kv_bytes_device"] == 2 * 2 * 2 * 512 * 32 * 4  # k and v, layers, heads, tokens, size, bytes
+    assert data["dense_peak_bytes"] is data["peak_ratio"] is None
+    (pieces,) = rows_of(subject, plan, chunk=256)
+    assert pieces.density == pytest.approx(data["density"])
+
+
+def test_the_model_is_what_it_was_afterwards(subject, plan):
+    before = subject.model.config._attn_implementation
+    rows_of(subject, plan, dense_layers=1)
+    assert subject.model.config._attn_implementation == before
+    assert len(attention_modules(subject.model)) == 2
+
+
+@pytest.mark.parametrize("hosted", [None, 2])
+def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan, hosted):
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert "transformers, flash-attn-4" in PrefillRuns(on_gpu, plan, PrefillBench((1,), kv_host_layers=hosted)).dense
+
+
+@pytest.mark.parametrize(("milliseconds", "dense_ms"), [((30.0, 50.0), 30 + 1 * 20), ((50.0, 30.0), None)])
+def test_dense_of_a_layer_is_multiplied_unless_it_takes_no_time(subject, plan, changed, milliseconds, dense_ms):
+    changed(lambda way, ids, layers, run: replace(run, milliseconds=milliseconds[layers - 1]) if layers else run)
+    (row,) = rows_of(subject, plan, dense_layers=1)
+    assert row.dense_ms == dense_ms
+    assert (row.peers.timed_ms or row.peers.refused).keys() == {THEIRS, OURS}
+    assert "1 measured layer" in row.note
+
+
+@pytest.mark.parametrize("options", [{"dense_layers": 1}, {}])
+def test_sparse_is_repeated_also_where_dense_is_not(subject, plan, changed, options):
+    sparse = []
+
+    def watch(way, ids, layers, run):
+        if way == SPARSE:
+            sparse.append(run)
+        elif not options:
+            raise FULL
+        return run
+
+    changed(watch)
+    (row,) = rows_of(subject, plan, repeats=4, **options)
+    assert len(sparse) == 1 + 4  # one warms up
+    assert row.sparse_ms == statistics.median(run.milliseconds for run in sparse[1:])
+
+
+@pytest.mark.parametrize(("fits", "ran_whole"), [(True, OURS), (False, THEIRS)])
+def test_of_a_very_long_prompt_the_way_that_is_fastest_on_a_part_and_runs_on_all_is_timed(
+    subject, plan, changed, fits, ran_whole
+):
+    ran = []
+
+    def ours_is_faster(way, ids, layers, run):
+        if way == SPARSE:
+            return run
+        ran.append((way, ids.shape[1], layers))
+        if layers is None and way == OURS and not fits:
+            raise FULL
+        return run if layers is None else replace(run, milliseconds=layers * (50.0 if way == OURS else 80.0))
+
+    changed(ours_is_faster)
+    (row,) = rows_of(subject, plan, ranked_from=512)
+    assert list(row.peers.timed_ms) == [ran_whole]
+    assert row.peers.refused.keys() == {THEIRS, OURS} - {ran_whole}
+    whole = [OURS] if fits else [OURS, THEIRS]
+    parts = [(way, 128, layers) for way in (THEIRS, OURS) for layers in (1, 2)]
+    assert list(dict.fromkeys(ran)) == parts + [(way, 512, None) for way in whole]
+
+
+def test_a_row_names_the_backend_that_ran_and_why_torch_built_the_indices(subject, plan, changed):
+    changed(lambda way, ids, layers, run: replace(run, backend="slower", builder_failed="no kernel image"))
+    (row,) = rows_of(subject, plan)
+    assert row.backend == "slower"
+    assert "no kernel image" in row.note
+
+
+def test_a_sparse_run_that_fails_leaves_the_dense_times(subject, plan, changed):
+    def failing(way, ids, layers, run):
+        if way == SPARSE:
+            raise FULL
+        return run
+
+    changed(failing)
+    (row,) = rows_of(subject, plan)
+    assert row.sparse_ms is None
+    assert row.dense_ms > 0
+    assert "out of memory" in row.note
+
+
+def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, changed):
+    runs = []
+
+    def failing(way, ids, layers, run):
+        runs.append(run)
+        if len(runs) == 8:  # each of the three ways runs twice, and then they take turns
+            raise FULL
+        return run
+
+    changed(failing)
+    (row,) = rows_of(subject, plan, repeats=5)
+    assert len(runs) == 8
+    assert min(row.sparse_ms, row.dense_ms) > 0
+    assert "repeat 2" in row.note
+
+
+def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
+    other = tiny_model(layers=3)
+    for error, options in (
+        (PromptError, {"lengths": (2048,)}),
+        (UsageError, {"dense_layers": 2}),
+        (UsageError, {"kv_host_layers": 3}),
+        (UsageError, {"lengths": ()}),
+    ):
+        with pytest.raises(error):
+            rows_of(subject, plan, **options)
+    with pytest.raises(PlanMismatchError):
+        rows_of(subject, plan_for(other, every_head(other, STATIC)))
+
+
+@pytest.mark.parametrize("way", [THEIRS, OURS])
+def test_without_some_layers_the_model_runs_and_gets_them_back(subject, plan, way):
+    seen = []
+    runs = PrefillRuns(subject.model, plan, PrefillBench((1,)))
+    ids, whole = torch.ones(1, 64, dtype=torch.long), layer_flops(subject.model, 64)
+    hook = attention_modules(subject.model)[1].register_forward_hook(lambda *call: seen.append(1))
+    runs.run(way, ids, layers=1)
+    assert not seen
+    runs.run(way, ids)
+    hook.remove()
+    assert seen
+    assert layer_flops(subject.model, 64) == whole
+
+
+@pytest.mark.parametrize("way", [SPARSE, OURS])
+def test_layers_go_to_the_host_in_every_way_and_have_their_room_before_the_clock_starts(
+    subject, plan, monkeypatch, way
+):
+    from sparsekv.runtime.stores.pinned import HostMemory
+
+    running, taken, real = [], [], HostMemory.take
+
+    def take(self, nbytes, device):
+        taken.append(bool(running))
+        return real(self, nbytes, device)
+
+    monkeypatch.setattr(HostMemory, "take", take)
+    hook = subject.model.register_forward_pre_hook(lambda *call: running.append(1))
+    runs = PrefillRuns(subject.model, plan, PrefillBench((1,), kv_host_layers=2))
+    runs.run(way, torch.ones(1, 1280, dtype=torch.long), layers=1)  # of contexts beyond the hot set
+    hook.remove()
+    assert running
+    assert taken
+    assert not any(taken)
+
+
+def test_a_model_of_one_layer_runs_every_way_also_at_great_length():
+    model = tiny_model(layers=1, context=1024)
+    one = BenchModel(model, info_of(model), "tiny", "random", "")
+    (row,) = rows_of(one, plan_for(model, every_head(model, STATIC)), ranked_from=512)
+    assert row.peers.timed_ms.keys() == {THEIRS, OURS}

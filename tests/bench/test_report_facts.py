@@ -1,0 +1,135 @@
+"""What the report says of heads, layers and measurements, against the plan, the profile and a counted mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
+from plans_samples import full_plan, small_plan
+
+from sparsekv.bench.report.facts import (
+    agreement_table,
+    budget_table,
+    layer_reads,
+    pattern_maps,
+    quality_table,
+    similarity,
+)
+from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.schema import Plan, Quality
+from sparsekv.plans.types import format_length
+
+LENGTH = 4096
+OTHER = AShape(sink=tokens(1), window=tokens(1))
+
+
+def profile():
+    kept = np.tril(np.arange(9).reshape(3, 3) / 10)
+    entry = made_up_length(LENGTH, np.random.default_rng(0))
+    return made_up_profile(entry.model_copy(update={"reuse": made_up_reuse(kept)}))
+
+
+def plan_of(*groups: HeadGroup, **fields: object) -> Plan:
+    prefill = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=groups),))
+    return Plan(status="unverified", model=made_up_model(), prefill=prefill, **fields)
+
+
+def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_pattern() -> None:
+    measured = profile()
+    entry = measured.lengths[0]
+    number, head = 4, 2
+    pattern = entry.patterns[entry.layers[1].patterns[number][head]]
+    ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=1, heads=(head,), pattern=pattern)), measured)
+    assert (shown.measured, shown.length, len(shown.heads)) == (True, LENGTH, 12)
+    fact = next(fact for fact in shown.heads if (fact.layer, fact.head) == (1, head))
+    scores = entry.layers[1]
+    assert fact.pattern == pattern.pattern
+    assert fact.density == scores.tiles[number][head] + scores.columns[number][head]
+    assert fact.damage == scores.damage[number][head]
+    assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
+
+
+def test_a_pattern_that_was_not_profiled_has_no_damage() -> None:
+    ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=0, heads=(0,), pattern=OTHER)), profile())
+    assert (shown.heads[0].density, shown.heads[0].damage) == (None, None)
+
+
+def test_without_a_profile_the_density_is_that_of_a_mask_of_the_whole_budget() -> None:
+    pattern = AShape(sink=tokens(64), window=fraction(0.125))
+    ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=0, heads=(0,), pattern=pattern)), None)
+    size = 1024
+    row, column = np.indices((size, size))
+    sink = 64 * size // shown.length
+    mask = (column <= row) & ((column < sink) | (row - column < size // 8))
+    assert not shown.measured
+    assert shown.heads[0].density == pytest.approx(mask.sum() / np.tri(size).sum(), rel=0.01)
+
+
+def test_every_kind_of_layer_has_its_cells_and_every_range_is_named() -> None:
+    plan = full_plan()
+    maps, lines = pattern_maps(plan, None)
+    cells = {(fact.layer, fact.head): fact for fact in maps[0].heads}
+    assert len(cells) == 8 * 4 + 8
+    assert [cells[layer, 0].pattern for layer in range(9)] == [
+        "a_shape", "a_shape", "adaptive", "adaptive", "dense", "sliding", "dense", "dense", "linear",
+    ]  # fmt: skip
+    assert cells[8, 0].density is None
+    assert lines == ("up to 12,288: dense", "above 131,072: as up to 131,072")
+    assert pattern_maps(small_plan(prefill=None), None) == ((), ("every length: dense",))
+
+
+def with_segments(budget: DecodeBudget) -> Plan:
+    segment = Segment(filter=1, layers=(2,), budget=budget, recent=128)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=8192, dense=True), DecodeBucket(up_to=None, segments=(segment,))))
+    return Plan(status="unverified", model=made_up_model(), decode=decode)
+
+
+def test_layers_read_sinks_choice_and_recent_tokens_of_the_longest_context() -> None:
+    plan = with_segments(DecodeBudget(tokens=1000))
+    facts = {(fact.lengths, fact.layer): fact for fact in layer_reads(plan)}
+    sparse = facts["above 8,192", 2]
+    assert (sparse.tokens, sparse.share) == (4 + 1000 + 128, 1132 / 65536)
+    assert "layer 1" in sparse.role
+    assert facts["above 8,192", 1].role == "filter layer of 2"
+    assert {fact.share for key, fact in facts.items() if key != ("above 8,192", 2)} == {1.0}
+    assert budget_table(plan)[1] == ["1", "2", "last", "max", "4", "128", "1000"]
+    assert layer_reads(small_plan(decode=None)) == ()
+
+
+@pytest.mark.parametrize(("share", "scale"), [(0.04, 0.5), (0.11, 1.0)])
+def test_the_similarity_is_of_the_budget_nearest_to_the_plans(share: float, scale: float) -> None:
+    matrix = similarity(with_segments(DecodeBudget(fraction=share, at_most=1 << 20)), profile())
+    assert {(cell.layer, cell.filter): cell.mass for cell in matrix.cells}[2, 1] == 0.7 * scale
+    assert len(matrix.cells) == 6
+    assert [(mark.layer, mark.filter, mark.role) for mark in matrix.marks] == [
+        (1, 1, "filter layer"), (2, 1, "its segment"),
+    ]  # fmt: skip
+
+
+def test_the_quality_table_has_every_measured_number() -> None:
+    header, *rows = quality_table(full_plan().quality)
+    assert all(len(row) == len(header) for row in rows)
+    prefill = {row[2]: row[3:] for row in rows if row[0] == "prefill"}
+    assert prefill["kl"] == ["", "1.5e-05", "", ""]
+    assert prefill["niah_single"] == ["0.99", "0.985", "-0.01235 to 0.0025", "200"]
+    assert {row[0] for row in rows} == {"prefill", "decode", "both"}
+    assert not any("{" in cell or "interval" in cell for row in rows for cell in row)
+
+
+def test_a_task_named_as_a_measured_number_hides_it_in_no_quality_table() -> None:
+    measured = full_plan().quality.prefill
+    task = measured.tasks["niah_single"]
+    named = Quality(prefill=measured.model_copy(update={"tasks": {"kl": task}}))
+    assert [row[4] for row in quality_table(named) if row[2] == "kl"] == ["1.5e-05", "0.985"]
+
+
+def test_the_agreement_table_has_every_phase_length_and_task() -> None:
+    quality = full_plan().quality
+    header, *rows = agreement_table(quality)
+    assert all(len(row) == len(header) for row in rows)
+    assert rows[0][0] == "prefill"
+    over = [row[1] for row in rows]
+    assert {"all", *(format_length(part.length) for part in quality.prefill.by_length)} <= set(over)
+    bare = quality.prefill.model_copy(update={"agreement": None})
+    assert agreement_table(Quality(prefill=bare)) == []

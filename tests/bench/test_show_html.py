@@ -1,0 +1,209 @@
+"""`sparsekv show --html`: one page that holds what it shows, runs one script and nothing that a plan says."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
+from plans_samples import full_plan, model_info, small_plan
+
+from sparsekv.planner.data_files import write_measured
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.schema import Cost, Plan, Provenance
+
+HOSTILE = "</script><img src=x onerror='alert(1)'>\"&{{7*7}}"
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, the content of its scripts, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.in_script = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.in_script = tag == "script"
+        if self.in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self.in_script:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return json.loads(self.scripts[0])
+
+
+def hostile_plan() -> Plan:
+    plan = full_plan()
+    tasks = {HOSTILE: plan.quality.prefill.tasks["niah_single"]}
+    measured = plan.quality.prefill.model_copy(update={"tasks": tasks})
+    return plan.model_copy(
+        update={
+            "model": model_info(9, id=HOSTILE, revision=HOSTILE, model_type=HOSTILE),
+            "targets": (plan.targets[0].model_copy(update={"device": HOSTILE}),),
+            "quality": plan.quality.model_copy(update={"prefill": measured}),
+            "cost": Cost(device=HOSTILE, backend="cpu", lengths=plan.cost.lengths),
+            "provenance": Provenance(versions={HOSTILE: HOSTILE}, source=HOSTILE),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan, its profile, and a curve."""
+    folder = tmp_path_factory.mktemp("report")
+    rng = np.random.default_rng(0)
+    reuse = made_up_reuse(np.full((3, 3), 0.5))
+    entry = made_up_length(4096, rng).model_copy(update={"reuse": reuse})
+    write_measured(made_up_profile(entry), folder / "profile.json")
+    heads = (HeadGroup(layer=0, heads=(0,), pattern=entry.patterns[0]),)
+    prefill = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=heads),))
+    segment = Segment(filter=1, layers=(2,), budget=DecodeBudget(tokens=512), recent=128)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
+    plan = Plan(status="unverified", model=made_up_model(), prefill=prefill, decode=decode, cost=full_plan().cost)
+    write_plan(plan, folder / "plan.yaml")
+    point = {"length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0, "agreement": None, "accuracy": 0.9}
+    (folder / "curve.json").write_text(json.dumps([point | {"method": HOSTILE}, point | {"method": "ours"}]))
+    write_plan(hostile_plan(), folder / "hostile.yaml")
+    return folder
+
+
+def everything(files: Path) -> tuple[object, ...]:
+    return "show", files / "plan.yaml", "--profile", files / "profile.json", "--curve", files / "curve.json"
+
+
+def test_the_page_runs_one_script_and_loads_nothing(sparsekv, files, tmp_path) -> None:
+    found = sparsekv(*everything(files), "--html", tmp_path / "page.html")
+    assert (found.code, found.err) == (0, "")
+    assert "page.html" in found.out
+    page = Page((tmp_path / "page.html").read_text())
+    assert not {"link", "iframe", "img", "base"} & set(page.tags)
+    assert not {"src", "href"} & {name for name, _ in page.attributes}
+    _, script = page.scripts
+    policy = next(value for name, value in page.attributes if name == "content" and "default-src" in value)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert "default-src 'none'" in policy
+    assert f"'sha256-{digest}'" in policy
+    assert policy.count("unsafe-inline") == 1  # of styles
+
+
+def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files, tmp_path) -> None:
+    sparsekv(*everything(files), "--html", tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    places = {value for name, value in page.attributes if name == "id"} - {"page-data"}
+    charts, datasets = page.data["charts"], page.data["datasets"]
+    assert places == set(charts)
+    assert set(charts) == {
+        *("patterns-0", "density-0", "damage-0", "reads-map", "similarity-matrix", "prefill-time", "decode-time"),
+        *("curve-prefill-4096-kl", "curve-prefill-4096-accuracy"),  # of agreement nothing was measured
+    }
+    assert len(charts["similarity-matrix"]["layer"]) == 2
+    for chart in charts.values():
+        for part in chart.get("layer", [chart]):
+            name = part["data"]["name"]
+            known = datasets[name]["fields"] if name in datasets else chart["datasets"][name][0].keys()
+            assert set(fields_of(part["encoding"])) <= set(known)
+
+
+def fields_of(encoding: Any) -> Iterator[str]:
+    if isinstance(encoding, dict):
+        if "field" in encoding:
+            yield encoding["field"]
+        encoding = list(encoding.values())
+    if isinstance(encoding, list):
+        for part in encoding:
+            yield from fields_of(part)
+
+
+def test_equal_inputs_give_equal_bytes(sparsekv, files, tmp_path) -> None:
+    for name in ("one.html", "two.html"):
+        sparsekv(*everything(files), "--html", tmp_path / name)
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) -> None:
+    path = tmp_path / "page.html"
+    assert sparsekv("show", files / "hostile.yaml", "--curve", files / "curve.json", "--html", path).code == 0
+    page = Page(path.read_text())
+    assert "img" not in page.tags
+    assert len(page.scripts) == 2
+    assert "onerror" not in {name for name, _ in page.attributes}
+    assert page.text.count(HOSTILE) >= 8
+    assert HOSTILE in {row[0] for row in page.data["datasets"]["curve-prefill-4096"]["rows"]}
+
+
+def test_json_is_the_summary_and_where_the_page_is(sparsekv, files, tmp_path) -> None:
+    alone = sparsekv("show", files / "plan.yaml", "--json").data
+    path = tmp_path / "page.html"
+    assert sparsekv("show", files / "plan.yaml", "--json", "--html", path).data == alone | {"html": str(path)}
+    assert path.exists()
+
+
+def test_a_page_is_replaced_and_no_other_file(sparsekv, files, tmp_path) -> None:
+    other, page = tmp_path / "index.html", tmp_path / "page.html"
+    other.write_text("<!DOCTYPE html><title>mine</title>")
+    found = sparsekv("show", files / "plan.yaml", "--html", other)
+    assert (found.code, other.read_text()) == (2, "<!DOCTYPE html><title>mine</title>")
+    assert "found another file" in found.err
+    assert sparsekv("show", files / "plan.yaml", "--html", files / "plan.yaml").code == 2
+    for plan in ("plan.yaml", "hostile.yaml"):
+        assert sparsekv("show", files / plan, "--html", page).code == 0
+
+
+@pytest.mark.parametrize("flag", ["--profile", "--curve"])
+def test_what_only_the_page_shows_is_refused_without_it(sparsekv, files, flag) -> None:
+    found = sparsekv("show", files / "plan.yaml", flag, files / "profile.json")
+    assert found.code == 2
+    assert "--html" in found.err
+
+
+def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> None:
+    write_plan(small_plan(), tmp_path / "other.yaml")
+    page = tmp_path / "page.html"
+    found = sparsekv("show", tmp_path / "other.yaml", "--html", page, "--profile", files / "profile.json")
+    assert (found.code, page.exists()) == (3, False)
+
+
+def test_another_profile_than_the_plans_own_is_told(sparsekv, files, tmp_path) -> None:
+    provenance = Provenance(profile="sha256:" + "1" * 64)
+    write_plan(Plan(status="unverified", model=made_up_model(), provenance=provenance), tmp_path / "plan.yaml")
+    page = tmp_path / "page.html"
+    found = sparsekv("show", tmp_path / "plan.yaml", "--html", page, "--profile", files / "profile.json")
+    assert found.code == 0
+    assert "another profile" in found.err
+
+
+def test_a_missing_package_names_the_extra(sparsekv, files, tmp_path, monkeypatch) -> None:
+    for module in ("charts", "page"):
+        monkeypatch.delitem(sys.modules, f"sparsekv.bench.report.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    found = sparsekv("show", files / "plan.yaml", "--html", tmp_path / "page.html")
+    assert found.code == 2
+    assert "altair" in found.err
+    assert "sparsekv[report]" in found.err

@@ -1,0 +1,85 @@
+"""Options that a given profile contradicts, and those that a missed gate leaves to be tried."""
+
+import numpy as np
+import pytest
+from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
+from progress import Counting
+
+from sparsekv.planner.options import Gate, PlanOptions
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.profile.profile_data import for_profile
+from sparsekv.planner.verify import after_a_missed_gate
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.patterns import TileShape
+
+LENGTH = made_up_length(4096, np.random.default_rng(0))
+REUSE = made_up_reuse(np.eye(3))
+PROFILE = made_up_profile(LENGTH.model_copy(update={"reuse": REUSE}))
+PRESET = PROFILE.model_copy(update={"preset": "minference"})
+PREFILL_ONLY = made_up_profile(LENGTH)
+DECODE_ONLY = made_up_profile(
+    LENGTH.model_copy(update={"reuse": REUSE, "candidates": (), "patterns": (), "layers": ()})
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "profile", "words"),
+    [
+        ({"tile": TileShape(query=128, key=128)}, PROFILE, "--tile"),
+        ({"preset": "minference"}, PROFILE, "--preset"),
+        ({"samples": 99}, PROFILE, "--samples"),
+        ({"prompts": ("a",)}, PROFILE, "prompts"),
+        ({"target_density": (0.3,)}, PRESET, "--target-density beside --profile"),
+        ({"target_speedup": 2.0}, PRESET, "--target-speedup beside --profile"),
+        ({}, PREFILL_ONLY, "--only prefill"),
+        ({}, DECODE_ONLY, "--only decode"),
+        ({"phases": ("decode",)}, PREFILL_ONLY, "profile again"),
+        ({"families": ("spiral",)}, PROFILE, "families"),
+    ],
+)
+def test_a_profile_is_not_contradicted_and_holds_what_is_asked_for(asked, profile, words) -> None:
+    with pytest.raises(UsageError, match=words):
+        for_profile(PlanOptions(**asked), profile)
+
+
+def test_families_that_were_not_searched_are_refused() -> None:
+    candidates = tuple(candidate for candidate in LENGTH.candidates if candidate.family == "a_shape")
+    narrow = LENGTH.model_copy(update={"candidates": candidates, "reuse": REUSE})
+    with pytest.raises(UsageError, match=r"--families.*found block_sparse.*--profile"):
+        for_profile(
+            PlanOptions(families=("a_shape", "block_sparse")), PROFILE.model_copy(update={"lengths": (narrow,)})
+        )
+
+
+def test_saying_again_what_the_profile_says_is_fine() -> None:
+    options = PlanOptions(tile=PROFILE.tile, samples=PROFILE.samples, lengths=(4096,))
+    assert for_profile(options, PROFILE)[0].tile == PROFILE.tile
+    assert for_profile(PlanOptions(preset="minference"), PRESET)[0].preset == "minference"
+    assert for_profile(PlanOptions(phases=("prefill",)), PREFILL_ONLY)[0].phases == ("prefill",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "missed", "named", "unnamed"),
+    [
+        ({}, {"prefill"}, ("--target-density", "--max-accuracy-drop"), ("--decode-budget",)),
+        ({}, {"decode"}, ("--decode-budget",), ("--target-density",)),
+        ({}, {"both"}, ("--target-density", "--decode-budget"), ()),
+        ({"preset": "minference"}, {"prefill"}, ("minference",), ("--target-density", "--target-speedup")),
+        ({"target_speedup": 2.0}, {"prefill"}, ("--target-speedup",), ("--target-density",)),
+        ({"phases": ("decode",)}, {"decode", "both"}, ("--decode-budget",), ("--target",)),
+        ({"phases": ("prefill",)}, {"prefill"}, ("--target-density",), ("--decode",)),
+        ({"filter_layers": (1,)}, {"decode"}, ("--filter-layers",), ("--decode-budget",)),
+        ({"gate": Gate(max_kl=0.1)}, {"prefill"}, ("--max-kl",), ()),
+    ],
+)
+def test_what_to_try_after_a_missed_gate_fits_the_options_used(asked, missed, named, unnamed) -> None:
+    advice = after_a_missed_gate(as_settled(PlanOptions(**asked)), missed)
+    assert [flag for flag in named if flag not in advice] == []
+    assert [flag for flag in unnamed if flag in advice] == []
+
+
+def test_a_profile_is_checked_before_the_device_is_measured(loaded) -> None:
+    progress, own = Counting(), PREFILL_ONLY.model_copy(update={"model": loaded.info})
+    with pytest.raises(UsageError, match="--only prefill"):
+        compile_plan(loaded, PlanOptions(), profile_in=own, progress=progress)
+    assert progress.stages == []

@@ -1,0 +1,98 @@
+"""A plan by brute force: a model whose attention follows the definitions of a plan, in plain float32.
+
+Nothing is shared with kernels, index builders and runtime: masks of prefill come from masks.py, the choices of filter
+layers from `choose` here, and both run as an attention function of transformers over a DynamicCache that drops nothing.
+
+Shapes: B batch, H query heads, G KV heads, S queries, K keys, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from masks import best, brute_heads, brute_mask
+from transformers import AttentionInterface, PreTrainedModel
+
+from sparsekv.kernels.tiles import Chunk
+from sparsekv.plans.phases import Segment
+from sparsekv.plans.schema import Plan
+
+_NAME = "brute_force"
+
+
+class BruteForce:
+    """Runs `model` by the plan inside its `with` block. One token behind a past is a decode step, all else prefill."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self._model, self._plan = model, plan
+        self._chosen: dict[int, torch.Tensor] = {}  # by filter layer, of the step under way
+
+    def __enter__(self) -> BruteForce:
+        self._before = self._model.config._attn_implementation
+        AttentionInterface.register(_NAME, self._attend)
+        self._model.set_attn_implementation(_NAME)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._model.set_attn_implementation(self._before)
+
+    def _attend(
+        self, module: Any, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: None, *,
+        scaling: float, sliding_window: int | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        assert mask is None
+        steps = q_BHSD.shape[2] == 1 < k_BGKD.shape[2]
+        mask_of = self._decode_mask if steps else self._prefill_mask
+        visible_BHSK = mask_of(module.layer_idx, q_BHSD, k_BGKD, scaling, sliding_window)
+        k_BHKD, v_BHKD = (x.repeat_interleave(q_BHSD.shape[1] // x.shape[1], 1) for x in (k_BGKD, v_BGKD))
+        scores_BHSK = (q_BHSD @ k_BHKD.mT * scaling).masked_fill(~visible_BHSK, -math.inf)
+        return (scores_BHSK.softmax(-1) @ v_BHKD).transpose(1, 2).contiguous(), None
+
+    def _prefill_mask(
+        self, layer: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        batch, heads, rows, _ = q_BHSD.shape
+        length, plan = k_BGKD.shape[2], self._plan.prefill
+        chunk = Chunk.uniform(batch, length - rows, length)
+        i_S1, j_K = torch.arange(length - rows, length)[:, None], torch.arange(length)
+        if plan is None or (plan.lengths[0].dense and rows < min(length, plan.tile.query)):
+            return (j_K <= i_S1) & (i_S1 - j_K < (window or length))
+        patterns = plan.bucket(length).patterns(layer, heads)
+        found = brute_heads(patterns, q_BHSD, k_BGKD, chunk, plan.tile, scale=scale, window=window)
+        return brute_mask(found, chunk, plan.tile, rows, window)
+
+    def _decode_mask(
+        self, layer: int, q_BH1D: torch.Tensor, k_BGKD: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        (batch, heads), (groups, length) = q_BH1D.shape[:2], k_BGKD.shape[1:3]
+        visible_BGK = torch.ones(batch, groups, length, dtype=torch.bool)
+        plan = self._plan.decode
+        for segment in plan.bucket(length).segments if plan else ():
+            if segment.filter == layer:
+                self._chosen[layer] = choose(segment, q_BH1D, k_BGKD, scale)
+            if layer in segment.layers:
+                visible_BGK = self._chosen[segment.filter]
+                if isinstance(segment.heads, dict):
+                    visible_BGK = visible_BGK[:, list(segment.heads[layer])]
+        in_window_K = torch.arange(length) > length - 1 - (window or length)
+        return (visible_BGK & in_window_K).repeat_interleave(heads // groups, 1)[:, :, None]
+
+
+def choose(segment: Segment, q_BH1D: torch.Tensor, k_BGKD: torch.Tensor, scale: float) -> torch.Tensor:
+    """The tokens that the layers of a segment attend to, by the newest query of its filter layer: bool [B, G, K]."""
+    assert segment.selector == "last"
+    (batch, groups, length, _), budget = k_BGKD.shape, segment.budget.resolve(k_BGKD.shape[2])
+    visible_BGK = torch.ones(batch, groups, length, dtype=torch.bool)
+    if segment.sink + budget + segment.recent >= length:
+        return visible_BGK
+    weights_BHK = (q_BH1D @ k_BGKD.repeat_interleave(q_BH1D.shape[1] // groups, 1).mT * scale).softmax(-1)[:, :, 0]
+    scores_BGK = weights_BHK.unflatten(1, (groups, -1)).amax(2)
+    if segment.heads == "max":
+        scores_BGK = scores_BGK.amax(1, keepdim=True).expand_as(scores_BGK)
+    free = range(segment.sink, length - segment.recent)
+    visible_BGK[:, :, free.start : free.stop] = False
+    for visible_K, scores_K in zip(visible_BGK.flatten(0, 1), scores_BGK.flatten(0, 1).tolist(), strict=True):
+        visible_K[best({j: scores_K[j] for j in free}, budget)] = True
+    return visible_BGK

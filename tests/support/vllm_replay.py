@@ -1,0 +1,137 @@
+"""What an engine of vLLM computed step by step, and the same steps in the transformers host.
+
+Keys and values are put where the engine had them, page by page: so a replay follows cuts, preemptions, prefix hits and
+evictions without knowing of requests. A page that nothing was written to is full of NaN.
+
+Shapes: T rows of a request in a step, V tokens of the vocabulary, L layers, G KV heads, S tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import DynamicCache
+from vllm_engine import Oracle
+
+from sparsekv.runtime.hf.cache import handed_over
+
+PAGE = 128  # tokens
+TOLERANCE = 1e-3  # of logits; float32 leaves 3e-5
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One request's rows in a step."""
+
+    tokens_T: torch.Tensor
+    past: int
+    pages: tuple[int, ...]  # of the request up to these rows
+    logits_V: torch.Tensor | None  # behind the last row, as the engine computed them; None where it did not
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request, these included."""
+        return self.past + len(self.tokens_T)
+
+    def part(self, first: int, end: int) -> Rows:
+        """Some of these rows, as if in a step of their own."""
+        pages, logits_V = self.pages[: -(-(self.past + end) // PAGE)], self.logits_V
+        if end < len(self.tokens_T):
+            logits_V = None
+        return Rows(self.tokens_T[first:end], self.past + first, pages, logits_V)
+
+
+def plan_host_of(engine: Any) -> Any:
+    """What the layers of an engine share; None without a plan."""
+    (host,) = engine.apply_model(lambda model: model.model.layers[0].self_attn.attn.impl.plan_host)
+    return host
+
+
+@contextmanager
+def recorded(engine: Any) -> Iterator[list[Rows]]:
+    """What the engine computes meanwhile, with the rows and pages that its metadata builder is given."""
+    from sparsekv.runtime.vllm.attention_backend import SparseBuilder
+    from sparsekv.runtime.vllm.internals import requests_of
+
+    host, (model,) = plan_host_of(engine), engine.apply_model(lambda model: model)
+    build, compute_logits = SparseBuilder.build, model.compute_logits
+    found: list[Rows] = []
+    steps: list[tuple[list[int], list[int], torch.Tensor]] = []
+    inputs: list[torch.Tensor] = []
+
+    def recording_build(self: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        if self._host is host:
+            starts, lengths, _ = requests_of(common)
+            steps.append((starts, lengths, common.block_table_tensor.clone()))
+        return build(self, common_prefix_len, common, fast_build)
+
+    def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = compute_logits(hidden)
+        if steps:  # else of prompt log-probabilities, which come after those of the last rows
+            (starts, lengths, table), tokens = steps.pop(), inputs.pop()
+            step = [
+                Rows(tokens[first:end], length - (end - first), tuple(pages_P[: -(-length // PAGE)].tolist()), logits_V)
+                for first, end, length, pages_P, logits_V in zip(
+                    starts[:-1], starts[1:], lengths, table, logits.clone(), strict=True
+                )
+                if first < end
+            ]
+            # A prefix hit may be on a page that another request of the same step writes: that one has a shorter past.
+            found.extend(sorted(step, key=lambda rows: rows.past))
+        return logits
+
+    def record_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[:] = [kwargs["input_ids"].clone().long()]
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(SparseBuilder, "build", recording_build))
+        stack.enter_context(patch.object(model, "compute_logits", recording_logits))
+        stack.callback(model.register_forward_pre_hook(record_input, with_kwargs=True).remove)
+        yield found
+
+
+class _Pages:
+    """Keys and values by page."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        self._shape = (config.num_hidden_layers, 2, config.num_key_value_heads, PAGE, config.head_dim)
+        self._pages: dict[int, torch.Tensor] = defaultdict(self._empty)
+
+    def _empty(self) -> torch.Tensor:
+        return torch.full(self._shape, torch.nan)
+
+    def before(self, rows: Rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of every layer that the rows find, [1, G, S, D] each."""
+        found_L2GSD = torch.cat([self._pages[page] for page in rows.pages], 3)[..., : rows.past, :]
+        return [(k_GSD[None], v_GSD[None]) for k_GSD, v_GSD in found_L2GSD]
+
+    def write(self, rows: Rows, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The rows' own, of all that the request has now."""
+        new_L2GTD = torch.stack([torch.cat(both) for both in layers])[..., rows.past :, :]
+        for at, row in zip(range(rows.past, rows.length), new_L2GTD.unbind(3), strict=True):
+            self._pages[rows.pages[at // PAGE]][..., at % PAGE, :] = row
+
+
+@torch.no_grad()
+def assert_replayed(oracle: Oracle, recording: Sequence[Rows]) -> None:
+    """Every row that the engine computed has the logits of the transformers host, within float32's reach."""
+    pages, wrong = _Pages(oracle.model), []
+    with oracle.applied() as handle:
+        new_cache = DynamicCache if handle is None else handle.cache_of
+        for number, rows in enumerate(recording):
+            cache = new_cache(pages.before(rows)) if rows.past else None
+            out = oracle.model(rows.tokens_T[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            pages.write(rows, handed_over(out.past_key_values, rows.length))
+            if rows.logits_V is not None:
+                expected_V = out.logits[0, -1]
+                apart = float((rows.logits_V - expected_V).abs().max())
+                if not apart < TOLERANCE or rows.logits_V.argmax() != expected_V.argmax():
+                    wrong.append((number, rows.past, rows.length, apart))
+    assert not wrong, f"{len(wrong)} of {len(recording)} differ; the first (number, past, length, logits): {wrong[:5]}"

@@ -1,0 +1,118 @@
+"""Cuts, preemptions, prefix hits and cancelled requests as vLLM made them, replayed in the transformers host."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm_engine import Oracle, preemptions
+from vllm_replay import PAGE, assert_replayed, recorded
+
+FUZZ_FIRST, FUZZ_COUNT = (
+    int(os.environ.get(name, default)) for name, default in (("FUZZ_FIRST", 100), ("FUZZ_COUNT", 30))
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how it is answered."""
+
+    prompt: list[int]
+    asked: SamplingParams
+
+    @property
+    def pages(self) -> int:
+        """Of the prompt."""
+        return -(-len(self.prompt) // PAGE)
+
+
+def draw_request(source: random.Random, texts: list[list[int]]) -> Request:
+    """Many begin alike, and many fill their last page almost, so that answers ask for another one."""
+    text = source.choice(texts)
+    first = source.choice((0, 0, source.randrange(len(text) // 2)))
+    length = PAGE * source.randrange(2, 9) - source.choice((source.randrange(1, 8), source.randrange(PAGE)))
+    asked = SamplingParams(
+        temperature=source.choice((0.0, 1.0)), max_tokens=source.choice((1, 8, 24, 40)), ignore_eos=True
+    )
+    return Request(text[first : first + length], asked)
+
+
+@contextmanager
+def cramped(engine: Any, budget: int, pages: int) -> Iterator[None]:
+    """The engine with so many tokens of a step and so many pages."""
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    pool, before = scheduler.kv_cache_manager.block_pool, scheduler.max_num_scheduled_tokens
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - pages)
+    scheduler.max_num_scheduled_tokens = budget
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = before
+        pool.free_blocks(taken)
+
+
+def serve(engine: Any, source: random.Random, requests: list[Request]) -> list[Any]:
+    """Requests come at random steps, and few are cancelled; what ended."""
+    inner, waiting, running, ended = engine.llm_engine, list(enumerate(requests)), set(), []
+    while waiting or inner.has_unfinished_requests():
+        while waiting and (source.random() < 0.6 or not running):
+            number, request = waiting.pop()
+            inner.add_request(str(number), {"prompt_token_ids": request.prompt}, request.asked)
+            running.add(str(number))
+        ended += [output for output in inner.step() if output.finished]
+        running -= {output.request_id for output in ended}
+        if running and source.random() < 0.02:
+            gone = source.choice(sorted(running))
+            inner.abort_request([gone])
+            running.remove(gone)
+    return ended
+
+
+def check(engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int) -> tuple[int, int]:
+    """Serves random requests and replays them; how many were preempted, and how many found others' pages."""
+    source = random.Random(seed)
+    requests = [draw_request(source, [prompts[1500], prompts[2000], prompts[2700]]) for _ in range(6)]
+    pages = max(sum(request.pages for request in requests[-3:]), max(request.pages for request in requests) + 1)
+    before = preemptions(engine)
+    with cramped(engine, source.randrange(96, 513), pages), recorded(engine) as recording:
+        ended = serve(engine, source, requests)
+    assert engine.reset_prefix_cache(), "pages are still taken"
+    assert_replayed(sparse, recording)
+    return preemptions(engine) - before, sum(output.num_cached_tokens > 0 for output in ended)
+
+
+@pytest.mark.parametrize("seed", [3, 9])
+def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host(
+    engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int
+) -> None:
+    preempted, hits = check(engine, sparse, prompts, seed)
+    assert preempted > 0
+    assert hits > 0
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", range(FUZZ_FIRST, FUZZ_FIRST + FUZZ_COUNT))
+def test_every_step_of_cramped_requests_has_the_logits_of_the_transformers_host_in_the_long_run(
+    engine: Any, sparse: Oracle, prompts: dict[int, list[int]], seed: int
+) -> None:
+    check(engine, sparse, prompts, seed)
+
+
+def test_a_replay_with_other_cuts_differs(
+    engine: Any, sparse: Oracle, dense: Oracle, prompts: dict[int, list[int]]
+) -> None:
+    """What the comparison is worth: neither dense attention nor another cut passes."""
+    asked = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with recorded(engine) as recording:
+        engine.generate([{"prompt_token_ids": prompts[700]}], asked, use_tqdm=False)
+    assert_replayed(sparse, recording)
+    with pytest.raises(AssertionError):
+        assert_replayed(dense, recording)
+    first, second = recording
+    moved = [first.part(0, 500), first.part(500, 512), second]
+    with pytest.raises(AssertionError):
+        assert_replayed(sparse, moved)
