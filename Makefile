@@ -52,9 +52,8 @@ unit: $(READY)
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not gpu' -n $(WORKERS)
 
-# Passive: a thread that waits gives its core away, which matters where other work runs beside.
 demo: $(READY)
-	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py
 
 # An environment of its own: vLLM pins its dependencies, the CPU build of torch among them. The three packages that it
 # brings along are CUDA builds, which do not import beside that, and stop transformers from loading. Its modules are

@@ -6,7 +6,7 @@ at every bound on the divergence, and beyond these with larger budgets in the de
 Baselines of prefill (baselines/prefill_rules.py): `vertical_slash` has a published ratio of MInference, 1000 columns to
 6096 diagonals, scaled in each head until one calibration prompt costs the density; `vertical_slash_by_head` takes the
 best ratio of each head from the profile, every head at the same density; `minference` is compiled from a profile of
-`--preset minference`. Baselines of decode: baselines/decode_rules.py.
+`--preset minference`. Baselines of decode: baselines/decode_rules.py. `bfloat16` is dense rounded, of a float32 model.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from sparsekv.bench.baselines.prefill_rules import (
     prefill_plan,
     static_at_density,
 )
+from sparsekv.bench.baselines.rounding import Rounded
 from sparsekv.kernels.index.tile_scores import ScoreKind
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.compare import Mode, PlanMode
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
+from sparsekv.planner.evaluation import Mode, PlanMode
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions, Task
-from sparsekv.planner.profile.calibration import calibration_prompts
+from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
+from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
-from sparsekv.planner.profile.search_space import a_shape_range, last_q_for, vertical_slash_range
 from sparsekv.planner.settled import settle
 from sparsekv.planner.targets import density_for, mandatory_density
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, Budget, Pattern, TileShape, fraction
+from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
@@ -83,7 +83,7 @@ class CurveInputs:
     preset: Profile | None = None
     densities: tuple[float, ...] = ()
     budgets: tuple[float, ...] = BUDGETS
-    task: Task = "quote_text"
+    task: str = "quote_text"
     seed: int = 0
 
     @property
@@ -196,7 +196,7 @@ def _no_prices(profile: Profile) -> DeviceCost:
 
 
 def _streaming(inputs: CurveInputs, length: int) -> Modes:
-    patterns = a_shape_range(_SINK, length)
+    patterns = AShape.widening(_SINK, length)
     for density in inputs.ladder(length, "a_shape"):
         pattern = static_at_density(patterns, length, density, inputs.tile)
         yield _density(density), _same(inputs, pattern)
@@ -204,11 +204,9 @@ def _streaming(inputs: CurveInputs, length: int) -> Modes:
 
 def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
     loaded, ladder = inputs.loaded, inputs.ladder(length, "vertical_slash")
-    options = PlanOptions(lengths=(length,), tasks=(inputs.task,), samples=1, seed=inputs.seed)
-    settled = settle(options, loaded.info.context_length, "cpu")
-    prompt = calibration_prompts(loaded.tokenizer, settled)[length][0]
+    (prompt,) = Calibration(loaded.tokenizer, (), (inputs.task,), inputs.seed).prompts(length, 1)
     ids_1S = torch.from_numpy(prompt.ids[: prompt.answer_start].astype(np.int64))[None].to(loaded.model.device)
-    patterns = vertical_slash_range(1000, 6096, last_q=last_q_for(length))
+    patterns = VerticalSlash.in_ratio(1000, 6096, last_q=last_q_for(length))
     fitted = fitted_at_densities(loaded, ids_1S, patterns, ladder, inputs.tile)
     for density, by_layer in zip(ladder, fitted, strict=True):
         plan = prefill_plan(loaded.info, inputs.tile, by_layer)
@@ -276,6 +274,14 @@ def _quest(inputs: CurveInputs, length: int) -> Modes:
         yield share, StepwiseRule(QuestPages(budget))
 
 
+def _bfloat16(inputs: CurveInputs, length: int) -> Modes:
+    if inputs.loaded.model.dtype != torch.float32:
+        raise UsageError(
+            f"expected float32 for the method bfloat16, found {inputs.loaded.model.dtype}; --dtype float32"
+        )
+    yield "dense, rounded", Rounded()
+
+
 def _budgets(inputs: CurveInputs) -> Iterator[tuple[str, Budget]]:
     return ((f"budget {share:g}", fraction(share)) for share in inputs.budgets)
 
@@ -301,10 +307,11 @@ def _entry(profile: Profile | None, length: int, need: str) -> LengthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a method makes its modes at a length, and which of the inputs it needs."""
+    """How a method makes its modes at a length, which of the inputs it needs, and whether it has to be named."""
 
     modes: Callable[[CurveInputs, int], Modes]
     needs: Literal["plan", "profile", "preset"] | None = None
+    named: bool = False
 
 
 METHODS: Mapping[Phase, Mapping[str, Method]] = {
@@ -328,6 +335,7 @@ METHODS: Mapping[Phase, Mapping[str, Method]] = {
         "top_k": Method(partial(_top_k, "max")),
         "top_k_by_head": Method(partial(_top_k, "per_kv_head")),
         "quest": Method(_quest),
+        "bfloat16": Method(_bfloat16, named=True),
     },
 }
 _FLAGS = {"plan": "--plan FILE", "profile": "--profile FILE", "preset": "--profile FILE of --preset minference"}
@@ -365,7 +373,7 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
             raise UsageError(f"expected {_FLAGS[needed]} for the method {name}, found none; give it, or leave it out")
 
     def is_on(name: str) -> bool:
-        return name in names if names else known[name].needs in (None, *given)
+        return name in names if names else known[name].needs in (None, *given) and not known[name].named
 
     return {phase: [name for name in METHODS[phase] if is_on(name)] for phase in phases}
 

@@ -2,15 +2,13 @@
 
     sparsekv eval MODEL --curve a.json --profile profile.json --length 16k,32k --samples 20
     python -m sparsekv.bench.curves a.json b.json --density 0.1,0.2,0.3 --kl 0.001,0.005
-    python -m sparsekv.bench.curves a.json b.json --beside A,B --kl ""
 
 A table has, for each phase and length, the divergence of every method at these densities, and the least density at
-which it stays within these divergences; with --beside, which names the files, they share it. Between two points of a
-curve, both are read off a straight line in logarithms; a method that starts above a density or does not reach a
-divergence has no number there. In brackets is what a curve has at its end: where it ends below a density, the
-divergence of its last point (and nothing at higher densities); where its first point already stays within a divergence,
-the density of that one. Curves that are not monotonic are read by their best: a point that another one beats in both
-density and divergence does not count.
+which it stays within these divergences. Between two points of a curve, both are read off a straight line in logarithms;
+a method that starts above a density or does not reach a divergence has no number there. In brackets is what a curve has
+at its end: where it ends below a density, the divergence of its last point (and nothing at higher densities); where its
+first point already stays within a divergence, the density of that one. A point that another one beats in both density
+and divergence does not count.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ import numpy as np
 
 from sparsekv.bench.curve_file import CurvePoint, CurveRow, read_curve
 from sparsekv.bench.curve_methods import CurveInputs, CurveMode, curve_modes
-from sparsekv.planner.eval_results import EvalResult
 from sparsekv.planner.evaluation import EvalSamples, evaluate
+from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.options import Gate, Phase
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.types import format_length
@@ -109,57 +107,21 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--density", type=numbers, default=(0.1, 0.2, 0.3, 0.5))
     parser.add_argument("--kl", type=numbers, default=(0.001, 0.002, 0.005))
-    parser.add_argument("--beside", type=lambda text: text.split(","), default=(), help="names, one for each file")
     args = parser.parse_args()
-    if args.beside and not len(args.files) == len(args.beside) == len(set(args.beside)):
-        parser.error(f"expected {len(args.files)} different names for --beside, one for each file, found {args.beside}")
-    curves = [read_curve(path) for path in args.files]
-    if args.beside:
-        lines = tables_beside(dict(zip(args.beside, curves, strict=True)), args.density, args.kl)
-    else:
-        lines = (line for curve in curves for line in tables(curve, args.density, args.kl))
-    print(*lines, sep="\n")
+    for path in args.files:
+        print(*tables(read_curve(path), args.density, args.kl), sep="\n")
 
 
 def tables(points: Sequence[CurvePoint], densities: Sequence[float], kls: Sequence[float]) -> Iterator[str]:
     """Lines of Markdown: a table for each phase and length."""
     heads = [*(f"nats at {density:g}" for density in densities), *(f"density for {kl:g} nats" for kl in kls)]
-    for phase, length in _kinds(points):
-        own = _of_kind(points, phase, length)
-        rows = {method: _divergences(line, densities) + _densities(line, kls) for method, line in own.items()}
-        yield from _table(phase, length, heads, rows)
-
-
-def tables_beside(
-    curves: Mapping[str, Sequence[CurvePoint]], densities: Sequence[float], kls: Sequence[float]
-) -> Iterator[str]:
-    """Lines of Markdown: a table for each phase and length, all curves in it, with the numbers of a curve in one cell
-    for all densities and one for all divergences."""
-    for phase, length in _kinds([point for points in curves.values() for point in points]):
-        lines = {name: _of_kind(points, phase, length) for name, points in curves.items()}
-        methods = dict.fromkeys(method for own in lines.values() for method in own)
-        rows: dict[str, list[str]] = {method: [] for method in methods}
-        heads = []
-        for what, asked, read in (("nats at", densities, _divergences), ("density for nats", kls, _densities)):
-            for name, own in lines.items() if asked else ():
-                heads.append(f"{name}: {what} {' / '.join(f'{value:g}' for value in asked)}")
-                for method in methods:
-                    cells = read(own.get(method, ()), asked)
-                    rows[method].append(" / ".join(cell or "-" for cell in cells) if any(cells) else "-")
-        yield from _table(phase, length, heads, rows)
-
-
-def _table(phase: str, length: int, heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    yield f"{phase.capitalize()} at {format_length(length)}:\n"
-    yield f"| method | {' | '.join(heads)} |"
-    yield "|---" * (len(heads) + 1) + "|"
-    for method, cells in rows.items():
-        yield f"| {method} | {' | '.join(cells)} |"
-    yield ""
-
-
-def _kinds(points: Sequence[CurvePoint]) -> Sequence[tuple[str, int]]:
-    return list(dict.fromkeys((point.phase, point.length) for point in points))
+    for phase, length in dict.fromkeys((point.phase, point.length) for point in points):
+        yield f"{phase.capitalize()} at {format_length(length)}:\n"
+        yield f"| method | {' | '.join(heads)} |"
+        yield "|---" * (len(heads) + 1) + "|"
+        for method, line in _of_kind(points, phase, length).items():
+            yield f"| {method} | {' | '.join(_divergences(line, densities) + _densities(line, kls))} |"
+        yield ""
 
 
 def _of_kind(points: Sequence[CurvePoint], phase: str, length: int) -> Mapping[str, Line]:

@@ -169,7 +169,8 @@ class HandDecode:
                 f"for (layers {format_ids(info.full_layers) or 'none'} of this model have it), found "
                 f"{format_ids(idle) or 'none'}; choose others with --filters"
             )
-        budget = _spend(self.budget, longest)
+        at_most = None if self.budget.fraction is None else self.budget.resolve(longest)
+        budget = DecodeBudget(tokens=self.budget.tokens, fraction=self.budget.fraction, at_most=at_most)
         plans: dict[str, Plan] = {}
         for selector in cast(tuple[Selector, ...], self.selectors):
             window = (self.window or 1) if selector != "last" else 1
@@ -209,26 +210,3 @@ def _followers(full: Sequence[int], filters: Sequence[int]) -> dict[int, tuple[i
         layer: tuple(other for other in full if layer < other < end) if layer in full else ()
         for layer, end in zip(filters, ends, strict=False)  # no end is needed where there are no filters
     }
-
-
-def at_budget(plan: Plan, budget: Budget, longest: int) -> Plan:
-    """The plan with the segments of its longest sparse range at every length, at this budget.
-
-    Args:
-        longest: tokens of the longest context, of which a budget that is a share is taken.
-
-    Raises:
-        UsageError: it has none.
-    """
-    sparse = [bucket for bucket in plan.decode.lengths if bucket.segments] if plan.decode else []
-    if not sparse:
-        raise UsageError("expected a plan with a decode phase, found none; compile one with --decode-budget")
-    spend = _spend(budget, longest)
-    segments = tuple(segment.model_copy(update={"budget": spend}) for segment in sparse[-1].segments)
-    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=segments),))
-    return plan.model_copy(update={"decode": decode})
-
-
-def _spend(budget: Budget, longest: int) -> DecodeBudget:
-    at_most = None if budget.fraction is None else budget.resolve(longest)
-    return DecodeBudget(tokens=budget.tokens, fraction=budget.fraction, at_most=at_most)

@@ -40,7 +40,7 @@ from sparsekv.kernels.index.triton import block_sparse, sizes, vertical_slash
 from sparsekv.kernels.keys import COLUMNS, KeyView, full_view
 from sparsekv.kernels.prefill import columns as column_pass
 from sparsekv.kernels.prefill import triton as triton_prefill
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
+from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, technical specifications).
@@ -135,24 +135,26 @@ def prefill_cases() -> Cases:
         (q, k, v), index, chunk = _tensors(dim, 4, 2, 2), _index(columns, tile), Chunk((0,), (LENGTH,))
         call = partial(triton_prefill.prefill, q, k, v, index, chunk, scale=0.1, window=window)
         extras = f"{', columns' if columns else ''}{', window' if window else ''}"
-        yield f"head size {dim}, {tile.query} tiles{extras}", _unchecked(triton_prefill, "check_tensors", call)
+        yield f"head size {dim}, {tile.query} tiles{extras}", _unchecked(call)
 
 
 def column_cases() -> Cases:
     """The pass that adds single columns behind the flash backend."""
     for dim in (64, 128, 256):
         q, k, v = _tensors(dim, 4, 2, 2)
-        found, chunk = AttentionOutput(torch.zeros_like(q), torch.zeros(q.shape[:3])), Chunk((0,), (LENGTH,))
+        found, chunk = (torch.zeros_like(q), torch.zeros(q.shape[:3])), Chunk((0,), (LENGTH,))
         index = _index(True, TILE)
-        call = partial(column_pass.add_columns, found, q, k, v, index, chunk, scale=0.1, window=None)
-        yield f"head size {dim}", _unchecked(column_pass, "check_tensors", call)
+        yield (
+            f"head size {dim}",
+            partial(column_pass.add_columns, *found, q, k, v, index, chunk, scale=0.1, window=None),
+        )
 
 
-def _unchecked(module: Any, check: str, call: Callable[[], object]) -> Callable[[], object]:
+def _unchecked(call: Callable[[], object]) -> Callable[[], object]:
     """The call without the check that tensors are on a GPU."""
 
     def called() -> object:
-        with mock.patch.object(module, check):
+        with mock.patch.object(triton_prefill, "check_tensors"):
             return call()
 
     return called
@@ -177,7 +179,7 @@ def decode_cases() -> Cases:
             ("scores, found by address", elsewhere, None, scoring),
         ):  # fmt: skip
             call = partial(decode_triton.decode, q, view, chosen_tokens, scale=0.1, scoring=scores)
-            yield f"head size {dim}, {name}", _unchecked(decode_triton, "check_device", call)
+            yield f"head size {dim}, {name}", call
         yield f"head size {dim}, append", partial(append.append_newest, elsewhere, q[:, :2], q[:, :2])
 
     lengths_B = torch.tensor([600], dtype=torch.int32)
@@ -239,9 +241,8 @@ def damage_cases() -> Cases:
     """What candidates are scored with in profiling."""
     for dim, dtype in ((40, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)):
         out, gradient = torch.zeros(1, 8, 600, dim, dtype=dtype), torch.zeros(1, 8, 600, dim)
-
         call = partial(row_damage.head_damage, out, out, gradient, gradient[..., 0], gradient[:, :1, :, 0])
-        yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", _unchecked(row_damage, "check_device", call)
+        yield f"head size {dim}, {str(dtype).removeprefix('torch.')}", call
 
 
 CASES = {
@@ -284,21 +285,15 @@ def main() -> int:
     parser.add_argument("--kernel", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    found = [built for capability in asked.capability for built in _told(build(capability, asked.kernel), asked.json)]
+    found = []
+    for capability in asked.capability:
+        for built in build(capability, asked.kernel):
+            found.append(built)
+            if not asked.json:
+                print(*(f"{name} {value}," for name, value in asdict(built).items()), f"{built.programs} programs")
     if asked.json:
         print(json.dumps([asdict(built) | {"programs": built.programs} for built in found], indent=1))
     return int(any(built.shared_bytes > SHARED[built.capability] for built in found))
-
-
-def _told(some: Iterator[Built], quiet: bool) -> Iterator[Built]:
-    for built in some:
-        if not quiet:
-            print(
-                f"sm_{built.capability:<4} {built.kernel:16} {built.case:44} {built.registers:4} registers "
-                f"{built.spilled_bytes:5} spilled {built.shared_bytes:7} shared {built.programs:3} programs",
-                flush=True,
-            )
-        yield built
 
 
 if __name__ == "__main__":

@@ -7,29 +7,27 @@ attention over that index, and both in one call, in turn with the fastest dense 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from sparsekv.bench.dense_kernels import dense_calls, dense_flops, time_dense
-from sparsekv.bench.harness import Call, Columns, DensePeers, Row, Show, free_memory, in_short, measure, number
-from sparsekv.bench.planted import Planted, check_plantable, check_rows, find_planted, plant, sample_rows
+from sparsekv.bench.harness import Call, Columns, DensePeers, Row, free_memory, in_short, measure, number
+from sparsekv.bench.planted import Planted, check_plantable, check_rows, plant, sample_rows
 from sparsekv.bench.structure import FAMILIES
 from sparsekv.kernels.backends import BACKENDS, USE_AUTO, choose_backend, prefill_attention
 from sparsekv.kernels.index.build import BuilderName, build_index, builds_by_triton
 from sparsekv.kernels.tiles import AttentionOutput, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Family
 from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.targets import mandatory_density
 from sparsekv.plans.errors import BackendError, UsageError
-from sparsekv.plans.patterns import MOST_SAMPLED, TileShape
+from sparsekv.plans.patterns import MOST_SAMPLED, PATTERNS, TileShape
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.model_config import device_name, dtype_name
 
-MIXED: tuple[str, ...] = ("vertical_slash", "a_shape", "block_sparse")  # what plans choose from by default
 PLANTED_NOTE = (
     "Queries and keys are planted, not taken from a model: sinks, local windows, bands of diagonals, scattered "
     "columns and hot tiles, at the stated densities. Indices come from the shipped builders."
@@ -38,10 +36,6 @@ PLANTED_NOTE = (
 WRONG = 0.1
 _DENSER = 1.1  # times the density asked for: from there on a row says why it computes more
 _BACKENDS = tuple(name for name in BACKENDS if name != "reference")  # the oracle is not for work
-
-
-def _recall(part: str) -> Show:
-    return lambda found: number(".3f")(found and found[part])
 
 
 COLUMNS: Columns = {
@@ -57,9 +51,6 @@ COLUMNS: Columns = {
     "speedup": ("speedup", number(".2f")),
     "TFLOP/s": ("tflops", number(".3g")),
     "dense TFLOP/s": ("dense_tflops", number(".3g")),
-    "columns": ("recall", _recall("columns")),
-    "diagonals": ("recall", _recall("diagonals")),
-    "tiles": ("recall", _recall("tiles")),
     "mass": ("mass", number(".3f")),
     "error": ("error", number(".1e")),
 }
@@ -103,10 +94,8 @@ class KernelBench:
         families = {family for mix in self.patterns for family in families_of(mix, self.heads)}
         if self.last_q is not None and not 1 <= self.last_q <= MOST_SAMPLED:
             raise UsageError(f"expected --last-q of 1 to {MOST_SAMPLED} sampled queries, found {self.last_q}")
-        if self.last_q is not None and "vertical_slash" not in families:
-            raise UsageError(
-                f"expected --last-q with vertical_slash heads, which sample queries, found {', '.join(self.patterns)}"
-            )
+        if self.last_q is not None and not any("last_q" in PATTERNS[family].model_fields for family in families):
+            raise UsageError(f"expected --last-q with heads that sample queries, found {', '.join(self.patterns)}")
         if self.builder == "triton" and not builds_by_triton(self.device):
             raise UsageError(f"expected --builder torch or auto on {self.device}, found triton, which needs a CUDA GPU")
         if self.rounds < 1:
@@ -120,12 +109,12 @@ def families_of(mix: str, heads: int) -> tuple[str, ...]:
     """The family of each query head: of one, or of several assigned to the heads in turn.
 
     Args:
-        mix: a family, several joined by `+`, or "mixed" for the three that plans choose from by default.
+        mix: a family, several joined by `+`, or "mixed" for all.
 
     Raises:
         UsageError: it names something else.
     """
-    names = MIXED if mix == "mixed" else mix.split("+")
+    names = FAMILIES if mix == "mixed" else mix.split("+")
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         raise UsageError(f"expected patterns of {', '.join(FAMILIES)} (joined by +) or mixed, found {unknown[0]!r}")
@@ -137,8 +126,8 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
 
     A backend that cannot run here, and a case that fails or does not fit in memory, is a row with a note. Of a row's
     own: `index_ms` and `attention_ms` (`sparse_ms` is both in one call; `tflops` is attention's, on the tiles that it
-    computes), `recall` (how much of what was planted the index holds), and on sampled rows `mass` (share of the
-    attention mass that it holds) and `error` (largest difference of the output from float32 attention over it).
+    computes), and on sampled rows `mass` (share of the attention mass that the index holds) and `error` (largest
+    difference of the output from float32 attention over it).
     """
     blank: dict[str, Any] = {"index_ms": None, "attention_ms": None, "mass": None, "error": None, "dense_tflops": None}
     cases = [
@@ -147,7 +136,7 @@ def bench_kernels(bench: KernelBench, progress: Progress | None = None) -> Itera
             length=length,
             device=device_name(bench.device),
             dtype=dtype_name(bench.dtype),
-            own={"target_density": share} | blank | {"recall": None, "planted": True},
+            own={"target_density": share, "planted": True} | blank,
         )
         for length, mix, share in product(bench.lengths, bench.patterns, bench.densities)
     ]
@@ -253,7 +242,6 @@ class _Layer:
             attention_ms=times["attention"],
             density=computed,
             tflops=flops / times["attention"] / 1e9,
-            recall=asdict(find_planted(planted, index)),
             mass=checked.mass,
             error=checked.error,
         )
@@ -270,7 +258,7 @@ def _why_denser(asked: Row, computed: float, bench: KernelBench) -> str:
     share = asked.own["target_density"]
     if computed <= _DENSER * share:
         return ""
-    families = (cast(Family, name) for name in families_of(asked.name, bench.heads))
+    families = families_of(asked.name, bench.heads)
     least = fmean(mandatory_density(asked.length, bench.tile, family) for family in families)
     return (
         f"{format_length(asked.length)} at {share:g}: the tiles that every pattern computes are {least:.3f} of the "

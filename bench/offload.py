@@ -39,7 +39,8 @@ from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
 from sparsekv.runtime.hf.placement import OffloadMode, reads_of
 from sparsekv.runtime.model_config import device_name, dtype_name
-from sparsekv.runtime.stores.bank import HostStore, allocated_slots
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.hot_set import allocated_slots
 from sparsekv.runtime.stores.pinned import HostMemory
 
 ON_DEVICE: OffloadMode = "never"

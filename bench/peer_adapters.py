@@ -182,56 +182,24 @@ def flash_prefill(planted: Planted, root: Path) -> Ready:
     return Ready(call, float(counts.sum()) / _causal_tiles(planted, 128), "alpha 0.18")
 
 
-def flash_prefill_v2(planted: Planted, root: Path) -> Ready:
-    """The installed CUDA extension, with the settings of its README and its threshold for Llama-3.1-8B."""
-    package: Any = importlib.import_module("flashprefill")
-    q_BSHD, k_BSGD, v_BSGD = _by_token(planted)
-    length, page = planted.chunk.longest, 128
-    if length % page:
-        raise ValueError(f"keys are given to it in pages of {page}: needs a length that is a multiple, found {length}")
-    device = q_BSHD.device
-    pages = [x_BSGD[0].unflatten(0, (length // page, page)) for x_BSGD in (k_BSGD, v_BSGD)]
-    table = torch.arange(length // page, dtype=torch.int32, device=device)[None]
-    lengths, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([length], [0, length]))
-    settings = {"k_block_m": 128, "k_block_n": 128, "abs_threshold": 0.18, "attention_sink": 2, "window_size": 4}
-    pipeline = package.FlashPrefill(**settings, last_n_blocks=8, use_mean_correction=True)
-
-    def call() -> Any:
-        out_SHD = pipeline(q_BSHD[0], *pages, table, lengths, starts, q_lens=[length])
-        return out_SHD[None].transpose(1, 2)
-
-    index = pipeline.index_select(q_BSHD[0], pages[0], table, lengths, starts, v_cache=pages[1], q_lens=[length])
-    # An entry is 128 rows (of a whole group) by 64 keys.
-    computed = float(index.block_sparse_cu[-1]) * 128 * 64
-    return Ready(
-        call,
-        computed / (planted.q_BHSD.shape[1] * length * (length + 1) / 2),
-        "threshold 0.18, mean correction",
-    )
-
-
 # --- XAttention -------------------------------------------------------------------------------------------------------
 
 
 def x_attention(planted: Planted, root: Path) -> Ready:
-    """Stride 16 and threshold 0.9; without its CUDA attention kernel (block_sparse_attn), index building alone.
+    """Index building alone, stride 16 and threshold 0.9: its attention kernel (block_sparse_attn) is not built here.
 
-    Keys and values are repeated for every query head, as its model code does; that is not counted.
+    Keys are repeated for every query head, as its model code does; that is not counted.
     """
     sys.path.insert(0, str(root / "x-attention"))
-    has_kernel = importlib.util.find_spec("block_sparse_attn") is not None
-    if not has_kernel:
-        sys.modules["block_sparse_attn"] = types.ModuleType("block_sparse_attn")
-        sys.modules["block_sparse_attn"].block_sparse_attn_func = None  # type: ignore[attr-defined]
+    stand_in: Any = types.ModuleType("block_sparse_attn")
+    stand_in.block_sparse_attn_func = None
     try:
-        module: Any = importlib.import_module("xattn.src.Xattention")
+        with mock.patch.dict(sys.modules, {"block_sparse_attn": stand_in}):
+            module: Any = importlib.import_module("xattn.src.Xattention")
     finally:
         sys.path.remove(str(root / "x-attention"))
-        if not has_kernel:
-            del sys.modules["block_sparse_attn"]
     group, length = planted.q_BHSD.shape[1] // planted.k_BGSD.shape[1], planted.chunk.longest
-    q_BHSD = planted.q_BHSD.contiguous()
-    k_BHSD, v_BHSD = (x.repeat_interleave(group, 1) for x in (planted.k_BGSD, planted.v_BGSD))
+    q_BHSD, k_BHSD = planted.q_BHSD.contiguous(), planted.k_BGSD.repeat_interleave(group, 1)
     power = 1 << (length - 1).bit_length()
     chunk = max(2048, min(max(2048, power), 128 * 1024 * 2048 // power))  # the default of its prefill function
 
@@ -240,16 +208,9 @@ def x_attention(planted: Planted, root: Path) -> Ready:
             _, mask = module.xattn_estimate(q_BHSD, k_BHSD, block_size=128, stride=16, threshold=0.9, chunk_size=chunk)
         return mask
 
-    def prefill() -> Any:
-        with _a_name_with_100():
-            return module.Xattention_prefill(q_BHSD, k_BHSD, v_BHSD, stride=16, threshold=0.9, block_size=128)
-
     tiles = -(-length // 128)
     density = float(estimate()[:, :, :tiles, :tiles].sum()) / _causal_tiles(planted, 128)
-    note = "stride 16, threshold 0.9"
-    if not has_kernel:
-        return Ready(estimate, density, f"{note}; index building alone: block_sparse_attn is missing", False)
-    return Ready(prefill, density, note)
+    return Ready(estimate, density, "stride 16, threshold 0.9; index building alone", is_attention=False)
 
 
 def _a_name_with_100() -> AbstractContextManager[object]:
@@ -277,46 +238,18 @@ _MINFERENCE_FILES = (
 )
 _MINFERENCE = "https://github.com/microsoft/MInference", "fb56c917f618e8645f1cfc37535afd7424d78f0d"
 
+_GITHUB = "https://github.com/"
+_XATTN = ("__init__.py", "src/Xattention.py", "src/kernels.py", "src/utils.py")
 PEERS = (
     Peer("MInference", "MInference", *_MINFERENCE, _MINFERENCE_FILES, (), minference),
     Peer("MInference, planted counts", "MInference", *_MINFERENCE, _MINFERENCE_FILES, (), minference_planted),
-    Peer(
-        "FlexPrefill",
-        "FlexPrefill",
-        "https://github.com/bytedance/FlexPrefill",
-        "a24b27bf117fd6ad4ba34b0db82c598e7786fd59",
-        ("flex_prefill/ops/flex_prefill_attention.py",),
-        ("einops",),
-        flex_prefill,
-    ),
-    Peer(
-        "FlashPrefill",
-        "FlashPrefill",
-        "https://github.com/qhfan/FlashPrefill",
-        "74e42f3d4f636b4f0744c6ffbb7768d35bb0d10e",
-        ("ops/flashprefill_native_forward.py",),
-        (),
-        flash_prefill,
-    ),
-    Peer(
-        "FlashPrefill V2",
-        "FlashPrefillv2",
-        "https://github.com/qhfan/FlashPrefillv2",
-        "0f8e791f6ed91d9fd8f15e8a19a78c779183a20c",
-        (),  # build and install it by its install_ops.sh: an hour of nvcc, and 26 MB of headers
-        ("flashprefill",),
-        flash_prefill_v2,
-    ),
-    Peer(
-        "XAttention",
-        "x-attention",
-        "https://github.com/mit-han-lab/x-attention",
-        "e37988770b9d1bebd489eba011d615f35587ba08",
-        ("xattn/__init__.py", "xattn/src/Xattention.py", "xattn/src/kernels.py", "xattn/src/utils.py"),
-        (),
-        x_attention,
-    ),
-)
+    Peer("FlexPrefill", "FlexPrefill", f"{_GITHUB}bytedance/FlexPrefill", "a24b27bf117fd6ad4ba34b0db82c598e7786fd59",
+         ("flex_prefill/ops/flex_prefill_attention.py",), ("einops",), flex_prefill),
+    Peer("FlashPrefill", "FlashPrefill", f"{_GITHUB}qhfan/FlashPrefill", "74e42f3d4f636b4f0744c6ffbb7768d35bb0d10e",
+         ("ops/flashprefill_native_forward.py",), (), flash_prefill),
+    Peer("XAttention", "x-attention", f"{_GITHUB}mit-han-lab/x-attention", "e37988770b9d1bebd489eba011d615f35587ba08",
+         tuple(f"xattn/{name}" for name in _XATTN), (), x_attention),
+)  # fmt: skip
 
 
 def _enter(name: str, folder: Path) -> Any:

@@ -11,8 +11,8 @@ Peers are read from checkouts under .peers/ (git-ignored; nothing of them is in 
     git clone https://github.com/mit-han-lab/x-attention     .peers/x-attention
 
 `--list` names the few files that are read of each (some 300 KB together), and the commits that were looked at.
-FlexPrefill needs einops; MInference's index kernel is compiled on first use (nvcc); FlashPrefill V2 is its installed
-extension `flashprefill`. --peers is also searched for packages (einops, flash_attn) that lie there.
+FlexPrefill needs einops; MInference's index kernel is compiled on first use (nvcc). --peers is also searched for
+packages (einops, flash_attn) that lie there.
 
 Each peer runs with the settings that its authors publish for an 8B Llama, so that densities differ: they stand in the
 table, and so does the error of the output, against dense attention in float32 on sampled rows, relative to its size.

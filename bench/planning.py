@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from sparsekv.bench.random_model import random_model
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.progress import BarProgress, Step
 from sparsekv.plans.files import write_plan
-from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import parse_lengths
 from sparsekv.runtime.hf.load import LoadedModel, load_model
 from sparsekv.runtime.model_config import device_name
@@ -56,7 +56,6 @@ def main() -> None:
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         longest=max(args.lengths) + _ANSWER,
-        layers=args.layers,
     )
     loaded = LoadedModel(subject.model, load_model("tiny-retriever", device="cpu").tokenizer, subject.info)
     options = PlanOptions(
@@ -64,10 +63,9 @@ def main() -> None:
         samples=args.samples,
         verify_samples=None if args.verify else 0,
         gate=Gate(max_kl=1e3, min_agreement=0.0, min_exact=0.0),  # of random weights nothing is kept
-        tile=TileShape(query=args.tile, key=args.tile) if args.tile else None,
     )
     stages = Timed()
-    result = compile_plan(loaded, options, progress=stages)
+    result = compile_plan(job_of(loaded, options), progress=stages)
     write_plan(result.plan, args.out)
     others = result.seconds - sum(stages.seconds.values())
     found = {
@@ -88,11 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the plan")
     parser.add_argument("--model", default="llama3-8b", help="whose shape")
     parser.add_argument("--lengths", type=parse_lengths, default=(4096, 8192, 32768), help="that are planned")
-    parser.add_argument("--tile", type=int, choices=(64, 128), help="the planner's own choice if not given")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument(
-        "--samples", type=int, help="calibration prompts a length; the planner's own choice if not given"
-    )
+    parser.add_argument("--samples", type=int, help="calibration prompts a length")
     parser.add_argument("--verify", action="store_true", help="run the verification too: its time counts")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()

@@ -2,7 +2,7 @@
 
 Random queries and keys attend everywhere, so an index over them is as wrong as any other and slashes are scattered.
 Here every head has the structure of its family (see structure.py), sized for a stated density, and what was planted is
-returned beside the tensors. Recall and attention mass of an index are exact, on a sample of rows.
+returned beside the tensors. The attention mass of an index is exact, on a sample of rows.
 
 Deterministic by seed: the structure is the same on every device. Memory is linear in the length. Tensors lie token by
 token, as models make them.
@@ -34,7 +34,6 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Pattern, TileShape
 
 _FEWEST_TILES = 8
-_ROW_TILES = 64  # that hot tiles are looked for in
 _LARGEST_TILE = 128  # rows
 _COPRIME = 37  # to the rows of any tile
 
@@ -138,15 +137,6 @@ def check_plantable(heads: int, kv_heads: int, head_dim: int, length: int, densi
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
-    """Shares of what was planted that an index computes; None where nothing of the kind was planted."""
-
-    columns: float | None
-    diagonals: float | None
-    tiles: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class RowCheck:
     """What sampled rows say about an index and an output.
 
@@ -171,29 +161,6 @@ def sample_rows(length: int, count: int = 32) -> tuple[int, ...]:
     count = min(count, length)
     step = min(_LARGEST_TILE, length // count)
     return tuple((n + 1) * length // count - 1 - (count - 1 - n) * _COPRIME % step for n in range(count))
-
-
-def find_planted(planted: Planted, index: TileIndex) -> Recall:
-    """Which planted columns, diagonals and hot tiles the index computes, over all heads together.
-
-    Columns and diagonals are looked for where the most of them can be seen: in the last whole row tile. A column may
-    be computed singly or in a tile; a diagonal needs every tile it crosses there.
-    """
-    found: dict[str, list[torch.Tensor]] = {"columns": [], "diagonals": [], "tiles": []}
-    tile, row = planted.tile, planted.chunk.longest // planted.tile.query - 1
-    first, last = row * tile.query, (row + 1) * tile.query - 1
-    for head, truth in enumerate(planted.heads):
-        if len(truth.columns_C):
-            kept_S = _kept_keys(planted, index, head, [last])[0]
-            found["columns"].append(kept_S[truth.columns_C[truth.columns_C <= last].to(kept_S.device)])
-        if truth.bands:
-            last_M = _chosen_tiles(planted, index, head, [row])[0]
-            offset_O = torch.cat([torch.arange(start, stop) for start, stop in truth.bands]).to(last_M.device)
-            offset_O = offset_O[offset_O <= first]
-            found["diagonals"].append(last_M[(first - offset_O) // tile.key] & last_M[(last - offset_O) // tile.key])
-        if len(truth.cluster_M):
-            found["tiles"].append(_tiles_found(planted, index, head, truth))
-    return Recall(**{name: _share(flags) for name, flags in found.items()})
 
 
 def check_rows(
@@ -256,19 +223,3 @@ def _chosen_tiles(planted: Planted, index: TileIndex, head: int, row_tiles: list
     valid_XW = torch.arange(listed_XW.shape[1], device=listed_XW.device) < index.counts_BHT[0, head, row_tiles][:, None]
     chosen_XM = torch.zeros((len(row_tiles), tiles + 1), dtype=torch.bool, device=listed_XW.device)
     return chosen_XM.scatter_(1, torch.where(valid_XW, listed_XW, tiles), True)[:, :tiles]
-
-
-def _share(flags: Sequence[torch.Tensor]) -> float | None:
-    """The share of all that are true; None where there are none."""
-    total = sum(len(found) for found in flags)
-    return sum(int(found.sum()) for found in flags) / total if total else None
-
-
-def _tiles_found(planted: Planted, index: TileIndex, head: int, truth: HeadTruth) -> torch.Tensor:
-    """bool: of each hot tile that sampled row tiles see."""
-    tile, rows = planted.tile, len(truth.looks_at_TZ)
-    chosen = list(sample_rows(rows, _ROW_TILES))
-    hot_XM = (truth.looks_at_TZ[chosen][:, :, None] == truth.cluster_M).any(1)
-    last_X1 = (torch.tensor(chosen)[:, None] + 1) * tile.query - 1
-    hot_XM &= torch.arange(hot_XM.shape[1]) * tile.key <= last_X1
-    return _chosen_tiles(planted, index, head, chosen).cpu()[hot_XM]

@@ -45,9 +45,9 @@ from sparsekv.plans.types import format_length
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.cache import SparseLayer
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import piece_sizes
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 from sparsekv.runtime.model_config import attention_groups, device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan
 

@@ -77,7 +77,6 @@ class ServeBench:
         repeats: of each load, in turn.
         step_tokens: that an engine computes in a step at most (vLLM's `max_num_batched_tokens`).
         backend: of the kernels that prefill sparse, or "auto".
-        settings: more of vLLM's own.
     """
 
     loads: tuple[Load, ...]
@@ -87,7 +86,6 @@ class ServeBench:
     step_tokens: int = 8192
     backend: str = "auto"
     seed: int = 0
-    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -107,7 +105,7 @@ class ServeBench:
             "seed": self.seed,
         }
         on_device = {"gpu_memory_utilization": MEMORY_SHARE} if self.device.type == "cuda" else {}
-        return own | on_device | dict(self.settings)
+        return own | on_device
 
 
 @dataclass(frozen=True, slots=True)

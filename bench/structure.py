@@ -33,11 +33,12 @@ from typing import NamedTuple
 
 import torch
 
-from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Budget, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.pattern_family import Structure
+from sparsekv.plans.patterns import PATTERNS, Pattern, TileShape, last_q_for
 
-FAMILIES = ("vertical_slash", "a_shape", "block_sparse", "adaptive")
+_PLANTED = {name: kind for name, kind in PATTERNS.items() if kind.planting}
+FAMILIES = tuple(sorted(_PLANTED, key=lambda name: not _PLANTED[name].by_default))  # the default one first
 
 SINK = 4  # tokens that every head looks at
 _MANDATORY = 3  # tiles of a row
@@ -45,7 +46,6 @@ _COLUMN_SHARE = 0.2  # of the computed tiles of a vertical-slash head
 # Diagonals of the middles of bands, as shares of the prompt; heads move them a little.
 _TWO_BANDS = (0.15, 0.45)
 _ONE_BAND = (0.1, 0.7)  # at least and at most: the farther back, the fewer rows see it
-_ADAPTIVE_MASS = 0.97
 _ROOM = 1.15  # of `max_tiles` over the fullest row that is planted
 
 SMALLEST_HEAD = 32
@@ -57,7 +57,7 @@ _SINK_SHARE = 0.25  # of the sinks' mass over that of the rest
 _HOT_LEAD = 5.0  # log of the hot tiles' mass over that of the others
 _MARGIN = 3.0  # log of the planted diagonals' mass over that of all other keys
 _BAND_JITTER = 0.04  # of the prompt, by which heads differ
-_LIFETIMES = 4  # of an a_shape's window: what lies beyond it holds exp(-4) of the mass
+_LIFETIMES = 4  # of a window: what lies beyond it holds exp(-4) of the mass
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class HeadSizes:
     """One head of a family at a density. What a family does not have is 0 or empty."""
 
     family: str
-    window: int = 0  # tokens of the local window of an a_shape
+    window: int = 0  # tokens of the local window
     band: int = 0  # diagonals in a band
     bands: tuple[float, ...] = ()  # the diagonal in the middle of each, as a share of the prompt
     columns: int = 0
@@ -76,6 +76,11 @@ class HeadSizes:
         """Of all bands."""
         return self.band * len(self.bands)
 
+    def row_tiles(self, length: int, tile: TileShape) -> float:
+        """Most tiles of a row, the mandatory ones included."""
+        hot = tile.key_tiles(length) / self.clusters + 1 if self.clusters else 0
+        return len(self.bands) * _band_tiles(self.band, tile) + hot + _MANDATORY
+
 
 def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowest: int = 1) -> HeadSizes:
     """What to plant in a head so that the pattern of `pattern_for` computes about `density` of the tiles.
@@ -84,95 +89,61 @@ def sizes_for(family: str, length: int, density: float, tile: TileShape, narrowe
         density: computed tiles over causal tiles.
         narrowest: diagonals of the narrowest band that can be planted.
     """
-    if family == "vertical_slash":
-        return _vertical_slash(length, density, tile, narrowest)
-    if family == "a_shape":
-        return HeadSizes("a_shape", window=(_row_tiles(length, density, tile) - 2) * tile.key)
-    if family == "block_sparse":
-        hot = _kept_tiles(length, density, tile) - _MANDATORY
-        return HeadSizes("block_sparse", clusters=max(2, math.ceil(_tiles(length, tile) / hot)))
-    share = density - 2 * _MANDATORY / _tiles(length, tile)
-    return HeadSizes("adaptive", clusters=max(2, min(_tiles(length, tile), round(1 / max(share, 1e-9)))))
+    match PATTERNS[family].planting:
+        case "lines":
+            return _lines(family, length, density, tile, narrowest)
+        case "window":
+            return HeadSizes(family, window=(tile.row_tiles(length, density) - 2) * tile.key)
+        case _:
+            hot = max(1, tile.row_tiles(length, density) - _MANDATORY)
+            return HeadSizes(family, clusters=max(2, math.ceil(tile.key_tiles(length) / hot)))
 
 
 def pattern_for(sizes: HeadSizes, length: int, density: float, tile: TileShape, last_q: int | None = None) -> Pattern:
     """The pattern with budgets for what was planted."""
-    if sizes.family == "a_shape":
-        return AShape(sink=tokens(SINK), window=tokens(sizes.window + 1))
-    if sizes.family == "block_sparse":
-        return BlockSparse(keep=tokens(_kept_tiles(length, density, tile) * tile.key))
-    if sizes.family == "adaptive":
-        most = _tiles(length, tile) / sizes.clusters + _MANDATORY + 1
-        return Adaptive(mass=_ADAPTIVE_MASS, max_tiles=_whole_tiles(_ROOM * most, tile))
-    sampled = last_q_for(length)
-    # The sinks are columns too, and each sampled query sees them on a far diagonal of its own.
-    most = len(sizes.bands) * _band_tiles(sizes.band, tile) + _MANDATORY
-    return VerticalSlash(
-        vertical=tokens(sizes.columns + SINK),
-        slash=tokens(sizes.diagonals + sampled + SINK),
-        last_q=last_q or sampled,
-        max_tiles=_whole_tiles(_ROOM * most, tile),
+    planted = Structure(
+        length,
+        density,
+        tile,
+        row_tokens=math.ceil(_ROOM * sizes.row_tiles(length, tile)) * tile.key,
+        columns=sizes.columns + SINK,
+        diagonals=sizes.diagonals + SINK,
+        last_q=last_q,
     )
+    return PATTERNS[sizes.family].covering(planted)
 
 
 def diffuse_pattern(family: str, length: int, density: float, tile: TileShape) -> Pattern:
-    """A pattern of that density where attention is diffuse: diagonals are then scattered, and `max_tiles` binds.
+    """A pattern of that density where attention is diffuse.
 
     Raises:
         UsageError: a family whose density the attention decides.
     """
-    if family == "vertical_slash":
-        # A row sees the lines that begin before it: beside the tiles that all rows have, late rows compute more.
-        seen_last = max(2.0, density * _tiles(length, tile) - 2 * _MANDATORY)
-        columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some lie in tiles
-        bound = _whole_tiles((1 - _COLUMN_SHARE) * seen_last + _MANDATORY, tile)
-        return VerticalSlash(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
-    if family not in ("a_shape", "block_sparse"):
-        raise UsageError(
-            f"expected vertical_slash, a_shape or block_sparse, whose budgets fix their density, found {family!r}"
-        )
-    return pattern_for(sizes_for(family, length, density, tile), length, density, tile)
+    pattern = PATTERNS[family].at_density(length, density, tile) if family in PATTERNS else None
+    if pattern is None:
+        sized = ", ".join(name for name, kind in PATTERNS.items() if kind.at_density(length, density, tile))
+        raise UsageError(f"expected patterns whose budgets fix their density ({sized}), found {family!r:.40}")
+    return pattern
 
 
-def _vertical_slash(length: int, density: float, tile: TileShape, narrowest: int) -> HeadSizes:
+def _lines(family: str, length: int, density: float, tile: TileShape, narrowest: int) -> HeadSizes:
     """Solves B = 3 + columns + (tiles of a band) * (rows that see it): for two bands' width, or one's position."""
-    average = density * (_tiles(length, tile) + 1) / 2
+    average = density * (tile.key_tiles(length) + 1) / 2
     left = (1 - _COLUMN_SHARE) * average - _MANDATORY
     columns = max(4, min(round(2 * _COLUMN_SHARE * average * tile.key), length // 16))
     width = round((left / sum(1 - middle for middle in _TWO_BANDS) - 2) * tile.key)
     if width >= narrowest:
-        return HeadSizes("vertical_slash", band=width, bands=_TWO_BANDS, columns=columns)
+        return HeadSizes(family, band=width, bands=_TWO_BANDS, columns=columns)
     middle = 1 - left / _band_tiles(narrowest, tile)
     least, most = _ONE_BAND
     if middle < least:
-        return HeadSizes(
-            "vertical_slash", band=round((left / (1 - least) - 2) * tile.key), bands=(least,), columns=columns
-        )
-    return HeadSizes("vertical_slash", band=narrowest, bands=(min(middle, most),), columns=columns)
+        return HeadSizes(family, band=round((left / (1 - least) - 2) * tile.key), bands=(least,), columns=columns)
+    return HeadSizes(family, band=narrowest, bands=(min(middle, most),), columns=columns)
 
 
 def _band_tiles(width: int, tile: TileShape) -> float:
     """Tiles of a row that a band of diagonals crosses."""
     return width / tile.key + 2
-
-
-def _tiles(length: int, tile: TileShape) -> int:
-    return -(-length // tile.key)
-
-
-def _row_tiles(length: int, density: float, tile: TileShape) -> int:
-    """K such that rows of at most K tiles come to the density: early rows have fewer tiles to compute."""
-    tiles = _tiles(length, tile)
-    return min(tiles, max(_MANDATORY, round(tiles * (1 - math.sqrt(1 - density)))))
-
-
-def _kept_tiles(length: int, density: float, tile: TileShape) -> int:
-    """Tiles a row of a block_sparse head: room for one hot tile at least."""
-    return max(_MANDATORY + 1, _row_tiles(length, density, tile))
-
-
-def _whole_tiles(count: float, tile: TileShape) -> Budget:
-    return tokens(math.ceil(count) * tile.key)
 
 
 class Layout(NamedTuple):
@@ -197,9 +168,10 @@ def _width(dimensions: slice) -> int:
 
 def layout_for(families: Collection[str], head_dim: int, group: int) -> Layout:
     """Gives slashes, which need the most, what the others leave. `head_dim` is at least SMALLEST_HEAD."""
-    slashes, tiles = "vertical_slash" in families, bool({"block_sparse", "adaptive"} & set(families))
+    planted = {PATTERNS[family].planting for family in families}
+    slashes, tiles = "lines" in planted, "tiles" in planted
     columns = min(group, head_dim // 8) if slashes else 0
-    position = 2 if "a_shape" in families else 0
+    position = 2 if "window" in planted else 0
     left = head_dim - 1 - columns - position - head_dim // 8  # the last for the base
     code = 0 if not tiles else left // 5 if slashes else left // 2
     pairs = (left - code) // 2 if slashes else 0
@@ -240,7 +212,7 @@ class Group:
 
     @property
     def lifetime(self) -> float:
-        """Tokens over which an a_shape's attention fades by a factor e."""
+        """Tokens over which attention to a window fades by a factor e."""
         return max([truth.sizes.window for truth in self.heads] + [1]) / _LIFETIMES
 
     def keys(self, position_J: torch.Tensor, noise: torch.Generator) -> torch.Tensor:

@@ -10,11 +10,8 @@ The cache has room for six of the longest prompts, so that the engine preempts. 
 its first step, amid its prompt, or amid its answer. A sample of those that were answered is asked again, one at a time
 in the same engine with nothing cached. Prints a line of JSON for each; without a plan, one is made by hand that is
 sparse from 512 tokens on. Prefixes are cached, prompts longer than --step are cut, and on a GPU steps that only decode
-are captured, as a server has it.
-
-Memory that grows from round to round of the same requests is a leak: vLLM's kernels for the CPU are cached by the
-number of rows of a step, which only new requests change. `--dense` shows what an engine without a plan takes, and the
-share of right answers that a plan is held against.
+are captured, as a server has it. `--dense` gives the share of right answers, and the memory, that a plan is held
+against; memory that grows from round to round of the same requests is a leak.
 """
 
 from __future__ import annotations
@@ -72,12 +69,7 @@ class Served:
 
     answers: dict[str, str] = field(default_factory=dict)
     cancelled: Counter[str] = field(default_factory=Counter)
-    memory: list[dict[str, int]] = field(default_factory=list)  # whenever another quarter of the requests had ended
-
-    @property
-    def ended(self) -> int:
-        """Requests, answered or cancelled."""
-        return len(self.answers) + self.cancelled.total()
+    memory: dict[str, int] = field(default_factory=dict)  # bytes at the end
 
 
 def main() -> None:
@@ -100,7 +92,7 @@ def main() -> None:
         "right": _share(requests, served.answers),
         **_counted(llm, args.dense),
         "free_pages": _scheduler(llm).kv_cache_manager.block_pool.get_num_free_blocks(),
-        "memory_by_quarters": [one.memory for one in rounds],
+        "memory_by_round": [one.memory for one in rounds],
         "seconds": round(together, 1),
     }
     print(json.dumps(told), flush=True)
@@ -190,8 +182,7 @@ def _serve(llm: Any, requests: Sequence[Request]) -> Served:
         for name, state in _states(llm).items():
             if name in inside and inside[name].cancel == state:
                 cancel(name, state)
-        if served.ended >= (len(served.memory) + 1) * len(requests) / 4:
-            served.memory.append(_memory())
+    served.memory = _memory()
     return served
 
 

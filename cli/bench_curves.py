@@ -4,57 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import AfterValidator
+from typing import TYPE_CHECKING
 
 from sparsekv.cli.arguments import Subject
+from sparsekv.cli.eval_flags import EvalFlags, check_length
 from sparsekv.cli.output import columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
-from sparsekv.planner.flags import Flag, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import PHASES, TASKS, Phase
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.planner.options import PHASES
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
     from sparsekv.bench.curve_file import CurveRow
-    from sparsekv.cli.eval import EvalFlags
     from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.plans.model import ModelInfo
 
 _HEADER = ("length", "phase", "method", "setting", "density", "KL", "95%", "top-1", "exact", "accuracy", "of dense")
-
-
-class CurveFlags(Options):
-    """What to measure a curve of; nothing given is all there is."""
-
-    curve: Annotated[
-        Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
-    ] = None
-    profile: Annotated[
-        tuple[Path, ...],
-        Flag(
-            "For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
-            metavar="FILE",
-            reads=list[Path],
-        ),
-    ] = ()
-    phases: Annotated[
-        tuple[Phase, ...], text(words), AfterValidator(each_once), Flag("For --curve: prefill,decode.", metavar="NAMES")
-    ] = ()
-    methods: Annotated[
-        Names, Flag("For --curve, such as sparsekv,streamingllm,quest; all by default.", metavar="NAMES")
-    ] = ()
-    densities: Annotated[
-        Shares,
-        Flag("For --curve: of the prefill methods that take one.", ("--densities", "--density"), "SHARES"),
-    ] = ()
-    budgets: Annotated[
-        Shares, Flag("For --curve: of the context, of the decode methods.", ("--budgets", "--budget"), "SHARES")
-    ] = ()
-
-
-CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
 
 
 def measure_curve(subject: Subject, flags: EvalFlags) -> None:
@@ -70,28 +35,28 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model as check_plan
 
-    profile, preset = _profiles(flags.profile)
+    (profile, preset), drawn = _profiles(flags.profile), flags.drawn
     inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
     phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
     methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
 
     def check(info: ModelInfo, _: str) -> None:
-        check_length(max(flags.lengths), info.context_length)
+        check_length(max(drawn.lengths), info.context_length)
         if subject.plan:
             check_plan(subject.plan, info, False)
         for one in (profile, preset):
             if one is not None:
                 check_model(one, info, weights=False)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     for one in (profile, preset):
         if one is not None:
             check_model(one, loaded.info)
-    task, budgets = (flags.tasks or TASKS)[0], flags.budgets or BUDGETS
+    budgets = flags.budgets or BUDGETS
     rows = measure_curves(
-        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, task, flags.seed),
+        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),
         methods,
-        flags.drawn,
+        drawn,
         progress=BarProgress(),
         done=lambda rows: write_curve(rows, out),
     )
@@ -103,18 +68,6 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     else:
         emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")
         emit(f"{out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
-
-
-def check_length(length: int, context: int) -> None:
-    """Refuses a length beyond a model's context.
-
-    Raises:
-        PromptError: it is.
-    """
-    if length > context:
-        raise PromptError(
-            f"expected lengths within the model's context of {context} tokens, found {length}; give a shorter --length"
-        )
 
 
 def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:

@@ -1,16 +1,47 @@
-"""Rows of `sparsekv bench`, printed as a table or as JSON."""
+"""What the commands of `sparsekv bench` share: options, and rows printed as a table or as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from pydantic import Field
 
 from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.planner.flags import Count, Flag, Lengths, Options, Shares, Tile
+from sparsekv.planner.options import Seed
 
 if TYPE_CHECKING:
     from sparsekv.bench.harness import Columns, Row
+
+Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
+HandDensity = Annotated[
+    Shares,
+    Flag("Without a plan, of one made by hand: one, or one a length.", ("--density", "--densities"), "LIST"),
+]
+HandTile = Annotated[Tile, Flag("Rows and columns of a tile, of a plan made by hand.", reads=Literal["64", "128"])]
+BenchLengths = Annotated[
+    Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", ("--lengths", "--length"), "LIST")
+]
+
+
+class Timed(Options):
+    """How often, and on what."""
+
+    repeats: Annotated[Count, Flag("How often each is timed; medians are shown.", metavar="N")] = 3
+    seed: Seed = 0
+
+
+class Benched(Options):
+    """Which model."""
+
+    model: Annotated[str, Flag("Alias, hub id or folder.", metavar="MODEL", is_argument=True)]
+    plan: Annotated[
+        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+    ] = None
+    random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
 
 
 def print_rows(rows: Sequence[Row], title: str, columns: Columns, as_json: bool, measured: str = "sparse_ms") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
 
@@ -54,4 +54,4 @@ def _read(place: Path) -> Plan:
     return plan
 
 
-app = options.app(diff)
+app = commands.app(diff)

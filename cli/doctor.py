@@ -7,12 +7,26 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
+from pydantic import model_validator
 
-from sparsekv.cli import arguments, options
+from sparsekv.cli import commands
+from sparsekv.cli.arguments import (
+    AllowMismatch,
+    NewTokens,
+    Output,
+    Placement,
+    Placing,
+    Subject,
+    device_and_dtype,
+    settings_of,
+)
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
+from sparsekv.planner.flags import Count, Flag, OneLength, Size
+from sparsekv.planner.options import Hardware, PrefillChunk
 from sparsekv.plans.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,82 +50,73 @@ _PACKAGES = (
     "safetensors",
 )
 _HEAD_DIM = 128
-_OF_MEMORY = (
-    "plan",
-    "batch",
-    "max_new_tokens",
-    "chunk",
-    "offload",
-    "kv_host_layers",
-    "device_memory",
-    "host_memory",
-    "allow_mismatch",
-)
-_Size = Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 80GiB; what this machine has by default.")]
 
 
-def doctor(
-    context: typer.Context,
+MemorySize = Annotated[Size | None, Flag("Such as 80GiB; what this machine has by default.", metavar="SIZE")]
+
+
+class DoctorFlags(AllowMismatch, Placement, Hardware, Output):
+    """What `doctor` is asked to do."""
+
     memory: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
+        tuple[str, OneLength] | None,
+        Flag(
+            "Print what a prompt of this length takes of device and host memory, and the longest that fits; exit 1 if "
+            "it does not. Loads no weights.",
             metavar="MODEL LENGTH",
-            help="Print what a prompt of this length takes of device and host memory, and the longest that fits; exit "
-            "1 if it does not. Loads no weights.",
+            reads=tuple[str, str],
         ),
-    ] = None,
-    plan: arguments.PlanFile = None,
-    batch: Annotated[int, typer.Option(min=1, max=arguments.MOST, metavar="N", help="Prompts run at once.")] = 1,
-    max_new_tokens: arguments.MaxNewTokens = 256,
-    chunk: arguments.Chunk = None,
-    offload: arguments.OffloadMode = None,
-    kv_host_layers: arguments.HostLayers = None,
-    device_memory: _Size = None,
-    host_memory: _Size = None,
-    device: arguments.Device = None,
-    dtype: arguments.Dtype = None,
-    backend: arguments.Backend = None,
-    allow_mismatch: arguments.AllowMismatch = False,
-    as_json: arguments.Json = False,
-) -> None:
+    ] = None
+    plan: Annotated[
+        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+    ] = None
+    batch: Annotated[Count, Flag("Prompts run at once.", metavar="N")] = 1
+    max_new_tokens: NewTokens = 256
+    prefill_chunk: PrefillChunk = None
+    device_memory: MemorySize = None
+    host_memory: MemorySize = None
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        machine = {"memory", *Hardware.model_fields, *Output.model_fields}
+        about_memory = (name for name in type(self).model_fields if name not in machine)
+        if self.memory is None and (unread := next(filter(self.is_given, about_memory), None)):
+            raise UsageError(f"expected --memory MODEL LENGTH beside {self.flag_of(unread)}, found none; add it")
+        return self
+
+
+def doctor(flags: DoctorFlags) -> None:
     """Print what is installed, what the device can do, which kernel backend runs on it and why not the others; or with
     --memory what a run takes."""
-    machine = arguments.settings(device, dtype, backend)
-    if memory is None:
-        unused = [name for name in _OF_MEMORY if name in arguments.given(context)]
-        if unused:
-            raise UsageError(f"expected --memory MODEL LENGTH beside {_flag(unused[0])}, found none; add it")
-        _say_machine(machine, as_json)
+    machine = settings_of(flags)
+    if flags.memory is None:
+        _say_machine(machine, flags.as_json)
         return
-    model, lengths = memory[0], arguments.lengths_from(memory[1], "--memory")
-    if len(lengths) > 1:
-        raise UsageError(f"--memory: expected one length, found {memory[1]!r:.40}; ask for one after the other")
-    limits = [
-        None if text is None else arguments.bytes_from(text, flag)
-        for text, flag in ((device_memory, "--device-memory"), (host_memory, "--host-memory"))
-    ]
-    placing = arguments.Placing.named(offload, kv_host_layers)
-    subject = arguments.Subject.named(model, plan, None)
-    tell_if_idle(placing, subject.plan.decode if subject.plan else None)
+    model, length = flags.memory
+    plan, placing = Subject.named(model, flags.plan, None).plan, flags.placing
+    tell_if_idle(placing, plan.decode if plan else None)
     from sparsekv.runtime.hf.public_shapes import config_of
 
     config, notes = config_of(model)
-    estimate = MemoryEstimate.of(
-        config, model, subject.plan, machine, placing, allow_mismatch, device_bytes=limits[0], host_bytes=limits[1]
+    limits = {"device_bytes": flags.device_memory, "host_bytes": flags.host_memory}
+    estimate = MemoryEstimate.of(config, model, plan, machine, placing, flags.allow_mismatch, **limits)
+    notes += [] if plan else ["no plan: all layers are dense"]
+    say_memory(
+        estimate,
+        length,
+        flags.max_new_tokens,
+        batch=flags.batch,
+        chunk=flags.prefill_chunk,
+        notes=notes,
+        as_json=flags.as_json,
     )
-    notes += [] if subject.plan else ["no plan: all layers are dense"]
-    say_memory(estimate, lengths[0], max_new_tokens, batch=batch, chunk=chunk, notes=notes, as_json=as_json)
 
 
-def tell_if_idle(placing: arguments.Placing, decode: DecodePlan | None) -> None:
+def tell_if_idle(placing: Placing, decode: DecodePlan | None) -> None:
     """Says of --offload always that it moves nothing, where that is so."""
     if placing.mode == "always" and (decode is None or decode.offload is None):
         why = "decode runs without a plan" if decode is None else "the plan permits no layer to be offloaded"
         tell(f"--offload always moves nothing: {why}; name layers with --kv-host-layers")
-
-
-def _flag(name: str) -> str:
-    return "--prefill-chunk" if name == "chunk" else f"--{name.replace('_', '-')}"
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -120,7 +125,7 @@ def _flag(name: str) -> str:
 def _say_machine(machine: Settings, as_json: bool) -> None:
     from sparsekv.runtime.stores.pinned import available_bytes
 
-    hardware, precision = arguments.device_and_dtype(machine.device, machine.dtype)
+    hardware, precision = device_and_dtype(machine)
     report = {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "device": _device(hardware),
@@ -202,7 +207,7 @@ class MemoryEstimate:
         name: str,
         plan: Plan | None,
         machine: Settings,
-        placing: arguments.Placing,
+        placing: Placing,
         allow_mismatch: bool = False,
         device_bytes: int | None = None,
         host_bytes: int | None = None,
@@ -368,4 +373,4 @@ def _way_out(data: dict[str, Any]) -> str:
     return ": the answer alone takes more; ask for fewer new tokens (--max-new-tokens), or take a larger device"
 
 
-app = options.app(doctor)
+app = commands.app(commands.command(doctor))

@@ -3,61 +3,20 @@
 from __future__ import annotations
 
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
-
-from sparsekv.cli import options
-from sparsekv.cli.arguments import Output, Subjects, settings_of
-from sparsekv.cli.bench_curves import CURVE_OPTIONS, CurveFlags, check_length, measure_curve
+from sparsekv.cli import commands
+from sparsekv.cli.arguments import settings_of
+from sparsekv.cli.bench_curves import measure_curve
+from sparsekv.cli.eval_flags import OF_PLAN, EvalFlags, PhaseName, check_length
 from sparsekv.cli.output import SCORE_HEADER, agreement_table, columns, emit, emit_json, score_row, tell
-from sparsekv.planner.flags import MOST, Flag, Lengths
-from sparsekv.planner.options import TASKS, Drawn, Hardware
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Quality, to_data
 
 if TYPE_CHECKING:
-    from sparsekv.planner.eval_results import EvalResult
-    from sparsekv.planner.evaluation import EvalSamples
+    from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Measurement, Plan
-
-PhaseName = Literal["prefill", "decode", "both"]
-_OF_PLAN = ("phase", "backend", "allow_mismatch")
-
-
-class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
-    """What `eval` is asked to do."""
-
-    lengths: Annotated[
-        Lengths,
-        Flag(
-            "Most tokens of a prompt and its answer, by default 4k; several for --curve.",
-            ("--length", "--lengths"),
-            "TOKENS",
-        ),
-    ] = (4096,)
-    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
-    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
-
-    @model_validator(mode="after")
-    def _every_flag_is_read(self) -> Self:
-        if self.curve is not None:
-            self.refuse(_OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
-        elif unread := next(filter(self.is_given, CURVE_OPTIONS), None):
-            flag = self.flag_of(unread)
-            raise UsageError(f"expected --curve FILE beside {flag}, found none; leave {flag} out, or name the file")
-        elif len(self.lengths) != 1:
-            raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
-        return self
-
-    @property
-    def drawn(self) -> EvalSamples:
-        """The samples."""
-        from sparsekv.planner.evaluation import EvalSamples
-
-        lengths = tuple(sorted(self.lengths))
-        return EvalSamples(self.tasks or TASKS, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
 
 
 def evaluate(flags: EvalFlags) -> None:
@@ -68,15 +27,15 @@ def evaluate(flags: EvalFlags) -> None:
     methods, on the same samples; `show --html --curve FILE` draws it.
     """
     subject = flags.subject
-    if subject.plan is None and (unread := next(filter(flags.is_given, _OF_PLAN), None)):
+    if subject.plan is None and (unread := next(filter(flags.is_given, OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
     if flags.curve is not None:
         measure_curve(subject, flags)
         return
     backend = settings_of(flags).backend
-    from sparsekv.planner.eval_results import measurement_of
     from sparsekv.planner.evaluation import DENSE, Mode, PlanMode
     from sparsekv.planner.evaluation import evaluate as measure
+    from sparsekv.planner.evaluation.results import measurement_of
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.schema import check_model
 
@@ -89,7 +48,7 @@ def evaluate(flags: EvalFlags) -> None:
         if plan is not None:
             check_model(plan, info, flags.allow_mismatch)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     differs = check_model(plan, loaded.info, flags.allow_mismatch) if plan else []
     modes: dict[str, Mode] = {}
     if plan is not None:
@@ -151,4 +110,4 @@ def _text(result: EvalResult, samples: int, phase: PhaseName, measured: Measurem
     return "\n\n".join((*parts, facts))
 
 
-app = options.app(options.command(evaluate))
+app = commands.app(commands.command(evaluate))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import model_validator
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import PlanFiles
@@ -17,7 +17,9 @@ from sparsekv.planner.options import DecodeSearch, Gate, Hardware, PlanOptions, 
 from sparsekv.plans.aliases import resolve_model
 
 if TYPE_CHECKING:
+    from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
+    from sparsekv.planner.progress import Progress
 
 
 class PlanFlags(PlanFiles, PlanOptions, Output):
@@ -73,42 +75,42 @@ def plan(flags: PlanFlags) -> None:
     flags.check_files()
     wanted = flags.options
     # Imports torch, which takes seconds: what is wrong with the options was said by now.
-    from sparsekv.planner.cost.device_cost import DeviceCost
-    from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.plan import check_plannable, compile_files, compile_plan, for_host
-    from sparsekv.planner.profile.profile_data import Profile, for_profile
+    from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import only_run
     from sparsekv.planner.progress import BarProgress
     from sparsekv.plans.files import write_plan
 
-    profiled = read_measured(Profile, flags.profile) if flags.profile else None
-    measured = read_measured(DeviceCost, flags.cost) if flags.cost else None
-    if profiled is not None:
-        for_profile(for_host(wanted, measured), profiled)  # says what is not in it before a model is looked for
-    with nullcontext() if profiled else only_run(flags.resume), flags.telling_what_is_saved():
-        outputs = {"profile_out": flags.profile_out, "cost_out": flags.cost_out}
-        if profiled and measured and flags.no_verify:
-            result = compile_files(flags.model, wanted, profiled, measured, **outputs)
-        else:
-            loaded = Subject(flags.model).load(
-                flags.typed("device"),
-                flags.typed("dtype"),
-                lambda info, hardware: check_plannable(info, wanted, hardware, profiled, measured),
-                flags.device_map,
-            )
-            result = compile_plan(
-                loaded,
-                wanted,
-                profile_in=profiled,
-                cost_in=measured,
-                resume=flags.resume,
-                progress=BarProgress(),
-                **outputs,
-            )
+    progress = BarProgress()
+    with nullcontext() if flags.profile else only_run(flags.resume), flags.telling_what_is_saved():
+        result = compile_plan(
+            _job(flags, wanted, progress),
+            profile_out=flags.profile_out,
+            cost_out=flags.cost_out,
+            resume=flags.resume,
+            progress=progress,
+        )
         write_plan(result.plan, flags.out)
-        if profiled is None:
+        if not flags.profile:
             flags.resume.unlink(missing_ok=True)
     _tell(result, flags.out, flags.as_json)
+
+
+def _job(flags: PlanFlags, wanted: PlanOptions, progress: Progress) -> Job:
+    """The files that were measured before, and the model where they leave anything to it."""
+    from sparsekv.planner.cost.device_cost import DeviceCost
+    from sparsekv.planner.data_files import read_measured
+    from sparsekv.planner.job import check_plannable, job_of, job_of_files, narrowed
+    from sparsekv.planner.profile.profile_data import Profile
+
+    profile = read_measured(Profile, flags.profile) if flags.profile else None
+    cost = read_measured(DeviceCost, flags.cost) if flags.cost else None
+    if profile and cost and flags.no_verify:
+        return job_of_files(flags.model, wanted, profile, cost)
+    narrowed(wanted, profile, cost)  # says what is not in the files before a model is looked for
+    loaded = Subject(flags.model).load(
+        flags, lambda info, hardware: check_plannable(info, wanted, hardware, profile, cost)
+    )
+    return job_of(loaded, wanted, profile, cost, progress)
 
 
 def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
@@ -138,4 +140,4 @@ def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
         tell(remark)
 
 
-app = options.app(options.command(plan))
+app = commands.app(commands.command(plan))

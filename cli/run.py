@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import NewTokens, Output, Placement, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, size, tell
@@ -138,7 +138,7 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
             check_model(used, info, flags.allow_mismatch)
 
     return Session(
-        loaded=subject.load(flags.typed("device"), flags.typed("dtype"), check),
+        loaded=subject.load(flags, check),
         plan=used,
         prefill=not flags.dense_prefill,
         decode=not flags.dense_decode,
@@ -225,4 +225,4 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
     )
 
 
-app = options.app(options.command(run))
+app = commands.app(commands.command(run))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json
 from sparsekv.cli.output import emit_json
 
@@ -14,4 +14,4 @@ def schema(as_json: Json = False) -> None:
     emit_json(json_schema())
 
 
-app = options.app(schema)
+app = commands.app(schema)

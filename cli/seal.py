@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanArgument
 from sparsekv.cli.output import emit, emit_json
 
@@ -19,4 +19,4 @@ def seal(plan: PlanArgument, as_json: Json = False) -> None:
         emit(f"{plan}: " + "; ".join(sealed.notes))
 
 
-app = options.app(seal)
+app = commands.app(seal)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable, check_writable
@@ -101,4 +101,4 @@ def _profile_of(plan: Plan, path: Path) -> Profile:
     return found
 
 
-app = options.app(show)
+app = commands.app(show)

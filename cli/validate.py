@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import PLACE, Json, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json
 from sparsekv.plans.errors import PlanError, SparseKVError, UsageError
@@ -56,4 +56,4 @@ def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
     return found
 
 
-app = options.app(validate)
+app = commands.app(validate)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from sparsekv.cli import options
+from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
@@ -73,7 +73,7 @@ def verify(flags: VerifyFlags) -> None:
         check_model(found, info, flags.allow_mismatch)
         settle(asked, info.context_length, hardware)
 
-    loaded = subject.load(flags.typed("device"), flags.typed("dtype"), check)
+    loaded = subject.load(flags, check)
     differs = check_model(found, loaded.info, flags.allow_mismatch)
     if flags.write:
         _check_same_model(found, loaded.info, differs)
@@ -135,4 +135,4 @@ def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
         )
 
 
-app = options.app(options.command(verify))
+app = commands.app(commands.command(verify))

@@ -17,21 +17,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from sparsekv.kernels.decode.selection import Scoring, Selection, check_scoring, check_selection
+from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.index.build import BuilderName, builds_by_triton
 from sparsekv.kernels.keys import KeyView, check_keys
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, shape_obstacle, untested
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, check_chunk, check_index, check_qkv
-from sparsekv.plans.errors import BackendError, ShapeError, SparseKVError
+from sparsekv.plans.errors import BackendError, SparseKVError
 from sparsekv.plans.patterns import TileShape
 
 Found = TypeVar("Found")
 
-BACKENDS = ("flash", "triton", "cpu", "reference")  # the first that can run is chosen; reference never is
+_CHOICES = ("flash", "triton", "cpu")  # the first that can run is chosen
+BACKENDS = (*_CHOICES, "reference")
 _REASONS = {
     "flash": "flash-attn-4 for this GPU",
     "triton": "Triton kernels for this GPU",
@@ -55,39 +56,6 @@ _DECODE = {
 _COMPILERS = ("triton", "cutlass")
 _FAILURES = (BackendError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _FAILURE_WORDS = ("Triton Error", "DefaultCPUAllocator: can't allocate memory")
-
-
-class PrefillBackend(Protocol):
-    """Sparse prefill of one layer: tensors and an index in, output out. It sees no plan and no model."""
-
-    def __call__(
-        self,
-        q_BHSD: torch.Tensor,
-        k_BGKD: torch.Tensor,
-        v_BGKD: torch.Tensor,
-        index: TileIndex,
-        chunk: Chunk,
-        *,
-        scale: float,
-        window: int | None = None,
-        want_lse: bool = False,
-    ) -> AttentionOutput: ...
-
-
-class DecodeBackend(Protocol):
-    """Attention of one query token a batch row, over all tokens or a selection of them."""
-
-    def __call__(
-        self,
-        q_BHQD: torch.Tensor,
-        keys: KeyView,
-        selection: Selection | None,
-        *,
-        scale: float,
-        window: int | None = None,
-        want_lse: bool = False,
-        scoring: Scoring | None = None,
-    ) -> AttentionOutput: ...
 
 
 USE_AUTO = "; use --backend auto"  # what ends the message about a backend that was asked for and cannot run
@@ -121,26 +89,24 @@ def choose_backend(
     device = torch.device(device)
     if requested not in ("auto", *BACKENDS):
         raise BackendError(f"backend must be auto or one of {', '.join(BACKENDS)}, found {requested!r}")
-    if requested != "auto":
-        obstacle = _obstacle(requested, device, dtype, head_dim, tile)
-        if obstacle:
-            raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}{USE_AUTO}")
-        return BackendChoice(requested, "requested")
     rejected: list[tuple[str, str]] = []
-    for name in ("flash", "triton", "cpu"):
-        obstacle = _obstacle(name, device, dtype, head_dim, tile) or (untested() if name == "flash" else None)
+    for name in _CHOICES if requested == "auto" else (requested,):
+        obstacle = _obstacle(name, device, dtype, head_dim, tile)
+        if obstacle is None and requested == "auto" and name == "flash":
+            obstacle = untested()
         if obstacle is None:
-            return BackendChoice(name, _REASONS[name], tuple(rejected))
+            return BackendChoice(name, _REASONS[name] if requested == "auto" else "requested", tuple(rejected))
         rejected.append((name, obstacle))
+    if requested != "auto":
+        raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}{USE_AUTO}")
     why = "; ".join(f"{name}: {obstacle}" for name, obstacle in rejected)
     raise BackendError(f"no backend runs {dtype} with head size {head_dim} on {device} ({why})")
 
 
 def backends_after(name: str, q_BHSD: torch.Tensor, tile: TileShape | None = None) -> tuple[str, ...]:
     """The backends behind `name` in the order of choice that take such tensors where they are; never another device."""
-    behind = [other for other in BACKENDS[BACKENDS.index(name) + 1 :] if other != "reference"]
     call = (q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[-1], tile)
-    return tuple(other for other in behind if _obstacle(other, *call) is None)
+    return tuple(other for other in _CHOICES[BACKENDS.index(name) + 1 :] if _obstacle(other, *call) is None)
 
 
 def prefill_attention(
@@ -170,11 +136,14 @@ def prefill_attention(
         ShapeError: the tensors, the chunk and the index do not fit together.
         BackendError: the backend does not exist, or cannot run these tensors.
     """
-    run: PrefillBackend = _module(backend, _PREFILL).prefill
+    module = _module(backend, _PREFILL)
     check_qkv(q_BHSD, k_BGKD, v_BGKD, scale)
     check_chunk(q_BHSD, k_BGKD, chunk, window)
     check_index(q_BHSD, index, chunk)
-    return run(q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse)
+    found: AttentionOutput = module.prefill(
+        q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window, want_lse=want_lse
+    )
+    return found
 
 
 def dense_by_flash(
@@ -205,7 +174,7 @@ def dense_prefill(
     Raises:
         BackendError: the backend does not exist.
     """
-    _check_known(backend, _PREFILL)
+    _module(backend, _PREFILL)
     if dense_by_flash(q_BHSD, k_BGKD, v_BGKD, chunk, backend=backend):
         from sparsekv.kernels.prefill.flash.backend import dense
 
@@ -241,25 +210,15 @@ def decode_attention(
         backend: the name that `choose_backend` gave.
 
     Raises:
-        ShapeError: Q is not 1, or tensors and selection do not fit together.
+        ShapeError: Q is not 1, or the tensors do not fit together.
         BackendError: the backend does not exist, or cannot run these tensors.
     """
-    run: DecodeBackend = _module(backend, _DECODE).decode
-    check_keys(q_BHQD, keys)
-    _check_one_query(q_BHQD)
-    if selection is not None:
-        check_selection(keys, selection)
-    if scoring is not None:
-        check_scoring(keys, scoring, selection, window)
-    return run(
-        q_BHQD,
-        keys,
-        selection,
-        scale=scale,
-        window=window,
-        want_lse=want_lse,
-        scoring=scoring,
+    module = _module(backend, _DECODE)
+    check_keys(q_BHQD, keys, scale)
+    found: AttentionOutput = module.decode(
+        q_BHQD, keys, selection, scale=scale, window=window, want_lse=want_lse, scoring=scoring
     )
+    return found
 
 
 def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, backend: str) -> torch.Tensor:
@@ -271,29 +230,15 @@ def decode_scores(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scal
     Raises:
         ShapeError, BackendError: as `decode_attention`.
     """
-    check_keys(q_BHQD, keys)
-    _check_one_query(q_BHQD)
-    check_scoring(keys, scoring, None, None)
+    check_keys(q_BHQD, keys, scale)
     found: torch.Tensor = _module(backend, _DECODE).score(q_BHQD, keys, scoring, scale=scale)
     return found
 
 
-def _check_one_query(q_BHQD: torch.Tensor) -> None:
-    if q_BHQD.shape[2] != 1:
-        raise ShapeError(
-            f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "
-            "call it once a token, or use prefill attention"
-        )
-
-
 def _module(backend: str, modules: dict[str, str]) -> Any:
-    _check_known(backend, modules)
-    return import_module(modules[backend])
-
-
-def _check_known(backend: str, modules: dict[str, str]) -> None:
     if backend not in modules:
         raise BackendError(f"backend must be one of {', '.join(modules)}, found {backend!r}: ask choose_backend")
+    return import_module(modules[backend])
 
 
 def _obstacle(
@@ -339,8 +284,12 @@ class Fallback:
     def __init__(self, backend: str) -> None:
         self.backend = backend  # that the next call runs on
         self.failed: dict[str, str] = {}  # backends that are not tried again, and why
-        self.decode_failed = ""  # why decode is computed by torch; empty where nothing failed
-        self.builder_failed = ""  # why indices are no longer built by Triton; empty where nothing failed
+        self._by_torch: dict[str, str] = {}  # what Triton no longer computes, and why
+
+    @property
+    def builder_failed(self) -> str:
+        """Why indices are no longer built by Triton; empty where nothing failed."""
+        return self._by_torch.get("index building", "")
 
     def run(self, call: Callable[[str], Found], q_BHSD: torch.Tensor, tile: TileShape | None = None) -> Found:
         """`call(backend)`, on the present backend or the first fallback that runs it.
@@ -359,9 +308,11 @@ class Fallback:
                 return call(self.backend)
             except Exception as error:
                 behind = [name for name in backends_after(self.backend, q_BHSD, tile) if name not in self.failed]
-                if _of_input(error) or not behind or not _alive(q_BHSD.device):
+                if not behind or not _recoverable(error, q_BHSD.device):
                     raise
-                self._replace(error, behind[0])
+                self.failed[self.backend] = _summary(error)
+                _warn(f"the {self.backend} backend", error, f"{behind[0]}; --backend {behind[0]} avoids the attempt")
+                self.backend = behind[0]
             # Only here is the memory of the failed attempt, which the error's traceback held, free again.
             if q_BHSD.is_cuda:
                 torch.cuda.empty_cache()
@@ -373,58 +324,32 @@ class Fallback:
             Exception: what the builder raised, when the input is at fault, torch was the builder, or the device works
                 no more.
         """
-        if self.builder_failed:
-            return call("torch")
-        try:
-            return call("auto")
-        except Exception as error:
-            if _of_input(error) or not builds_by_triton(device) or not _alive(device):
-                raise
-            self.builder_failed = _summary(error)
-            warnings.warn(
-                f"building indices by Triton failed ({self.builder_failed}); torch builds them from here on, which is "
-                "slower",
-                BackendWarning,
-                stacklevel=3,
-            )
-        return call("torch")
+        return self._or_torch("index building", call, ("auto", "torch"), device if builds_by_triton(device) else None)
 
     def decode(self, call: Callable[[str], Found], backend: str, device: torch.device) -> Found:
         """`call(backend)`: a decode step of a layer, or by torch operations once that has failed.
 
         Raises:
-            Exception: what the backend raised, when the input is at fault, torch computed it, or the device works no
-                more.
+            Exception: what the backend raised, when the input is at fault, torch computed it, memory is short, or the
+                device works no more.
         """
-        if self.decode_failed:
-            return call("reference")
-        try:
-            return call(backend)
-        except Exception as error:
-            if (
-                _of_input(error)
-                or isinstance(error, torch.OutOfMemoryError)
-                or backend in ("cpu", "reference")
-                or not _alive(device)
-            ):
-                raise
-            self.decode_failed = _summary(error)
-            warnings.warn(
-                f"decode by Triton failed ({self.decode_failed}); torch computes it from here on, which is slower",
-                BackendWarning,
-                stacklevel=3,
-            )
-        return call("reference")
+        by_torch = backend in ("cpu", "reference")
+        return self._or_torch("decode", call, (backend, "reference"), None if by_torch else device)
 
-    def _replace(self, error: Exception, fallback: str) -> None:
-        self.failed[self.backend] = _summary(error)
-        warnings.warn(
-            f"the {self.backend} backend failed ({self.failed[self.backend]}); {fallback} computes prefill from "
-            f"here on, which may be slower. Ask for it with --backend {fallback} to avoid the attempt.",
-            BackendWarning,
-            stacklevel=4,
-        )
-        self.backend = fallback
+    def _or_torch(
+        self, part: str, call: Callable[[Any], Found], names: tuple[str, str], device: torch.device | None
+    ) -> Found:
+        """`call` by the first name, or by the second once that failed; without a device there is no second."""
+        if part not in self._by_torch:
+            try:
+                return call(names[0])
+            except Exception as error:
+                short = part == "decode" and isinstance(error, torch.OutOfMemoryError)
+                if device is None or short or not _recoverable(error, device):
+                    raise
+                self._by_torch[part] = _summary(error)
+                _warn(part, error, "torch, which is slower")
+        return call(names[1])
 
 
 def is_backend_failure(error: Exception, device: torch.device) -> bool:
@@ -435,8 +360,13 @@ def is_backend_failure(error: Exception, device: torch.device) -> bool:
     return (is_kernels or says_so) and _alive(device)
 
 
-def _of_input(error: Exception) -> bool:
-    return isinstance(error, SparseKVError) and not isinstance(error, BackendError)
+def _recoverable(error: Exception, device: torch.device) -> bool:
+    """Whether the same call may be tried elsewhere: not the input's fault, and the device still works."""
+    return (not isinstance(error, SparseKVError) or isinstance(error, BackendError)) and _alive(device)
+
+
+def _warn(what: str, error: Exception, instead: str) -> None:
+    warnings.warn(f"{what} failed ({_summary(error)}); from here on by {instead}", BackendWarning, stacklevel=4)
 
 
 def _summary(error: Exception) -> str:

@@ -76,6 +76,6 @@ _ALIGNED = 4  # int32 numbers of 16 bytes: every field begins where Triton's usu
 def fields_on_device(device: torch.device, fields: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
     """Each field as an int32 tensor on the device, all in one copy, cached: not to be written to."""
     padded = [field + (0,) * (-len(field) % _ALIGNED) for field in fields]
-    packed = on_device([number for field in padded for number in field], device, torch.int32)
-    pieces = packed.split([len(field) for field in padded])
+    packed = torch.tensor([number for field in padded for number in field], dtype=torch.int32)
+    pieces = packed.to(device, non_blocking=True).split([len(field) for field in padded])
     return tuple(piece[: len(field)] for piece, field in zip(pieces, fields, strict=True))

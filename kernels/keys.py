@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekv.kernels.tiles import check_qkv
 from sparsekv.plans.errors import ShapeError
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -112,38 +113,27 @@ def full_view(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> KeyView:
     return KeyView(k_BGSD, v_BGSD, lengths_B)
 
 
-def check_keys(q_BHQD: torch.Tensor, keys: KeyView) -> None:
-    """Queries and keys fit together. No check asks the device.
+def check_keys(q_BHQD: torch.Tensor, keys: KeyView, scale: float) -> None:
+    """One query token a batch row, and keys that fit to it. No check asks the device.
 
     Raises:
-        ShapeError: they do not; the message says what and how to fix it.
+        ShapeError: they do not fit; the message says what and how to fix it.
     """
-    k, v, table = keys.k, keys.v, keys.table_BP
-    for name, tensor in (("q", q_BHQD), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ShapeError(f"{name} must have 4 dimensions, [batch or pages, heads, tokens, head size], "
-                             f"found shape {tuple(tensor.shape)}")  # fmt: skip
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ShapeError(f"{name} must have stride 1 in its last dimension, found strides {tensor.stride()}")
-    batch, heads, _, size = q_BHQD.shape
-    if k.shape != v.shape or k.shape[3] != size or heads % k.shape[1]:
+    check_qkv(q_BHQD, keys.k, keys.v, scale)
+    if q_BHQD.shape[2] != 1:
         raise ShapeError(
-            f"k and v must have one shape, the head size of q, and KV heads that divide its heads; "
-            f"found q {tuple(q_BHQD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "
+            "call it once a token, or use prefill attention"
         )
-    if len({(tensor.dtype, tensor.device) for tensor in (q_BHQD, k, v)}) != 1:
-        raise ShapeError(
-            f"q, k and v must have one dtype and one device, found {q_BHQD.dtype} on {q_BHQD.device}, {k.dtype} on "
-            f"{k.device}, {v.dtype} on {v.device}"
-        )
+    batch, table = q_BHQD.shape[0], keys.table_BP
     _check_int32("lengths", keys.lengths_B, (batch,), q_BHQD.device)
-    if table is None:
-        if k.shape[0] != batch:
-            raise ShapeError(f"contiguous keys must have the batch of q, found {k.shape[0]} rows for {batch}")
-        return
-    if k.shape[2] not in PAGE_SIZES:
-        raise ShapeError(f"a page must hold {', '.join(map(str, PAGE_SIZES))} tokens, found {k.shape[2]}")
-    _check_int32("the block table", table, (batch, table.shape[-1]), q_BHQD.device)
+    if table is not None:
+        _check_int32("the block table", table, (batch, table.shape[-1]), q_BHQD.device)
+    if batch != keys.k.shape[0] if table is None else keys.page not in PAGE_SIZES:
+        raise ShapeError(
+            f"k and v must have the batch of q, or pages of {', '.join(map(str, PAGE_SIZES))} tokens; found "
+            f"q {tuple(q_BHQD.shape)} and {'no ' if table is None else ''}pages in {tuple(keys.k.shape)}"
+        )
 
 
 def _check_int32(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:

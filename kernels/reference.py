@@ -10,10 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.kernels.decode.selection import ALL, Selection
-from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex, unpack_bits
-from sparsekv.plans.errors import ShapeError
 
 
 def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = None) -> torch.Tensor:
@@ -41,29 +38,6 @@ def mask_of(index: TileIndex, chunk: Chunk, queries: int, window: int | None = N
     return chosen_BHSK & causal_BSK[:, None]
 
 
-def decode_mask(keys: KeyView, selection: Selection | None, heads: int, window: int | None = None) -> torch.Tensor:
-    """Which tokens the newest query of each row sees, straight from the definition in decode/selection.py.
-
-    Returns:
-        bool [B, H, 1, S] for `heads` query heads, S being the capacity of the keys.
-    """
-    mask_BHS = torch.zeros((keys.batch, heads, keys.capacity), dtype=torch.bool, device=keys.k.device)
-    for b, length in enumerate(keys.lengths_B.tolist()):
-        count = ALL if selection is None else int(selection.counts_B[b])
-        for h in range(heads):
-            if selection is None or count == ALL:
-                mask_BHS[b, h, :length] = True
-                continue
-            lists = selection.chosen_BgN.shape[1]
-            chosen = selection.chosen_BgN[b, h * lists // heads, :count].tolist()
-            mask_BHS[b, h, : selection.sink] = True
-            mask_BHS[b, h, [token for token in chosen if token >= 0]] = True
-            mask_BHS[b, h, length - selection.recent : length] = True
-        if window is not None:
-            mask_BHS[b, :, : max(0, length - window)] = False
-    return mask_BHS[:, :, None]
-
-
 def reference_attention(
     q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_BHSK: torch.Tensor, *, scale: float
 ) -> AttentionOutput:
@@ -75,16 +49,8 @@ def reference_attention(
         v_BGKD: values, likewise.
         mask_BHSK: bool; a row without any key gives 0 and a log-sum-exp of -inf.
         scale: softmax scale.
-
-    Raises:
-        ShapeError: heads are no multiple of KV heads, or there are fewer keys than the mask has.
     """
     groups, keys = k_BGKD.shape[1], mask_BHSK.shape[3]
-    if q_BHSD.shape[1] % groups or min(k_BGKD.shape[2], v_BGKD.shape[2]) < keys:
-        raise ShapeError(
-            f"a mask {tuple(mask_BHSK.shape)} needs that many keys and heads in multiples of the KV heads, "
-            f"found keys {tuple(k_BGKD.shape)} and values {tuple(v_BGKD.shape)}"
-        )
     k_BHKD, v_BHKD = (x[:, :, :keys].float().repeat_interleave(q_BHSD.shape[1] // groups, 1) for x in (k_BGKD, v_BGKD))
     scores_BHSK = (q_BHSD.float() @ k_BHKD.mT * scale).masked_fill(~mask_BHSK, -torch.inf)
     lse_BHS = scores_BHSK.logsumexp(-1)

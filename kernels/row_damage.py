@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.triton_support import check_device
-
 # With 16 elements of each tensor a thread, a program takes 48 registers at head size 128 and bfloat16: five fit on a
 # multiprocessor of an H200. Nothing spills at head sizes whose rows are not aligned either. Not tuned.
 _ELEMENTS, _MOST_ROWS, _WARPS = 4096, 128, 8
@@ -41,11 +39,7 @@ def head_damage(
         gradient_XHMD: likewise, usually float32.
         square_XHM: what the squared distance of each row counts, float32.
         weight_X1M: how often each row counts, float32; a row of weight 0 is not read.
-
-    Raises:
-        BackendError: the tensors are not on a GPU.
     """
-    check_device(out_XHMD)
     batch, heads, rows, size = out_XHMD.shape
     block_d = triton.next_power_of_2(size)
     block_m = max(1, min(_MOST_ROWS, _ELEMENTS // block_d))

@@ -8,16 +8,14 @@ Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, W window
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
-from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.topk import blocks
-from sparsekv.plans.errors import ShapeError
 
-HeadReduction = Literal["max", "per_kv_head"] | None
+HeadReduction = Literal["max", "per_kv_head"]
 
 
 def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float) -> torch.Tensor:
@@ -34,7 +32,7 @@ def scaled_scores(q_BGND: torch.Tensor, k_BGSD: torch.Tensor, scale: float) -> t
 def token_scores(
     q_BHWD: torch.Tensor,
     k_BGSD: torch.Tensor,
-    positions: Sequence[int] | torch.Tensor,
+    positions_BW: torch.Tensor,
     weights_W: torch.Tensor,
     *,
     scale: float,
@@ -47,62 +45,30 @@ def token_scores(
         q_BHWD: the window's queries.
         k_BGSD: all keys up to the last position of the window, or more; the first one is finite, what no query sees may
             hold anything.
-        positions: token position of each of the W queries, or [B, W] on the device where rows differ; a query sees the
-            keys up to its own position, and one of a negative position does not count.
-        weights_W: weight of each query of the window.
+        positions_BW: token position of each query; it sees the keys up to its own position, and one of a negative
+            position does not count.
+        weights_W: weight of each query of the window, float32.
         scale: softmax scale.
-        heads: "max" reduces all query heads to one row, "per_kv_head" the query heads of each KV head to one row,
-            None keeps every query head.
-        reduce_max: with "max", takes the maximum over heads that are elsewhere as well, [B, W, S] to [B, W, S].
+        heads: "max" reduces all query heads to one row, "per_kv_head" the query heads of each KV head to one row.
+        reduce_max: with "max", takes the maximum over heads that are elsewhere as well, [B, 1, W, S] to [B, 1, W, S].
 
     Returns:
-        [B, 1, S], [B, G, S] or [B, H, S].
-
-    Raises:
-        ShapeError: tensors do not fit, or a position that the host knows lies beyond the keys.
+        [B, 1, S] or [B, G, S].
     """
-    _check_window(q_BHWD, k_BGSD, positions, weights_W)
     batch, groups, keys, _ = k_BGSD.shape
     window, per_group = q_BHWD.shape[2], q_BHWD.shape[1] // groups
     q_BGND = torch.unflatten(q_BHWD, 1, (groups, per_group)).flatten(2, 3)
-    positions_BW = positions if isinstance(positions, torch.Tensor) else on_device([list(positions)], q_BHWD.device)
-    counts_BW = positions_BW >= 0
     # A query that does not count sees the first key: its softmax stays finite whatever memory holds beyond a row.
     hidden_BWS = torch.arange(keys, device=q_BHWD.device) > positions_BW.clamp(min=0)[..., None]
-    hidden_B11WS = hidden_BWS[:, None, None]
-    weights_BW1 = (weights_W.to(q_BHWD.device, torch.float32, non_blocking=True) * counts_BW)[..., None]
-    best_BWS: torch.Tensor | None = None
-    rows: list[torch.Tensor] = []
+    weights_BW1 = (weights_W * (positions_BW >= 0))[..., None]
+    best = []
     for part in blocks(groups, batch * per_group * window * keys):
         scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale)
         scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
-        weights_BGNWS = scores_BGNWS.masked_fill_(hidden_B11WS, -torch.inf).softmax(-1)
-        if heads is None:
-            rows.append((weights_BGNWS * weights_BW1[:, None, None]).sum(-2).flatten(1, 2))
-        elif heads == "per_kv_head":
-            rows.append((weights_BGNWS.amax(2) * weights_BW1[:, None]).sum(-2))
-        else:
-            top_BWS = weights_BGNWS.amax((1, 2))
-            best_BWS = top_BWS if best_BWS is None else torch.maximum(best_BWS, top_BWS)
-    if best_BWS is None:
-        return torch.cat(rows, 1)
-    best_BWS = best_BWS if reduce_max is None else reduce_max(best_BWS)
-    return (best_BWS * weights_BW1).sum(-2, keepdim=True)
-
-
-def _check_window(
-    q_BHWD: torch.Tensor, k_BGSD: torch.Tensor, positions: Sequence[int] | torch.Tensor, weights_W: torch.Tensor
-) -> None:
-    batch, heads, window, size = q_BHWD.shape
-    if k_BGSD.shape[0] != batch or heads % k_BGSD.shape[1] or k_BGSD.shape[3] != size:
-        raise ShapeError(f"queries {tuple(q_BHWD.shape)} and keys {tuple(k_BGSD.shape)} do not fit together")
-    described = positions.shape[-1] if isinstance(positions, torch.Tensor) else len(positions)
-    if described != window or weights_W.shape != (window,):
-        raise ShapeError(
-            f"a window of {window} queries needs {window} positions and weights, "
-            f"found {described} and {tuple(weights_W.shape)}"
-        )
-    if isinstance(positions, torch.Tensor):
-        return
-    if positions and not 0 <= min(positions) <= max(positions) < k_BGSD.shape[2]:
-        raise ShapeError(f"positions must lie within the {k_BGSD.shape[2]} keys, found {tuple(positions)}")
+        weights_BGNWS = scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf).softmax(-1)
+        best.append(weights_BGNWS.amax((1, 2))[:, None] if heads == "max" else weights_BGNWS.amax(2))
+    best_BgWS = torch.cat(best, 1)
+    if heads == "max":
+        best_BgWS = best_BgWS.amax(1, keepdim=True)
+        best_BgWS = best_BgWS if reduce_max is None else reduce_max(best_BgWS)
+    return (best_BgWS * weights_BW1[:, None]).sum(-2)

@@ -144,23 +144,19 @@ def _bits_of_word(device: torch.device) -> torch.Tensor:
 
 
 def check_qkv(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, scale: float) -> None:
-    """Query, key and value tensors fit together, and their head dimension is contiguous.
+    """Query, key and value tensors fit together, but for the batch, and their head dimension is contiguous.
 
     Raises:
         ShapeError: they do not; the message says which and how to fix it.
     """
     named = {"q": q_BHSD, "k": k_BGKD, "v": v_BGKD}
     for name, tensor in named.items():
-        if tensor.dim() != 4:
-            raise ShapeError(f"{name} must be [batch, heads, tokens, head size], found shape {tuple(tensor.shape)}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if tensor.dim() != 4 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
             raise ShapeError(
-                f"{name} must have stride 1 in its last dimension, found strides {tensor.stride()}: "
-                "call .contiguous() before attention"
+                f"{name} must be [batch or pages, heads, tokens, head size] with stride 1 in its last dimension, found "
+                f"shape {tuple(tensor.shape)}, strides {tensor.stride()}: call .contiguous() before attention"
             )
-    if k_BGKD.shape != v_BGKD.shape:
-        raise ShapeError(f"k and v must have one shape, found {tuple(k_BGKD.shape)} and {tuple(v_BGKD.shape)}")
-    check_qk(q_BHSD, k_BGKD)
+    check_heads(q_BHSD, k_BGKD, v_BGKD)
     if len({(t.dtype, t.device) for t in named.values()}) != 1:
         found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in named.items())
         raise ShapeError(f"q, k and v must have one dtype and one device, found {found}")
@@ -168,14 +164,14 @@ def check_qkv(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, 
         raise ShapeError(f"scale must be positive and finite, usually 1 / sqrt(head size), found {scale}")
 
 
-def check_qk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor) -> None:
-    """Raises ShapeError unless queries and keys share batch and head size, and heads are a multiple of KV heads."""
-    if k_BGKD.shape[0] != q_BHSD.shape[0] or k_BGKD.shape[3] != q_BHSD.shape[3]:
+def check_heads(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor) -> None:
+    """Raises ShapeError unless k and v have one shape, q has their head size, and heads are a multiple of KV heads."""
+    fits = k_BGKD.shape == v_BGKD.shape and k_BGKD.shape[3] == q_BHSD.shape[3]
+    if not fits or q_BHSD.shape[1] % k_BGKD.shape[1]:
         raise ShapeError(
-            f"q and k must share batch and head size, found {tuple(q_BHSD.shape)} and {tuple(k_BGKD.shape)}"
+            f"k and v must have one shape, the head size of q, and KV heads that divide its heads; "
+            f"found q {tuple(q_BHSD.shape)}, k {tuple(k_BGKD.shape)}, v {tuple(v_BGKD.shape)}"
         )
-    if q_BHSD.shape[1] % k_BGKD.shape[1]:
-        raise ShapeError(f"query heads must be a multiple of KV heads, found {q_BHSD.shape[1]} and {k_BGKD.shape[1]}")
 
 
 def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window: int | None) -> None:
@@ -184,8 +180,10 @@ def check_chunk(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, chunk: Chunk, window
     Raises:
         ShapeError: they do not, or the window is not positive.
     """
-    if len(chunk.past) != q_BHSD.shape[0]:
-        raise ShapeError(f"the chunk describes {len(chunk.past)} batch rows, q has {q_BHSD.shape[0]}")
+    if not len(chunk.past) == q_BHSD.shape[0] == k_BGKD.shape[0]:
+        raise ShapeError(
+            f"the chunk describes {len(chunk.past)} batch rows, q has {q_BHSD.shape[0]}, k has {k_BGKD.shape[0]}"
+        )
     rows = max(chunk.rows)
     if rows > q_BHSD.shape[2]:
         raise ShapeError(f"the chunk describes {rows} query rows, q has {q_BHSD.shape[2]}")

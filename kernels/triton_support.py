@@ -37,12 +37,6 @@ def overlap(on: bool) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if on else {"OVERLAP": False}
 
 
-def check_device(q_BHSD: torch.Tensor) -> None:
-    """Raises BackendError where Triton cannot run."""
-    if not (q_BHSD.is_cuda or interpreting()):
-        raise BackendError(f"the triton backend needs tensors on a GPU, found {q_BHSD.device}: use backend='cpu'")
-
-
 def head_size_obstacle(head_dim: int) -> str | None:
     """Why the kernels do not take a head size; None when they do."""
     if head_dim % 8 == 0 and SMALLEST_HEAD <= head_dim <= LARGEST_HEAD:
@@ -50,25 +44,15 @@ def head_size_obstacle(head_dim: int) -> str | None:
     return f"it takes head sizes that are multiples of 8 from {SMALLEST_HEAD} to {LARGEST_HEAD}, found {head_dim}"
 
 
-def check_head_size(head_dim: int) -> None:
-    """Raises BackendError for a head size the kernels do not take."""
-    obstacle = head_size_obstacle(head_dim)
+def check_tensors(q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor) -> None:
+    """Raises BackendError or ShapeError for tensors that the prefill kernel does not take."""
+    obstacle = head_size_obstacle(q_BHSD.shape[-1])
+    if not (q_BHSD.is_cuda or interpreting()):
+        obstacle = f"it needs tensors on a GPU, found {q_BHSD.device}"
     if obstacle:
-        raise BackendError(f"the triton backend cannot run this layer: {obstacle}; run it dense")
-
-
-def check_row_strides(*tensors: torch.Tensor) -> None:
-    """Raises ShapeError where a step from token to token is too long."""
-    for tensor in tensors:
-        if tensor.stride(2) >= LONGEST_ROW_STRIDE:
-            raise ShapeError(
-                f"tokens may lie at most {LONGEST_ROW_STRIDE} elements apart, found strides {tensor.stride()}: "
-                "call .contiguous() before attention"
-            )
-
-
-def check_tensors(q_BHSD: torch.Tensor, *others: torch.Tensor) -> None:
-    """Raises BackendError or ShapeError for tensors that the attention kernels do not take."""
-    check_device(q_BHSD)
-    check_head_size(q_BHSD.shape[-1])
-    check_row_strides(q_BHSD, *others)
+        raise BackendError(f"the triton backend cannot run this layer: {obstacle}; use backend='cpu' or run it dense")
+    if max(k_BGKD.stride(2), v_BGKD.stride(2)) >= LONGEST_ROW_STRIDE:
+        raise ShapeError(
+            f"tokens may lie at most {LONGEST_ROW_STRIDE} elements apart, found strides {k_BGKD.stride()} and "
+            f"{v_BGKD.stride()}: call .contiguous() before attention"
+        )

@@ -41,7 +41,7 @@ from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.targets import ROUNDING, mandatory_density, too_low
 from sparsekv.plans.errors import GateError, UsageError
-from sparsekv.plans.patterns import Pattern, TileShape, of_context
+from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.types import format_length
 
@@ -306,7 +306,7 @@ class _Length:
     def _groups(self, choice: Choice, as_shares: bool) -> tuple[HeadGroup, ...]:
         def pattern(row: int, head: int) -> Pattern:
             chosen = self._tables.pattern(choice, row, head)
-            return of_context(chosen, self._entry.length) if as_shares else chosen
+            return chosen.of_context(self._entry.length) if as_shares else chosen
 
         return tuple(
             HeadGroup(layer=scores.layer, heads=(head,), pattern=pattern(row, head))

@@ -27,14 +27,11 @@ import torch
 from sparsekv.planner.decode_candidates import CandidateSpace, Segments
 from sparsekv.planner.decode_trials import DecodeTrials, Prefix, decode_trials
 from sparsekv.planner.filter_layers import Floats
-from sparsekv.planner.profile.calibration import calibration_prompts
-from sparsekv.planner.profile.mix import with_tasks
+from sparsekv.planner.job import Job
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.progress import Progress, Step
 from sparsekv.planner.settled import Settled
-from sparsekv.planner.tasks import Kit
 from sparsekv.plans.model import ModelInfo
-from sparsekv.runtime.hf.load import LoadedModel
 
 _PREFIX_BYTES = 12 << 30  # keys and values of all prompts of a length together
 _LEAST_PROMPTS = 2
@@ -98,29 +95,21 @@ class Effort:
 
 
 def measure_decode(
-    loaded: LoadedModel,
-    profile: Profile,
-    options: Settled,
-    progress: Progress | None = None,
-    effort: Effort | None = None,
-    kit: Kit | None = None,
+    job: Job, profile: Profile, progress: Progress | None = None, effort: Effort | None = None
 ) -> Profile:
     """The profile with decode trials at every length; unchanged where there are some, or nothing to search.
 
     Args:
-        loaded: the model that was profiled, with nothing applied to it.
         profile: with decode statistics, where decode is planned.
-        options: settled.
         effort: how much to measure; by device when None.
-        kit: see `calibration_prompts`.
 
     Raises:
         UsageError, PromptError: there are no calibration prompts of a length.
     """
-    effort = effort or Effort.on(loaded.model.device, options.samples or 1)
+    loaded, options = job.subject, job.options
+    effort = effort or Effort.on(loaded.model.device, options.samples)
     if not tries_decode(loaded.info, options) or any(entry.trials or not entry.reuse for entry in profile.lengths):
         return profile
-    options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
     entries: list[LengthProfile] = []
     passed: list[Segments] = []
     # Nearly all is done at the longest length, which comes first.
@@ -128,7 +117,7 @@ def measure_decode(
     stage = (progress or Progress()).stage("decode trials", total=sum(shares))
     with stage as step, decode_trials(loaded) as model:
         for entry, share in zip(reversed(profile.lengths), shares, strict=True):
-            prefixes = _prefixes(loaded, model, entry.length, options, effort, step, kit)
+            prefixes = _prefixes(job, model, entry.length, effort, step)
             search = _Search(loaded.info, prefixes, model, entry, options, effort, step, share)
             if passed:
                 search.repeat(passed)
@@ -298,23 +287,13 @@ class _Search:
         return found
 
 
-def _prefixes(
-    loaded: LoadedModel,
-    model: DecodeTrials,
-    length: int,
-    options: Settled,
-    effort: Effort,
-    step: Step,
-    kit: Kit | None,
-) -> list[Prefix]:
+def _prefixes(job: Job, model: DecodeTrials, length: int, effort: Effort, step: Step) -> list[Prefix]:
     """Of as many calibration prompts as there is room for."""
-    own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in loaded.info.attention)
-    fitting = _PREFIX_BYTES // (own * length * loaded.model.dtype.itemsize)
-    count = max(_LEAST_PROMPTS, min(effort.prompts, fitting))
-    alone = options.but(lengths=(length,), verify_lengths=(length,), samples=count, samples_are_default=False)
-    prompts = calibration_prompts(loaded.tokenizer, alone, kit)[length]
+    own = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in job.model.attention)
+    fitting = _PREFIX_BYTES // (own * length * job.subject.model.dtype.itemsize)
+    prompts = job.calibration_prompts(length, max(_LEAST_PROMPTS, min(effort.prompts, fitting)))
     found = []
     for number, prompt in enumerate(prompts, start=1):
-        found.append(model.prefilled(prompt, effort.steps, options))
+        found.append(model.prefilled(prompt, effort.steps, job.options))
         step.advance(0, f"{length} tokens, prompt {number} of {len(prompts)} prefilled")
     return found

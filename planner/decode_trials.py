@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +23,13 @@ from transformers import Cache, DynamicCache
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.scores import scaled_scores
 from sparsekv.kernels.topk import blocks, top_mask
+from sparsekv.planner.evaluation.predictions import divergence, prefill
 from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.phases import Segment
 from sparsekv.runtime.hf.cache import SparseLayer, reserve
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
-from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +39,12 @@ class Prefix:
     Attributes:
         cache: of all but the last tokens of the prompt; usable while the `DecodeTrials` that made it are open.
         rows_1R: the tokens of the steps.
-        dense_RV: log-probabilities after each step, float32.
+        dense_1RV: log-probabilities after each step, float32.
     """
 
     cache: Cache
     rows_1R: torch.Tensor
-    dense_RV: torch.Tensor
+    dense_1RV: torch.Tensor
 
 
 class DecodeTrials:
@@ -68,16 +66,12 @@ class DecodeTrials:
             options: `prefill_chunk`.
         """
         ids_1S = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(self._loaded.model.device)
-        first = max(1, prompt.answer_start - 1)
-        body_1S, known_1R = ids_1S[:, :first], ids_1S[:, first : first + steps]
-        cache, tokens = DynamicCache(), body_1S.shape[1]
+        cache, first = DynamicCache(), max(1, prompt.answer_start - 1)
         reserve(cache, first + steps)
         with torch.no_grad():
-            pieces = piece_sizes(tokens, options.prefill_chunk) if options.prefill_chunk else [tokens]
-            for piece in torch.split(body_1S, pieces, 1):
-                self._next_logits(piece, cache)
-            rows_1R = self._continued(known_1R, steps, cache)
-        _rewind(cache, tokens)
+            prefill(self._loaded.model, ids_1S[:, :first], options.prefill_chunk, cache=cache)
+            rows_1R = self._continued(ids_1S[:, first : first + steps], steps, cache)
+        _rewind(cache, first)
         return Prefix(cache, rows_1R, self._log_probabilities((), cache, rows_1R))
 
     def divergences(
@@ -93,35 +87,27 @@ class DecodeTrials:
         for prefix in prefixes:
             if sum(found) > most:
                 break
-            sparse_RV = self._log_probabilities(segments, prefix.cache, prefix.rows_1R)
-            kl_R = (prefix.dense_RV.exp() * (prefix.dense_RV - sparse_RV)).sum(-1).double().clamp(min=0.0)
-            found.append(float(kl_R.mean()))
-        return found
-
-    def _next_logits(self, ids_1S: torch.Tensor, cache: Cache, rows: int = 1) -> torch.Tensor:
-        """[rows, V]"""
-        model: Any = self._loaded.model
-        logits_1SV = model(input_ids=ids_1S, past_key_values=cache, use_cache=True, logits_to_keep=rows).logits
-        found: torch.Tensor = logits_1SV[0]
+            sparse_1RV = self._log_probabilities(segments, prefix.cache, prefix.rows_1R)
+            found.append(float(divergence(prefix.dense_1RV, sparse_1RV)))
         return found
 
     def _continued(self, known_1R: torch.Tensor, rows: int, cache: Cache) -> torch.Tensor:
         """The tokens that are known and what dense goes on with, up to `rows` in all, or to where it ends its text."""
         tokens = fed_1S = known_1R
         while tokens.shape[1] < rows:
-            fed_1S = self._next_logits(fed_1S, cache).argmax(-1, keepdim=True)
+            fed_1S = prefill(self._loaded.model, fed_1S, None, cache=cache).logits_BKV.argmax(-1)
             if int(fed_1S) == self._loaded.tokenizer.eos_token_id:
                 break
             tokens = torch.cat([tokens, fed_1S], 1)
         return tokens
 
     def _log_probabilities(self, segments: Sequence[Segment], cache: Cache, rows_1R: torch.Tensor) -> torch.Tensor:
-        """[R, V]: after each of the rows. The cache is left as it was."""
-        past = cache.get_seq_length()
-        self._steps = _Steps(segments, past, rows_1R.shape[1])
+        """[1, R, V]: after each of the rows. The cache is left as it was."""
+        past, rows = cache.get_seq_length(), rows_1R.shape[1]
+        self._steps = _Steps(segments, past, rows)
         try:
             with torch.no_grad():
-                return self._next_logits(rows_1R, cache, rows_1R.shape[1]).float().log_softmax(-1)
+                return prefill(self._loaded.model, rows_1R, None, rows, cache).logits_BKV.float().log_softmax(-1)
         finally:
             self._steps = None
             _rewind(cache, past)
@@ -139,8 +125,7 @@ def _rewind(cache: Cache, tokens: int) -> None:
     """Forgets all but the first tokens: what dense attention and these steps read starts from them alone."""
     for layer in cache.layers:
         assert isinstance(layer, SparseLayer)
-        assert isinstance(layer.store, DeviceStore)
-        layer.store.length = tokens
+        layer.store.truncate((tokens,) * len(layer.store.lengths))
 
 
 @dataclass(slots=True)

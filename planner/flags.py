@@ -1,6 +1,6 @@
 """What options are made of: a frozen model whose fields carry type, bounds, default and flag, and what texts mean.
 
-The command line is generated from such models (cli/options.py); programs make them by keyword. A value may be given as
+The command line is generated from such models (cli/commands.py); programs make them by keyword. A value may be given as
 the text that the flag takes: `lengths="4k,16k"`.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
-from typing import Annotated, Any, NamedTuple, Self
+from itertools import chain
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -52,6 +53,12 @@ class Spelled(NamedTuple):
         """As they are typed."""
         off = "no-" if self.field.default is True else ""
         return self.flag.names or (f"--{off}{self.name.replace('_', '-')}",)
+
+    @property
+    def parts(self) -> list[Any]:
+        """What is said of the values, also of an alternative to None: bounds and validators."""
+        nested = (part for one in get_args(self.field.annotation) for part in getattr(one, "__metadata__", ()))
+        return [*self.field.metadata, *chain(*(getattr(part, "metadata", (part,)) for part in nested))]
 
 
 class Options(BaseModel):
@@ -189,6 +196,12 @@ def shares(text: str) -> tuple[float, ...]:
     return tuple(share for part in text.split(",") if (share := found[part]) is not None)
 
 
+def one_share(text: str) -> float:
+    """A share such as 0.3 or 30%."""
+    (share,) = shares(text) if "," not in text else (0.0,)
+    return share
+
+
 def budget(text: str) -> Budget:
     """A number of tokens (2048, 2k) or a share of the context (10%, 0.1)."""
     share = _share(text)
@@ -246,6 +259,9 @@ Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Lengths = Annotated[tuple[Length, ...], text(lengths), AfterValidator(each_once)]
 Shares = Annotated[tuple[Share, ...], text(shares)]
+OneShare = Annotated[Share, text(one_share)]
+OneLength = Annotated[Length, text(parse_length)]
+Size = Annotated[int, text(size)]
 Counts = Annotated[tuple[Count, ...], text(counts), AfterValidator(each_once)]
 Layers = Annotated[tuple[int, ...], text(parse_ids)]
 Names = Annotated[tuple[str, ...], text(words), AfterValidator(each_once)]

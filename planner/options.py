@@ -2,7 +2,7 @@
 model and a device by `settle` (settled.py).
 
 A field says its type, bounds, default, help and flag here and nowhere else: the command line is generated from it
-(cli/options.py). Fields without a flag are for programs.
+(cli/commands.py). Fields without a flag are for programs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,23 @@ from sparsekv.planner.flags import (
     words,
 )
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import fraction
+from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
-Family = Literal["vertical_slash", "a_shape", "block_sparse"]
-KNOWN_FAMILIES: tuple[Family, ...] = get_args(Family)
-# Searched by default: the family that no other one improved on in any model measured (docs/experiments.md).
-FAMILIES: tuple[Family, ...] = ("vertical_slash",)
-PRESET_FAMILIES: tuple[Family, ...] = ("a_shape", "vertical_slash", "block_sparse")
+_SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
+FAMILIES = tuple(name for name in _SEARCHED if PATTERNS[name].by_default)
+KNOWN_FAMILIES = (*FAMILIES, *(name for name in _SEARCHED if name not in FAMILIES))  # the others when asked for
+PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.published(TileShape()))
+
+
+def _known(name: str) -> str:
+    if name not in KNOWN_FAMILIES:
+        raise ValueError(f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}")
+    return name
+
+
+Family = Annotated[str, AfterValidator(_known)]
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Preset = Literal["minference"]
@@ -234,12 +242,26 @@ class Gated(Options):
 HELD_OUT = "Held-out samples a task and length; by default 1 on a CPU, as many as prove a plan on a GPU."
 
 
-class Hardware(Options):
-    """Where a model runs, in what precision, by which kernels."""
+class Device(Options):
+    """Where something runs."""
 
     device: Annotated[str, Flag("cpu, cuda, cuda:1 ..., or what there is.", metavar="NAME")] = "auto"
+
+
+class Precision(Options):
+    """In what precision."""
+
     dtype: Annotated[Dtype, Flag("Precision, or what fits the machine.")] = "auto"
+
+
+class Kernels(Options):
+    """By which kernels."""
+
     backend: Annotated[Backend, Flag("Kernel backend, or the fastest that can run; see `doctor`.")] = "auto"
+
+
+class Hardware(Device, Precision, Kernels):
+    """Where a model runs, in what precision, by which kernels."""
 
 
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):

@@ -27,18 +27,17 @@ from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
-from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
+from sparsekv.planner.job import Job
+from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
-from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
-from sparsekv.planner.tasks import Kit
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3
@@ -51,24 +50,12 @@ Floats = npt.NDArray[np.float64]
 LayerPatterns = Mapping[int, tuple[Pattern, ...]]
 
 
-def refine(
-    loaded: LoadedModel,
-    profile: Profile,
-    options: Settled,
-    progress: Progress | None = None,
-    kit: Kit | None = None,
-) -> Profile:
-    """The profile with corrected layer weights; unchanged without a target density or without rounds.
-
-    Args:
-        loaded: the model that was profiled, with nothing applied to it.
-        options: settled; `refine_rounds` is the most corrections.
-        kit: see `calibration_prompts`.
-    """
+def refine(job: Job, profile: Profile, progress: Progress | None = None) -> Profile:
+    """The profile with corrected layer weights; unchanged without a target density or without rounds."""
+    options = job.options
     if not refines(options):
         return profile
-    options = options if options.prompts else with_tasks(loaded, options, profile.tasks)
-    prompts = calibration_prompts(loaded.tokenizer, options, kit)
+    loaded, prompts = job.subject, job.prompts
     targets = dict(zip(options.lengths, options.target_density, strict=True))
     entries = [entry for entry in profile.lengths if entry.layers]
     found = {}

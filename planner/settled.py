@@ -84,7 +84,7 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
         "tasks": tasks,
         "samples": options.samples or len(options.prompts) or samples,
-        "verify_samples": held_out_samples(options, tasks, device_type),
+        "verify_samples": held_out_count(options, tasks, device_type),
         "verify_lengths": options.verify_lengths or lengths,
         "density_is_default": not (options.target_density or preset),
         "samples_are_default": not (options.samples or options.prompts or options.tasks or preset),
@@ -92,7 +92,7 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
     return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
 
 
-def held_out_samples(options: PlanOptions, tasks: Sequence[str], device_type: str) -> int:
+def held_out_count(options: PlanOptions, tasks: Sequence[str], device_type: str) -> int:
     """Held-out samples of each of these tasks at a length: as asked for, or on a GPU as many as verification needs
     over all tasks, on a CPU one. No tasks are those that any model is verified on."""
     if options.verify_samples is not None:

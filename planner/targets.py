@@ -15,7 +15,7 @@ import numpy as np
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.options import Family
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import TileShape
+from sparsekv.plans.patterns import PATTERNS, TileShape
 
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
@@ -29,22 +29,11 @@ def density_for(length: int) -> float:
     return round(math.exp(np.interp(math.log(length), lengths, densities)), 4)
 
 
-def mandatory_a_row(tile: TileShape) -> int:
-    """Tiles that every pattern computes in a whole row tile: those of the diagonal, the one before, the first."""
-    return (tile.query - 1) // tile.key + 3
-
-
 def mandatory_density(length: int, tile: TileShape, family: Family) -> float:
     """The least share of the causal tiles of a prompt of `length` tokens that a head of a family computes."""
-    rows = [_row(first, min(first + tile.query, length) - 1, tile, family) for first in range(0, length, tile.query)]
+    least, starts = PATTERNS[family].least_tiles, range(0, length, tile.query)
+    rows = (least(first, min(first + tile.query, length) - 1, tile) for first in starts)
     return sum(rows) / Chunk.uniform(1, 0, length).causal_tiles(tile)
-
-
-def _row(first: int, last: int, tile: TileShape, family: Family) -> int:
-    base, seen = first // tile.key, last // tile.key + 1
-    if family == "block_sparse":  # the last row tile, which may be cut short, gets as many tiles as a whole one
-        return min(seen, mandatory_a_row(tile))
-    return seen - max(base - 1, 0) + int(base > 1)
 
 
 def check_targets(

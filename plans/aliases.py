@@ -62,7 +62,7 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"expected the name of a model folder, a hub id or an alias, found {name!r:.80}")
     name = os.fspath(name)
-    path = _path(name)
+    path = Path(os.path.expanduser(name))
     if name and _is_model(path):
         return ModelSource(_readable(path))
     if name.lower() == SHIPPED:
@@ -70,8 +70,6 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     checkpoint = next((alias.checkpoint for alias in ALIASES if alias.name == name.lower()), None)
     if checkpoint is None:
         _refuse_path(name, path)
-        if not is_hub_id(name):
-            raise UsageError(_unknown(name))
     return ModelSource(checkpoint or name)
 
 
@@ -88,18 +86,8 @@ def without_plan(model: str, found: str) -> str:
     )
 
 
-def _path(name: str | Path) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # ~someone who has no account here
-        return Path(name)
-
-
 def _is_model(path: Path) -> bool:
-    try:
-        return (path / "config.json").is_file()
-    except (OSError, ValueError):  # no name that a file could have
-        return False
+    return os.path.isfile(path / "config.json")  # False of what no file can be called
 
 
 def _readable(path: Path) -> str:
@@ -110,16 +98,14 @@ def _readable(path: Path) -> str:
 
 
 def _refuse_path(name: str, path: Path) -> None:
-    try:
-        is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError):
-        raise UsageError(_unknown(name)) from None
-    if name and is_folder:
+    if name and os.path.isdir(path):
         raise UsageError(f"expected a Hugging Face model in {path}, found a folder without config.json")
-    if name and exists:
+    if name and os.path.exists(path):
         raise UsageError(f"expected a model folder, hub id or alias, found the file {path}; name the folder around it")
     if name.startswith((".", "/", "~")):
         raise UsageError(f"expected a model folder at {path}, found none; check the path")
+    if not is_hub_id(name):
+        raise UsageError(_unknown(name))
 
 
 def _shipped() -> Path:

@@ -94,29 +94,22 @@ def _write(target: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    # Some file systems cannot sync folders; the file itself has been written.
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        folder = os.open(target.parent, os.O_RDONLY)
+        stack.callback(os.close, folder)
+        os.fsync(folder)
 
 
 def _mode(target: Path) -> int | None:
-    try:
-        found = target.stat().st_mode
-    except FileNotFoundError:
+    if not target.exists():
         return None
+    found = target.stat().st_mode
     if stat.S_ISDIR(found):
         raise IsADirectoryError(21, "it is a folder; name a file in it")
     if not stat.S_ISREG(found):
         raise OSError(22, "it is not a regular file")
     return stat.S_IMODE(found)
-
-
-def _sync_folder(folder: Path) -> None:
-    # Some file systems cannot sync folders; the file itself has been written.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _reason(error: Exception) -> str:
@@ -218,14 +211,13 @@ def plan_of(tree: Tree, *, signed: bool = True) -> Plan:
 
 def _what(data: dict[str, Any]) -> str:
     kind = data.get("kind")
-    if isinstance(kind, str) and kind.startswith("sparsekv."):
-        name = printable(kind.removeprefix("sparsekv.")[:40])
-        return f"a {name} file of sparsekv (kind: sparsekv.{name}); name the plan instead"
-    if kind is not None:
-        return f"kind {kind!r:.60}, which is not a file of sparsekv"
-    if "model_type" in data or "architectures" in data:
+    if kind is None and ("model_type" in data or "architectures" in data):
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
-    return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
+    if kind is None:
+        return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
+    if isinstance(kind, str) and kind.startswith("sparsekv."):
+        return f"another file of sparsekv (kind: {printable(kind[:50])}); name the plan instead"
+    return f"kind {kind!r:.60}, which is not a file of sparsekv"
 
 
 def dump_plan(plan: Plan) -> str:
@@ -276,13 +268,6 @@ class Sealed:
     notes: tuple[str, ...]
 
 
-# What brings back what sealing drops.
-_AGAIN = {
-    "quality": "`sparsekv verify --plan {path} --write` measures quality again",
-    "cost": "cost comes from `sparsekv plan` alone",
-}
-
-
 def seal(path: str | os.PathLike[str]) -> Sealed:
     """Signs the plan at `path`; one whose signature fits is left as it is.
 
@@ -297,9 +282,10 @@ def seal(path: str | os.PathLike[str]) -> Sealed:
         return Sealed(plan, False, (f"the signature fits the content; left as it is, {plan.status}",))
     sealed = sign(plan.model_copy(update={"status": "unverified", "quality": None, "cost": None}))
     rewrite_plan(sealed, path, text)
-    dropped = [name for name in ("quality", "cost") if getattr(plan, name) is not None]
-    notes = ["signed as unverified"]
-    if dropped:
-        notes.append(f"dropped {' and '.join(dropped)}: measured on other content")
-        notes += [_AGAIN[name].format(path=os.fspath(path)) for name in dropped]
-    return Sealed(sealed, True, tuple(notes))
+    again = {
+        "quality": f"`sparsekv verify --plan {os.fspath(path)} --write` measures quality again",
+        "cost": "cost comes from `sparsekv plan` alone",
+    }
+    dropped = [name for name in again if getattr(plan, name) is not None]
+    notes = (f"dropped {' and '.join(dropped)}: measured on other content",) if dropped else ()
+    return Sealed(sealed, True, ("signed as unverified", *notes, *(again[name] for name in dropped)))

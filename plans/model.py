@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise, product
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -130,10 +131,10 @@ class ModelInfo(Part):
         Raises:
             IndexError: the model has no such layer.
         """
-        for group in self.attention:
-            if layer in group.layers:
-                return group
-        raise IndexError(f"layer {layer} of a model of {self.layers} layers")
+        found = next((group for group in self.attention if layer in group.layers), None)
+        if found is None:
+            raise IndexError(f"layer {layer} of a model of {self.layers} layers")
+        return found
 
 
 Shapes = dict[int, AttentionGroup]
@@ -154,15 +155,13 @@ def weights_fingerprint(samples: Iterable[tuple[str, bytes]]) -> str:
     Raises:
         ValueError: a name comes twice.
     """
-    state, last = hashlib.sha256(), None
-    for name, data in sorted(samples):
-        if name == last:
-            raise ValueError(f"expected each weight sampled once, found {name!r} again")
-        last = name
-        for part in (name.encode(), data):
-            state.update(len(part).to_bytes(8, "little"))  # so that no two lists of samples run into the same bytes
-            state.update(part)
-    return "sha256-all:" + state.hexdigest()
+    named = sorted(samples)
+    if twice := next((one for one, other in pairwise(name for name, _ in named) if one == other), None):
+        raise ValueError(f"expected each weight sampled once, found {twice!r} again")
+    parts = (part for name, data in named for part in (name.encode(), data))
+    # With their lengths, so that no two lists of samples run into the same bytes.
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+    return "sha256-all:" + digest.hexdigest()
 
 
 def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
@@ -183,12 +182,11 @@ def differences(expected: ModelInfo, found: ModelInfo) -> tuple[str, ...]:
 def _shape_differences(ours: Shapes, theirs: Shapes) -> list[str]:
     where: dict[str, list[int]] = {}
     shared = sorted(ours.keys() & theirs.keys())
-    for layer in shared:
-        for name in ("kind", "heads", "kv_heads", "head_dim", "window"):
-            mine, other = getattr(ours[layer], name), getattr(theirs[layer], name)
-            if mine != other:
-                line = f"{name.replace('_', ' ')}: plan {mine or 'none'}, model {other or 'none'}"
-                where.setdefault(line, []).append(layer)
+    for layer, name in product(shared, ("kind", "heads", "kv_heads", "head_dim", "window")):
+        mine, other = getattr(ours[layer], name), getattr(theirs[layer], name)
+        if mine != other:
+            told = f"{name.replace('_', ' ')}: plan {mine or 'none'}, model {other or 'none'}"
+            where.setdefault(told, []).append(layer)
     return [line if at == shared else f"{line} (layers {format_ids(at)})" for line, at in where.items()]
 
 
@@ -229,28 +227,21 @@ def _check_segment(segment: Segment, shapes: Shapes, path: tuple[Where, ...]) ->
     _softmax_layers((segment.filter,), shapes, (*path, "filter"))
     _softmax_layers(segment.layers, shapes, (*path, "layers"))
     source = shapes[segment.filter].kv_heads
-    for layer in segment.layers:
-        if segment.heads == "max":
-            continue
+    for layer in segment.layers if segment.heads != "max" else ():
         own = shapes[layer].kv_heads
-        heads, entries = (range(own), source) if segment.heads == "per_kv_head" else (segment.heads[layer], own)
-        name = f"key-value heads of layer {segment.filter}"
-        _check_map(heads, entries, source, name, (*path, "heads"))
-
-
-def _check_map(heads: Sequence[int], entries: int, source: int, name: str, path: tuple[Where, ...]) -> None:
-    if len(heads) != entries or max(heads) >= source:
-        message = f"expected {entries} entries, each one of the {source} {name}, found {list(heads)}"
-        raise FieldError(message, *path)
+        heads, entries = (segment.heads[layer], own) if isinstance(segment.heads, dict) else (range(own), source)
+        if len(heads) != entries or max(heads) >= source:
+            each = f"each one of the {source} key-value heads of layer {segment.filter}"
+            raise FieldError(f"expected {entries} entries, {each}, found {list(heads)}", *path, "heads")
 
 
 def _check_retention(rules: Sequence[Retention], shapes: Shapes) -> None:
     seen: set[int] = set()
     for number, rule in enumerate(rules):
-        _softmax_layers(rule.layers, shapes, ("kv_cache", number, "layers"))
-        if seen.intersection(rule.layers):
-            message = f"expected one rule a layer, found a second for {format_ids(seen.intersection(rule.layers))}"
-            raise FieldError(message, "kv_cache", number, "layers")
+        path = ("kv_cache", number, "layers")
+        _softmax_layers(rule.layers, shapes, path)
+        if twice := seen.intersection(rule.layers):
+            raise FieldError(f"expected one rule a layer, found a second for {format_ids(twice)}", *path)
         seen.update(rule.layers)
 
 

@@ -1,14 +1,11 @@
-"""Sparsity patterns of one attention head, and the budgets that patterns, segments and cache rules spend.
+"""Sparsity patterns of one attention head, and all that the program asks a pattern about itself.
 
 A pattern only says which key tiles and single columns a query tile computes. The mask of a head is
 (selected tiles, plus single columns) and causal and the layer's own window. Token parameters select tiles, rounded
 outward. Every pattern also computes the diagonal tile, the one before it, and the first key tile, within its budgets.
 
-To add a pattern: add its class here and to `Pattern`, its index builder in `kernels/index/`, its row in
-`kernels/index/build.py`, and its candidates in `planner/profile/search_space.py`.
-
-A budget is `{tokens: n}` or `{fraction: x}`, never a bare number. A fraction is of the context length at the time of
-use: past + chunk in prefill, all cached tokens in decode.
+To add a pattern: its class and its name in `Pattern` here, its index builder in `kernels/index/`, the builder's row in
+`kernels/index/build.py`, and its test. Files, options, the search, cost, memory and bench ask the class.
 
 Sources: a_shape, vertical_slash, block_sparse: MInference 1.0, section 3; adaptive: XAttention and FlexPrefill.
 """
@@ -16,81 +13,110 @@ Sources: a_shape, vertical_slash, block_sparse: MInference 1.0, section 3; adapt
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field
 
-from sparsekv.plans.types import ExactInt, Part, Share
+from sparsekv.plans.budget import Budget, TileShape, fraction, tokens
+from sparsekv.plans.pattern_family import Grid, PatternFamily, Planting, SizeRange, Structure
+from sparsekv.plans.types import Share
 
-Tokens = Annotated[int, Field(strict=True, ge=0, le=1 << 40)]
-
-
-class Budget(Part):
-    """Either a number of tokens or a fraction of the context; exactly one is set."""
-
-    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
-
-    tokens: Tokens | None = None
-    fraction: Share | None = None
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Budget:
-        if (self.tokens is None) == (self.fraction is None):
-            raise ValueError("expected {tokens: n} or {fraction: x}, exactly one of the two")
-        return self
-
-    def resolve(self, length: int) -> int:
-        """Tokens this budget allows in a context of `length` tokens, rounded up, at most `length`."""
-        if self.tokens is not None:
-            return min(self.tokens, length)
-        assert self.fraction is not None
-        # A fraction written as 0.1 must not become one token more than a tenth through binary rounding.
-        return min(length, math.ceil(self.fraction * length - 1e-9))
-
-    def __str__(self) -> str:
-        return f"{self.tokens}" if self.tokens is not None else f"{self.fraction:.4g} of the context"
+__all__ = [
+    "MOST_SAMPLED",
+    "PATTERNS",
+    "AShape",
+    "Adaptive",
+    "BlockSparse",
+    "Budget",
+    "Dense",
+    "Pattern",
+    "PatternRange",
+    "TileShape",
+    "VerticalSlash",
+    "fraction",
+    "last_q_for",
+    "tokens",
+]
 
 
-def tokens(count: int) -> Budget:
-    """A budget of `count` tokens."""
-    return Budget(tokens=count)
-
-
-def fraction(share: float) -> Budget:
-    """A budget of a share (0 to 1] of the context."""
-    return Budget(fraction=share)
-
-
-TileSide = Annotated[Literal[64, 128], ExactInt]
-
-
-class TileShape(Part):
-    """Rows and columns of the smallest unit that a kernel computes."""
-
-    query: TileSide = 128
-    key: TileSide = 128
-
-
-class Dense(Part):
+class Dense(PatternFamily):
     """Every causal tile."""
 
     pattern: Literal["dense"] = "dense"
-    data_dependent: ClassVar[bool] = False
+
+    def tile_tokens(self, length: int) -> int:
+        """All of them."""
+        return length
+
+    def listed_tiles(self, length: int, tile: TileShape) -> int:
+        """Kernels need no list, yet none is narrower than one entry."""
+        return 1
 
 
-class AShape(Part):
+class AShape(PatternFamily):
     """Tiles touched by j < sink or i - j < window: StreamingLLM's mask. Static, no index building."""
 
     pattern: Literal["a_shape"] = "a_shape"
     sink: Budget
     window: Budget
-    data_dependent: ClassVar[bool] = False
+    planting: ClassVar[Planting] = "window"
+
+    def tile_tokens(self, length: int) -> int:
+        """Of one row of the row tile."""
+        return self.sink.resolve(length) + self.window.resolve(length)
+
+    def listed_tiles(self, length: int, tile: TileShape) -> int:
+        """The window moves with the rows of a row tile."""
+        return min(tile.key_tiles(self.tile_tokens(length) + tile.query) + 2, tile.key_tiles(length))
+
+    @classmethod
+    def widening(cls, sink: int, window: int, step: int | None = None) -> SizeRange[Self]:
+        """A fixed sink and a growing window."""
+        grid = Grid(window, step)
+        return SizeRange(
+            "a_shape",
+            f"a_shape({sink}, {window})",
+            grid.count,
+            lambda size, _: cls(sink=tokens(sink), window=tokens(grid.value(size))),
+        )
+
+    @classmethod
+    def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
+        """The smallest sink."""
+        return (cls.widening(tile.key, 4096),)
+
+    @classmethod
+    def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
+        """One sink and window, to which the cost of all others is brought."""
+        return (cls.widening(1024, 4096, _PUBLISHED_STEP),)
+
+    @classmethod
+    def timed(cls, length: int) -> tuple[Self, ...]:
+        """A narrow window and a wide one."""
+        return tuple(cls(sink=tokens(128), window=tokens(length // part)) for part in (16, 4))
+
+    @classmethod
+    def at_density(cls, length: int, density: float, tile: TileShape) -> Self:
+        """The first key tile, and a window that fills the row."""
+        return cls(sink=tokens(4), window=tokens((tile.row_tiles(length, density) - 2) * tile.key + 1))
 
 
 MOST_SAMPLED = 1024  # queries of a vertical-slash head
+_PUBLISHED_LAST_Q = 64
+_PUBLISHED_STEP = 50
+# More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
+_LAST_Q = 256
+_LAST_Q_UP_TO = 1 << 16
+_COLUMN_SHARE = 0.2  # of the tiles of a row, where a density is asked for
 
 
-class VerticalSlash(Part):
+def last_q_for(length: int) -> int:
+    """How many of the last queries our own vertical-slash patterns sample."""
+    return _LAST_Q if length <= _LAST_Q_UP_TO else _PUBLISHED_LAST_Q
+
+
+class VerticalSlash(PatternFamily):
     """The heaviest columns and diagonals, estimated from the last `last_q` queries.
 
     `vertical` and `slash` are how many columns and diagonals are computed; `max_tiles` bounds the tokens of the tiles
@@ -102,56 +128,144 @@ class VerticalSlash(Part):
     slash: Budget
     last_q: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLED)] = 64
     max_tiles: Budget
-    data_dependent: ClassVar[bool] = True
+    growing: ClassVar[tuple[str, ...]] = ("vertical", "slash", "max_tiles")
+    by_default: ClassVar[bool] = True  # no other one improved on it in any model measured (EXPERIMENTS.md)
+    planting: ClassVar[Planting] = "lines"
+
+    def tile_tokens(self, length: int) -> int:
+        """The bound on a row."""
+        return self.max_tiles.resolve(length)
+
+    def most_columns(self, length: int) -> int:
+        """Those chosen."""
+        return self.vertical.resolve(length)
+
+    @classmethod
+    def in_ratio(
+        cls, vertical: int, slash: int, step: int | None = None, last_q: int = _PUBLISHED_LAST_Q
+    ) -> SizeRange[Self]:
+        """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
+        most = max(vertical, slash)
+        grid = Grid(most, step)
+
+        def scaled(part: int, size: int) -> Budget:
+            return tokens(round(part * (grid.value(size) / most)))
+
+        return SizeRange(
+            "vertical_slash",
+            f"vertical_slash({vertical}, {slash})",
+            grid.count,
+            lambda size, bound: cls(
+                vertical=scaled(vertical, size), slash=scaled(slash, size), last_q=last_q, max_tiles=tokens(bound)
+            ),
+            last_q,
+        )
+
+    @classmethod
+    def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
+        """Ratios from nearly all diagonals to columns alone."""
+        ratios = ((30, 2048), (1000, 1000), (2000, 500), (3000, 200), (4096, 0))
+        return tuple(cls.in_ratio(*ratio, last_q=last_q_for(length)) for ratio in ratios)
+
+    @classmethod
+    def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
+        """Four ratios."""
+        ratios = ((30, 2048), (100, 1800), (500, 1500), (3000, 200))
+        return tuple(cls.in_ratio(*ratio, _PUBLISHED_STEP) for ratio in ratios)
+
+    @classmethod
+    def timed(cls, length: int) -> tuple[Self, ...]:
+        """Many of one kind of line and few of the other, so that tiles and columns vary apart from one another."""
+        few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
+        return tuple(
+            cls(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few))
+            for vertical, slash in ((few, many), (many, few))
+        )
+
+    @classmethod
+    def at_density(cls, length: int, density: float, tile: TileShape) -> Self:
+        """Where attention is diffuse, diagonals are scattered, and `max_tiles` binds."""
+        # A row sees the lines that begin before it: beside the tiles that all rows have, late rows compute more.
+        seen_last = max(2.0, density * tile.key_tiles(length) - 2 * tile.mandatory)
+        columns = min(length // 4, round(_COLUMN_SHARE * seen_last * tile.key / (1.01 - density)))  # some lie in tiles
+        bound = tokens(math.ceil((1 - _COLUMN_SHARE) * seen_last + tile.mandatory) * tile.key)
+        return cls(vertical=tokens(columns), slash=bound, last_q=last_q_for(length), max_tiles=bound)
+
+    @classmethod
+    def covering(cls, planted: Structure) -> Self:
+        """The lines planted."""
+        sampled = last_q_for(planted.length)
+        return cls(
+            vertical=tokens(planted.columns),
+            slash=tokens(planted.diagonals + sampled),  # each sampled query sees the sinks on a far diagonal of its own
+            last_q=planted.last_q or sampled,
+            max_tiles=tokens(planted.row_tokens),
+        )
 
 
-class BlockSparse(Part):
+class BlockSparse(PatternFamily):
     """The top tiles of each row by mean-pooled queries and keys; `keep` is tokens of tiles a row."""
 
     pattern: Literal["block_sparse"] = "block_sparse"
     keep: Budget
-    data_dependent: ClassVar[bool] = True
+    planting: ClassVar[Planting] = "tiles"
+
+    def tile_tokens(self, length: int) -> int:
+        """Those kept."""
+        return self.keep.resolve(length)
+
+    @classmethod
+    def least_tiles(cls, first: int, last: int, tile: TileShape) -> int:
+        """The last row tile, which may be cut short, gets as many tiles as a whole one."""
+        return min(last // tile.key + 1, tile.mandatory)
+
+    @classmethod
+    def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
+        """Top tiles of each row, one tile more a size."""
+        return (
+            SizeRange(
+                "block_sparse",
+                "block_sparse",
+                tile.key_tiles,
+                lambda size, _: cls(keep=tokens((size + 1) * tile.key)),
+            ),
+        )
+
+    @classmethod
+    def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
+        """The paper has no other numbers."""
+        return cls.ranges(tile, 0)
+
+    @classmethod
+    def timed(cls, length: int) -> tuple[Self, ...]:
+        """Few tiles and many."""
+        return tuple(cls(keep=tokens(max(least, length // part))) for least, part in ((256, 16), (512, 4)))
+
+    @classmethod
+    def at_density(cls, length: int, density: float, tile: TileShape) -> Self:
+        """Room for one tile more than the mandatory ones at least."""
+        return cls(keep=tokens(max(tile.mandatory + 1, tile.row_tiles(length, density)) * tile.key))
 
 
-class Adaptive(Part):
+# Executed, not searched: no model measured was better off (EXPERIMENTS.md).
+class Adaptive(PatternFamily):
     """The smallest set of tiles a row whose estimated score reaches `mass` of the row's total."""
 
     pattern: Literal["adaptive"] = "adaptive"
     score: Literal["antidiagonal", "pooled"] = "antidiagonal"
     mass: Share
     max_tiles: Budget
-    data_dependent: ClassVar[bool] = True
+
+    def tile_tokens(self, length: int) -> int:
+        """The bound on a row."""
+        return self.max_tiles.resolve(length)
 
 
 Pattern = Annotated[
     Dense | AShape | VerticalSlash | BlockSparse | Adaptive,
     Field(discriminator="pattern"),
 ]
-
-
-def of_context(pattern: Pattern, length: int) -> Pattern:
-    """A pattern of columns and diagonals with budgets as shares of the context, the same tokens at `length` of them.
-
-    Where a host cuts prompts, a chunk chooses among the lines of its own context. The number that is right at the end
-    of a prompt would be a larger share of an early chunk: by shares, the chunks of a prompt have about the density of
-    the whole. Other patterns are kept: sinks and windows do not grow with the context.
-    """
-    if not isinstance(pattern, VerticalSlash):
-        return pattern
-    counts = {name: getattr(pattern, name).tokens or 0 for name in _BUDGETS}
-    # Budgets round up: half a token less gives the number itself, also once a file has rounded the share.
-    shares = {name: fraction((count - 0.5) / length) for name, count in counts.items() if 0 < count <= length}
-    return pattern.model_copy(update=shares)
-
-
-def in_tokens(pattern: Pattern, length: int) -> Pattern:
-    """What `of_context` was given: the same pattern with its shares as tokens of a context of `length`."""
-    if not isinstance(pattern, VerticalSlash):
-        return pattern
-    budgets: dict[str, Budget] = {name: getattr(pattern, name) for name in _BUDGETS}
-    return pattern.model_copy(
-        update={name: tokens(one.resolve(length)) for name, one in budgets.items() if one.fraction is not None}
-    )
-
-
-_BUDGETS = ("vertical", "slash", "max_tiles")  # of columns and diagonals
+PATTERNS: Mapping[str, type[Pattern]] = {
+    kind.model_fields["pattern"].default: kind for kind in get_args(get_args(Pattern)[0])
+}
+PatternRange = SizeRange[Pattern]

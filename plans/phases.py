@@ -124,12 +124,8 @@ class PrefillBucket(Part):
 
     def patterns(self, layer: int, heads: int) -> tuple[Pattern, ...]:
         """The pattern of each of the `heads` query heads of a layer; heads that no group names are dense."""
-        chosen: list[Pattern] = [Dense()] * heads
-        for group in self.heads:
-            if group.layer == layer:
-                for head in group.heads:
-                    chosen[head] = group.pattern
-        return tuple(chosen)
+        chosen = {head: group.pattern for group in self.heads if group.layer == layer for head in group.heads}
+        return tuple(chosen.get(head, Dense()) for head in range(heads))
 
 
 class PrefillPlan(Part):
@@ -173,12 +169,10 @@ def _merged(groups: Iterable[HeadGroup]) -> tuple[HeadGroup, ...]:
     together: dict[tuple[int, Pattern], list[HeadGroup]] = {}
     for group in groups:
         together.setdefault((group.layer, group.pattern), []).append(group)
-    merged = [
-        same[0]
-        if len(same) == 1
-        else HeadGroup(layer=layer, heads=tuple(sorted(h for group in same for h in group.heads)), pattern=pattern)
-        for (layer, pattern), same in together.items()
-    ]
+    merged = (
+        same[0].model_copy(update={"heads": tuple(sorted(head for group in same for head in group.heads))})
+        for same in together.values()
+    )
     return tuple(sorted(merged, key=lambda group: (group.layer, group.heads[0])))
 
 
@@ -340,11 +334,11 @@ class DecodePlan(Part):
     def _consistent(self) -> DecodePlan:
         check_ascending(self.lengths)
         _check_shared(self.lengths)
-        dense = set(self.offload.layers if self.offload else ()) - self.sparse_layers
-        if dense:
+        offloaded = frozenset(self.offload.layers if self.offload else ())
+        if dense := offloaded - self.sparse_layers:
             message = f"expected offloaded layers to be in a segment, found {format_ids(dense)} always dense"
             raise FieldError(message, "offload", "layers")
-        if read := self.filter_layers.intersection(self.offload.layers if self.offload else ()):
+        if read := self.filter_layers & offloaded:
             message = f"expected offloaded layers that read chosen tokens alone, found filter layers {format_ids(read)}"
             raise FieldError(message, "offload", "layers")
         return self
@@ -366,17 +360,11 @@ class DecodePlan(Part):
 
 def _check_shared(buckets: Sequence[DecodeBucket]) -> None:
     """Raises FieldError unless the segments of all sparse buckets differ in nothing but their budgets."""
-    sparse = [(position, bucket) for position, bucket in enumerate(buckets) if bucket.segments]
-    for position, bucket in sparse[1:]:
-        if [_without_budget(part) for part in bucket.segments] != [
-            _without_budget(part) for part in sparse[0][1].segments
-        ]:
-            message = "expected the segments of every sparse length to differ in their budgets alone, found others"
-            raise FieldError(message, "lengths", position, "segments")
-
-
-def _without_budget(segment: Segment) -> dict[str, Any]:
-    return segment.model_dump(exclude={"budget"})
+    rest = [[part.model_dump(exclude={"budget"}) for part in bucket.segments] for bucket in buckets]
+    sparse = [position for position, bucket in enumerate(buckets) if bucket.segments]
+    if other := next((position for position in sparse[1:] if rest[position] != rest[sparse[0]]), None):
+        message = "expected the segments of every sparse length to differ in their budgets alone, found others"
+        raise FieldError(message, "lengths", other, "segments")
 
 
 class Retention(Part):

@@ -104,11 +104,10 @@ class LengthMeasurement(Part):
 
 
 def _each_length_once(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    seen: set[int] = set()
-    for position, entry in enumerate(entries):
-        if entry.length in seen:
-            raise FieldError(f"expected each length once, found {entry.length} again", position, "length")
-        seen.add(entry.length)
+    lengths = [entry.length for entry in entries]
+    again = next((at for at, length in enumerate(lengths) if length in lengths[:at]), None)
+    if again is not None:
+        raise FieldError(f"expected each length once, found {lengths[again]} again", again, "length")
     return entries
 
 
@@ -278,20 +277,19 @@ def _check_fits(plan: Plan, found: ModelInfo) -> None:
 
 def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
     difference = plan.model.fingerprint.weights_difference(found.fingerprint)
-    if difference is None:
-        return []
-    if difference == "unknown":
-        return ["this plan does not say which weights it was made for; its quality was not measured on these"]
-    if difference == "older kind":
-        return [
+    told = {
+        "unknown": "this plan does not say which weights it was made for; its quality was not measured on these",
+        "older kind": (
             "the weights fingerprint of this plan is of an older kind, which sampled query and key projections alone: "
             "whether its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
-        ]
-    return [
-        f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
-        "a float32 checkpoint in float16?); the plan runs, but its quality was not measured on these weights: "
-        "`sparsekv verify` does"
-    ]
+        ),
+        "other": (
+            f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
+            "a float32 checkpoint in float16?); the plan runs, but its quality was not measured on these weights: "
+            "`sparsekv verify` does"
+        ),
+    }
+    return [told[difference]] if difference else []
 
 
 _ALWAYS = ("kind", "schema_version", "integrity")

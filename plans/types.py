@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -59,10 +59,8 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 def format_length(length: int) -> str:
     """The shortest form that `parse_length` reads back as `length`."""
-    for unit in ("m", "k"):
-        if length > 0 and length % _UNITS[unit] == 0:
-            return f"{length // _UNITS[unit]}{unit}"
-    return str(length)
+    unit = next((unit for unit in ("m", "k") if length > 0 and length % _UNITS[unit] == 0), "")
+    return f"{length // _UNITS[unit]}{unit}"
 
 
 MAX_ID = 1023  # more than any model has; bounds what a file can make a reader allocate
@@ -85,29 +83,21 @@ def parse_ids(text: str) -> tuple[int, ...]:
         span = range(int(first), int(last or first) + 1)
         if not span or span[-1] > MAX_ID:
             raise ValueError(f"expected ascending ranges of ids up to {MAX_ID}, found {part!r}")
-        if len(ids) + len(span) > MAX_ID + 1:
-            raise ValueError(f"expected each id once, found {text!r:.60}")
         ids.extend(span)
-    return _ascending(ids)
+        _check_once(ids)
+    return tuple(sorted(ids))
 
 
 def format_ids(ids: Iterable[int]) -> str:
     """The canonical text of a set of ids: (5, 0, 1) gives "0-1,5"."""
-    spans: list[list[int]] = []
-    for number in sorted(ids):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    ordered = enumerate(sorted(ids))
+    spans = ([number for _, number in same] for _, same in groupby(ordered, key=lambda one: one[1] - one[0]))
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
-def _ascending(ids: Iterable[int]) -> tuple[int, ...]:
-    ordered = sorted(ids)
-    twice = next((a for a, b in pairwise(ordered) if a == b), None)
-    if twice is not None:
-        raise ValueError(f"expected each id once, found {twice} twice")
-    return tuple(ordered)
+def _check_once(ids: Sequence[int]) -> None:
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"expected each id once, found {next(one for one in sorted(ids) if ids.count(one) > 1)} twice")
 
 
 def ids_of(value: Any) -> tuple[int, ...]:
@@ -118,16 +108,14 @@ def ids_of(value: Any) -> tuple[int, ...]:
     """
     if isinstance(value, str):
         return parse_ids(value)
-    if type(value) is int:
-        value = (value,)
+    ids = (value,) if type(value) is int else value
     # Numpy integers and the like are the caller's mistake: plans hold plain numbers only.
-    if not isinstance(value, tuple | list | range | frozenset | set) or not all(type(n) is int for n in value):
+    if not isinstance(ids, tuple | list | range | frozenset | set) or not all(type(n) is int for n in ids):
         raise ValueError(f"expected ids such as 4, 0-31 or 0-1,5, found {value!r:.60}")
-    if not value:
-        raise ValueError("expected at least one id, found none")
-    if min(value) < 0 or max(value) > MAX_ID:
-        raise ValueError(f"expected ids from 0 to {MAX_ID}, found {min(value)} to {max(value)}")
-    return _ascending(value)
+    if not ids or not 0 <= min(ids) <= max(ids) <= MAX_ID:
+        raise ValueError(f"expected at least one id, all from 0 to {MAX_ID}, found {value!r:.60}")
+    _check_once(tuple(ids))
+    return tuple(sorted(ids))
 
 
 LayerSet = Annotated[

@@ -249,30 +249,27 @@ def _message(detail: ErrorDetails) -> str:
         return f"unknown field{_suggestion(str(detail['loc'][-1]))}"
     if kind == "union_tag_invalid":
         return f"expected pattern {context['expected_tags']}, found {context['tag']!r:.60}"
-    expected = _EXPECTED.get(kind) or _expected(detail)
+    if kind == "string_pattern_mismatch":
+        digest = context.get("pattern") in (SHA256, SHA256_WEIGHTS)
+        expected = (
+            "expected sha256: and 64 hexadecimal digits" if digest else "expected text without control characters"
+        )
+    else:
+        message = detail["msg"].replace("Input should be", "expected").replace("a valid ", "a ")
+        expected = _EXPECTED.get(kind, message.replace("a integer", "an integer"))
     return expected if kind in _SILENT else f"{expected}, found {detail['input']!r:.60}"
-
-
-def _expected(detail: ErrorDetails) -> str:
-    if detail["type"] == "string_pattern_mismatch":
-        digest = detail.get("ctx", {}).get("pattern") in (SHA256, SHA256_WEIGHTS)
-        return "expected sha256: and 64 hexadecimal digits" if digest else "expected text without control characters"
-    message = detail["msg"].replace("Input should be", "expected").replace("a valid ", "a ")
-    return message.replace("a integer", "an integer")
 
 
 def _suggestion(name: str) -> str:
     known = set(_field_names(Part))
     if name in known:
         return "; that field belongs to another record"
-    near = get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean `{near[0]}`?" if near else "; only `extensions` may hold fields of your own"
+    near = next(iter(get_close_matches(name, sorted(known), n=1)), None)
+    return f"; did you mean `{near}`?" if near else "; only `extensions` may hold fields of your own"
 
 
 def _field_names(part: type[Part]) -> Iterator[str]:
-    for child in part.__subclasses__():
-        yield from child.model_fields
-        yield from _field_names(child)
+    return chain.from_iterable((*child.model_fields, *_field_names(child)) for child in part.__subclasses__())
 
 
 def _joined(details: Sequence[ErrorDetails]) -> str:
@@ -341,19 +338,19 @@ def _scalar_event(value: Any) -> yaml.Event:
     return yaml.ScalarEvent(None, None, (True, True), text)
 
 
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
 def _holds_records(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(isinstance(item, dict) or _holds_records(item) for item in value)
-    return isinstance(value, dict) and any(_holds_records(item) for item in value.values())
+    is_list = isinstance(value, list)
+    return any((is_list and isinstance(item, dict)) or _holds_records(item) for item in _items(value))
 
 
 def _fits_a_line(value: Any) -> bool:
-    if isinstance(value, list):
-        return not _holds_records(value)
-    return isinstance(value, dict) and _height(value) <= 2 and not _holds_records(value) and len(str(value)) <= _INLINE
+    small = isinstance(value, list) or (_height(value) <= 2 and len(str(value)) <= _INLINE)
+    return isinstance(value, dict | list) and small and not _holds_records(value)
 
 
 def _height(value: Any) -> int:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return 1 + max(map(_height, value), default=0) if isinstance(value, list) else 0
+    return 1 + max(map(_height, _items(value)), default=0) if isinstance(value, dict | list) else 0

@@ -10,30 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import AttentionGroup, Fingerprint, ModelInfo, architecture_fingerprint, is_model_id
 from sparsekv.plans.schema import DtypeName
+from sparsekv.runtime.architecture import architecture_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Each of them calls its attention through `AttentionInterface`, passes unknown keyword arguments on to it from the
-# decoder down, and has `q_proj` and `k_proj` as two modules.
-SUPPORTED = ("glm", "llama", "mistral", "qwen2", "qwen3")
-
-
-def check_supported(model_type: str) -> None:
-    """Raises UnsupportedError for a model type that this version cannot run, naming those it can."""
-    if model_type not in SUPPORTED:
-        raise UnsupportedError(
-            f"expected one of the supported architectures ({', '.join(SUPPORTED)}), found {model_type!r}; "
-            f"choose a model of a supported architecture"
-        )
-
 
 def describe_config(config: PreTrainedConfig, source: str | None = None, revision: str | None = None) -> ModelInfo:
     """What a config alone says of a model: all but the fingerprint of its weights. See `describe_model`."""
-    check_supported(config.model_type)
+    architecture_of(config.model_type)
     groups, rope = attention_groups(config), _plain(getattr(config, "rope_parameters", None) or {})
     facts = {
         "model_type": config.model_type,

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 # Before anything imports the hub: no test may depend on the network.
@@ -23,3 +24,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from interpreted_bfloat16 import widen_bfloat16
+
+        widen_bfloat16()

@@ -25,19 +25,10 @@ HOSTS = {"transformers", "vllm"}
 # What names no host in its code, and inside runtime/ imports none.
 NAMELESS = ("kernels", "runtime/core", "runtime/stores")
 HOSTLESS = {"runtime/core": {"runtime/core"}, "runtime/stores": {"runtime/stores"}}
-# One name in two folders: a pattern with two builders, a backend with two phases, a phase and its bench, a command over
+# One name in two folders: a backend with two phases, a phase and its bench, a pattern with two builders, a command over
 # its module.
-SHARED_NAMES = {
-    "__init__",
-    "a_shape",
-    "adaptive",
-    "block_sparse",
-    "vertical_slash",
-    "cpu",
-    "triton",
-    "prefill",
-    "decode",
-}
+SHARED_NAMES = {"__init__", "cpu", "triton", "prefill", "decode"}
+SHARED_NAMES |= {path.stem for path in (ROOT / "kernels" / "index" / "triton").glob("*.py")}
 COMMANDS = {"bench", "diff", "doctor", "eval", "main", "plan", "run", "schema", "seal", "show", "validate", "verify"}
 
 SOURCES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))

@@ -25,8 +25,9 @@ from rich.console import Console
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line, Timing
 from sparsekv.planner.data_files import record_of
+from sparsekv.planner.job import job_of_files
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.plan import compile_files
+from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import SCORES, Profile, TokenChoice
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, length_means
 from sparsekv.plans.errors import PlanError, PlanMismatchError, PlanWarning
@@ -127,7 +128,7 @@ WANTED = tuple(
 
 def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
     """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
-    plan = compile_files("made/up", wanted, profile, cost).plan
+    plan = compile_plan(job_of_files("made/up", wanted, profile, cost)).plan
     assert parse_plan(dump_plan(plan)) == sign(plan)
 
 

@@ -29,14 +29,14 @@ from transformers import PreTrainedModel
 
 from sparsekv.kernels.scores import scaled_scores, token_scores
 from sparsekv.planner.decode_candidates import anchor_layers
-from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.planner.filter_layers import FilterSegment, Floats, following, lost_mass, segment_of
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, Reuse
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 PAGE = 16
 _QUEST_DENSE = 2  # layers
@@ -84,7 +84,8 @@ class ExactTopK:
         if self.sink + count + self.recent >= length:
             return None
         one_1 = torch.ones(1, device=call.q_BHSD.device)
-        scores_BgS = token_scores(call.q_BHSD, call.k_BGKD, (length - 1,), one_1, scale=call.scale, heads=self.heads)
+        newest_11 = one_1[None].long() * (length - 1)
+        scores_BgS = token_scores(call.q_BHSD, call.k_BGKD, newest_11, one_1, scale=call.scale, heads=self.heads)
         best_BgK = scores_BgS[..., self.sink : length - self.recent].topk(count).indices + self.sink
         seen_BgS = torch.zeros_like(scores_BgS, dtype=torch.bool).scatter_(-1, best_BgK, True)
         seen_BgS[..., : self.sink] = seen_BgS[..., length - self.recent :] = True
@@ -129,19 +130,12 @@ class StepwiseRule:
 
     rule: StepRule
 
-    @property
-    def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
-
-    @property
-    def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
+    stepwise = True
+    dense_prefill = True
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         read = cached = 0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:

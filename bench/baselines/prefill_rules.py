@@ -29,14 +29,14 @@ from sparsekv.kernels.index.layout import IndexCall
 from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import ascending
-from sparsekv.planner.eval_results import Spent
-from sparsekv.planner.profile.search_space import PatternRange, Patterns, Prefix, fit_to_target
+from sparsekv.planner.evaluation.results import Spent
+from sparsekv.planner.profile.search_space import Patterns, Prefix, fit_to_target
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.patterns import Pattern, TileShape
+from sparsekv.plans.patterns import Pattern, PatternRange, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 
 def prefill_plan(model: ModelInfo, tile: TileShape, patterns: Mapping[int, Patterns]) -> Plan:
@@ -100,19 +100,12 @@ class MaxThreshold:
     alpha: float
     tile: TileShape
 
-    @property
-    def stepwise(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return True
-
-    @property
-    def dense_prefill(self) -> bool:
-        """See `planner.compare.Mode`."""
-        return False
+    stepwise = True
+    dense_prefill = False
 
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        """See `planner.compare.Mode`."""
+        """See `planner.evaluation.Mode`."""
         computed, causal = torch.zeros((), dtype=torch.float64, device=model.device), 0
 
         def attend(call: AttentionCall) -> torch.Tensor | None:
@@ -153,13 +146,13 @@ class MaxThreshold:
         layout = index_call.layout
         shape = (layout.batch, layout.heads, layout.row_tiles, layout.key_tiles)
         kept_BHTM = torch.zeros(shape, dtype=torch.bool, device=layout.device)
-        for found in tile_scores("pooled", range(layout.heads), index_call):
-            scores_BHRM, tiles = found.scores_BhRM, found.scores_BhRM.shape[-1]
-            limits = tile_limits(tiles, layout.locate().part(found.rows))
+        for rows, scores_BHRM in tile_scores("pooled", range(layout.heads), index_call):
+            tiles = scores_BHRM.shape[-1]
+            limits = tile_limits(tiles, layout.locate().part(rows))
             mandatory_B1RM, visible_B1RM = (limit_BRM[:, None] for limit_BRM in limits)
             best_BHR1 = scores_BHRM.amax(-1, keepdim=True)
             own_BHRM = mandatory_B1RM | (visible_B1RM & (scores_BHRM >= self.alpha * best_BHR1))
-            kept_BHTM[:, list(found.heads), found.rows, :tiles] = own_BHRM
+            kept_BHTM[:, :, rows, :tiles] = own_BHRM
         return kept_BHTM
 
 

@@ -6,23 +6,18 @@ Field names and filters are fixed here; whatever a plan or a curve says enters a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any, Literal
 
 import altair as alt
 
 from sparsekv.bench.report.facts import Mark
+from sparsekv.plans.patterns import PATTERNS
 
 GREY = "#7f7f7f"  # of text and axes: readable on white and on black
 ACCENT = "#e4572e"
-FAMILIES = {
-    "dense": "#7f7f7f",
-    "a_shape": "#4c9be8",
-    "vertical_slash": "#e8a33d",
-    "block_sparse": "#4db38a",
-    "adaptive": "#b07cd8",
-    "sliding": "#8c6d5a",
-    "linear": "#c9c9c9",
-}
+_PALETTE = ("#7f7f7f", "#4c9be8", "#e8a33d", "#4db38a", "#b07cd8", "#d45087", "#2f9e9e", "#a0a03c")
+FAMILIES = dict(zip(PATTERNS, cycle(_PALETTE), strict=False)) | {"sliding": "#8c6d5a", "linear": "#c9c9c9"}
 _SIDE = 330  # pixels of a map, as long as its cells are no smaller than _CELL
 _CELL = (5, 22)
 _SCHEME: Literal["viridis"] = "viridis"

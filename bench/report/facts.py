@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from sparsekv.plans.model import AttentionGroup
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, VerticalSlash, in_tokens
+from sparsekv.plans.patterns import Dense, Pattern
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan, Quality, to_data
 from sparsekv.plans.show import AGREEMENT_HEADER, agreement_rows, layer_rows, text_of, titled
@@ -117,7 +117,7 @@ class _Scores:
         """Density and damage; None where they are not known."""
         if isinstance(pattern, Dense) or self._measured is None:
             return _density(pattern, shape, self._length), None if self._measured is None else 0.0
-        scores, number = self._layers.get(layer), self._number.get(in_tokens(pattern, self._measured))
+        scores, number = self._layers.get(layer), self._number.get(pattern.in_tokens(self._measured))
         if scores is None or number is None:
             return None, None
         rows = (row for row, patterns in enumerate(scores.patterns) if patterns[head] == number)
@@ -131,23 +131,9 @@ def _density(pattern: Pattern, shape: AttentionGroup, length: int) -> float | No
     """The most of a causal triangle of `length` tokens a side that a head may compute; None for linear attention."""
     if shape.kind == "linear":
         return None
-    share = min(_row_tokens(pattern, length), shape.window or length, length) / length
+    row_tokens = pattern.tile_tokens(length) + pattern.most_columns(length)
+    share = min(row_tokens, shape.window or length, length) / length
     return share * (2 - share)
-
-
-def _row_tokens(pattern: Pattern, length: int) -> int:
-    """The most tokens that a row of a head attends to."""
-    match pattern:
-        case Dense():
-            return length
-        case AShape():
-            return pattern.sink.resolve(length) + pattern.window.resolve(length)
-        case VerticalSlash():
-            return pattern.max_tiles.resolve(length) + pattern.vertical.resolve(length)
-        case BlockSparse():
-            return pattern.keep.resolve(length)
-        case Adaptive():
-            return pattern.max_tiles.resolve(length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,47 +41,49 @@ def decode(
     if selection is None and scoring is None and not want_lse and keys.table_BP is None and len(set(lengths)) == 1:
         k_BGSD, v_BGSD = keys.contiguous(lengths[0])
         return AttentionOutput(attend_newest(q_BHQD, k_BGSD, v_BGSD, scale=scale, window=window), None)
-    (B, H, _, D), q_BGND = q_BHQD.shape, _grouped(q_BHQD, keys, scale)
-    out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
-    scores_GT = None if scoring is None else q_BGND.new_empty((keys.kv_heads, scoring.tokens))
-    starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
-    call = _Call(q_BGND, keys, out_BGND, lse_BGN if want_lse else None, scores_GT)
-    with one_thread():
-        heads = [
-            _Head(b, g, tokens, count, starts[b])
-            for b, length in enumerate(lengths)
-            for g, (tokens, count) in enumerate(_attended(keys, selection, window, b, length))
-            if count
-        ]
-    spread(call.attend, heads, elements=2 * D * sum(head.count for head in heads), device=q_BHQD.device)
-    out_BHQD = out_BGND.view(B, H, 1, D).to(q_BHQD.dtype)
-    lse_BHQ = lse_BGN.view(B, H, 1) if want_lse else None
-    if scoring is None or scores_GT is None:
-        return AttentionOutput(out_BHQD, lse_BHQ, None)
-    return AttentionOutput(out_BHQD, lse_BHQ, _by_list(scores_GT, scoring, starts, lengths))
+    return _attend(q_BHQD, keys, selection, scoring, scale=scale, window=window, want_lse=want_lse)
 
 
 @torch.no_grad()
 def score(q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float) -> torch.Tensor:
     """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
-    lengths, starts, q_BGND = keys.lengths_B.tolist(), scoring.starts_B.tolist(), _grouped(q_BHQD, keys, scale)
-    scores_GT = q_BGND.new_empty((keys.kv_heads, scoring.tokens))
+    found = _attend(q_BHQD, keys, None, scoring, scale=scale, attends=False)
+    assert found.scores_gT is not None
+    return found.scores_gT
+
+
+def _attend(
+    q_BHQD: torch.Tensor,
+    keys: KeyView,
+    selection: Selection | None,
+    scoring: Scoring | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    want_lse: bool = False,
+    attends: bool = True,
+) -> AttentionOutput:
+    """Where it does not attend, the output is 0 and no value is read."""
+    (B, H, _, D), G, lengths = q_BHQD.shape, keys.kv_heads, keys.lengths_B.tolist()
+    q_BGND = (q_BHQD.float() * scale).reshape(B, G, H // G, D)
+    out_BGND, lse_BGN = torch.zeros_like(q_BGND), q_BGND.new_full(q_BGND.shape[:3], -math.inf)
+    scores_GT = q_BGND.new_empty((G, 0 if scoring is None else scoring.tokens))
+    starts = [-1] * B if scoring is None else scoring.starts_B.tolist()
+    call = _Call(q_BGND, keys, out_BGND if attends else None, lse_BGN if want_lse else None, scores_GT)
     with one_thread():
         heads = [
             _Head(b, g, tokens, count, starts[b])
             for b, length in enumerate(lengths)
-            for g, (tokens, count) in enumerate(_attended(keys, None, None, b, length))
-            if count and starts[b] >= 0
+            for g, (tokens, count) in enumerate(_attended(keys, selection, window, b, length))
+            if count and (attends or starts[b] >= 0)
         ]
-    elements = q_BHQD.shape[3] * sum(head.count for head in heads)
-    spread(_Call(q_BGND, keys, None, None, scores_GT).attend, heads, elements=elements, device=q_BHQD.device)
-    return _by_list(scores_GT, scoring, starts, lengths)
-
-
-def _grouped(q_BHQD: torch.Tensor, keys: KeyView, scale: float) -> torch.Tensor:
-    """[B, G, N, D], scaled."""
-    (batch, heads, _, size), groups = q_BHQD.shape, keys.kv_heads
-    return (q_BHQD.float() * scale).reshape(batch, groups, heads // groups, size)
+    elements = (2 if attends else 1) * D * sum(head.count for head in heads)
+    spread(call.attend, heads, elements=elements, device=q_BHQD.device)
+    return AttentionOutput(
+        out_BGND.view(B, H, 1, D).to(q_BHQD.dtype),
+        lse_BGN.view(B, H, 1) if want_lse else None,
+        None if scoring is None else _by_list(scores_GT, scoring, starts, lengths),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +105,7 @@ class _Call:
     keys: KeyView
     out_BGND: torch.Tensor | None  # values are read for it alone
     lse_BGN: torch.Tensor | None
-    scores_GT: torch.Tensor | None
+    scores_GT: torch.Tensor
 
     def attend(self, head: _Head) -> None:
         """All query heads of one KV head."""
@@ -121,7 +123,7 @@ class _Call:
                 out_BGND[at].addmm_(p_NT[:, part], v_TD)
         if self.lse_BGN is not None:
             self.lse_BGN[at] = logits_NT.logsumexp(1)
-        if self.scores_GT is not None and head.start >= 0:
+        if head.start >= 0:
             torch.amax(p_NT, 0, out=self.scores_GT[head.g, head.start : head.start + head.count])
 
 

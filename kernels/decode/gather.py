@@ -23,7 +23,7 @@ from sparsekv.kernels.triton_support import interpreting
 
 _WORD = 4  # bytes
 _PROGRAMS = 64
-_AT_ONCE = 2  # tokens of a program
+_AT_ONCE = 2  # tokens that a program reads before it writes them
 
 
 def gather_missed(
@@ -37,7 +37,6 @@ def gather_missed(
     ring: int,
     recent: int,
     programs: int | None = None,
-    at_once: int = _AT_ONCE,
 ) -> None:
     """Copies the missed tokens of one layer to their slots, and one token that is still in the ring to the host.
 
@@ -52,7 +51,6 @@ def gather_missed(
         ring: its rows.
         recent: at least 2, as the newest token is not in the ring yet.
         programs: in all, where there are no more lists than that; None is what suits the device.
-        at_once: tokens that a program reads before it writes them.
     """
     batch, lists = placed.misses_Bg.shape
     words, heads = token_bytes // _WORD, kv_heads // lists
@@ -61,7 +59,7 @@ def gather_missed(
         gather_kernel[(max(1, programs // (batch * lists)), batch * lists)](
             where_X, placed.missed_BgM, placed.into_BgM, placed.misses_Bg, lengths_B, placed.missed_BgM.shape[2],
             slots, ring, recent, LISTS=lists, HEADS=heads, BATCH=batch, WORDS=words,
-            BLOCK_X=triton.next_power_of_2(2 * heads * words), BLOCK_N=at_once, ROWS=ROWS, HOST=HOST,
+            BLOCK_X=triton.next_power_of_2(2 * heads * words), BLOCK_N=_AT_ONCE, ROWS=ROWS, HOST=HOST,
             HOST_TOKENS=HOST_TOKENS, num_warps=4,
         )  # fmt: skip
 

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekv.kernels.keys import KeyView
-from sparsekv.plans.errors import ShapeError
-
 ALL = -1  # a count: the row attends to everything
 
 
@@ -72,45 +69,3 @@ class Scoring:
     starts_B: torch.Tensor  # int32; -1 where a row is not scored
     tokens: int  # room for the tokens of all rows
     lists: int  # g: 1 (one score for all heads) or G (one for the heads of each KV head)
-
-
-def check_selection(keys: KeyView, selection: Selection) -> None:
-    """The lists belong to these keys.
-
-    Raises:
-        ShapeError: they do not; the message says what and how to fix it.
-    """
-    chosen, counts, device = selection.chosen_BgN, selection.counts_B, keys.k.device
-    if chosen.dim() != 3 or chosen.shape[0] != keys.batch or chosen.shape[1] not in (1, keys.kv_heads):
-        raise ShapeError(
-            f"chosen tokens must be [{keys.batch}, 1 or {keys.kv_heads}, listed], found {tuple(chosen.shape)}"
-        )
-    if (chosen.dtype, chosen.device) != (torch.int32, device) or (counts.dtype, counts.device) != (torch.int32, device):
-        raise ShapeError(
-            f"chosen tokens and their counts must be int32 on {device}, found {chosen.dtype} on {chosen.device} and "
-            f"{counts.dtype} on {counts.device}"
-        )
-    if tuple(counts.shape) != (keys.batch,):
-        raise ShapeError(f"counts must be [{keys.batch}], one a batch row, found {tuple(counts.shape)}")
-    if chosen.shape[2] > 1 and chosen.stride(2) != 1:
-        raise ShapeError(f"chosen tokens must have stride 1 in their last dimension, found {chosen.stride()}")
-    if min(selection.sink, selection.recent) < 0:
-        raise ShapeError(f"sink and recent must not be negative, found {selection.sink} and {selection.recent}")
-
-
-def check_scoring(keys: KeyView, scoring: Scoring, selection: Selection | None, window: int | None) -> None:
-    """The scores fit to these keys.
-
-    Raises:
-        ShapeError: they do not; the message says what and how to fix it.
-    """
-    starts = scoring.starts_B
-    if (starts.dtype, starts.device, tuple(starts.shape)) != (torch.int32, keys.k.device, (keys.batch,)):
-        raise ShapeError(
-            f"starts of scores must be int32 [{keys.batch}] on {keys.k.device}, found {starts.dtype} "
-            f"{tuple(starts.shape)} on {starts.device}"
-        )
-    if scoring.lists not in (1, keys.kv_heads):
-        raise ShapeError(f"scores must be for all heads or for each of {keys.kv_heads} KV heads, found {scoring.lists}")
-    if selection is not None or window is not None:
-        raise ShapeError("only rows that attend to everything are scored: pass no selection and no window")

@@ -22,14 +22,7 @@ import triton.language as tl
 from sparsekv.kernels.decode.selection import Scoring, Selection
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import AttentionOutput
-from sparsekv.kernels.triton_support import (
-    check_device,
-    check_head_size,
-    check_row_strides,
-    interpreting,
-    overlap,
-    overlaps_launches,
-)
+from sparsekv.kernels.triton_support import overlap, overlaps_launches
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 128  # what one program of the merge holds at once
@@ -62,10 +55,6 @@ def decode(
 
     Args:
         launch: in place of what suits the GPU.
-
-    Raises:
-        BackendError: the tensors are not on a GPU, or head size or dtype is not supported.
-        ShapeError: a stride is too long for 32-bit offsets inside a block.
     """
     found_BHQD, lse_BHQ, scores_gT = _run(q_BHQD, keys, selection, scale, window, want_lse, scoring, launch)
     return AttentionOutput(found_BHQD, lse_BHQ if want_lse else None, scores_gT)
@@ -74,7 +63,7 @@ def decode(
 def score(
     q_BHQD: torch.Tensor, keys: KeyView, scoring: Scoring, *, scale: float, launch: Launch | None = None
 ) -> torch.Tensor:
-    """The scores alone, float32 [g, T]; arguments as in `decode_scores`, errors as in `decode`."""
+    """The scores alone, float32 [g, T]; arguments as in `decode_scores`."""
     _, _, scores_gT = _run(q_BHQD, keys, None, scale, None, True, scoring, launch, attends=False)
     assert scores_gT is not None
     return scores_gT
@@ -85,9 +74,6 @@ def _run(
     scoring: Scoring | None, launch: Launch | None, attends: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and scores. Where it does not attend, the output is not written and no value is read."""
-    check_device(q_BHQD)
-    check_head_size(q_BHQD.shape[-1])
-    check_row_strides(keys.k, keys.v)
     B, H, _, D = q_BHQD.shape
     G, device = keys.kv_heads, q_BHQD.device
     launch = launch or launch_for(device, B * G, q_BHQD.dtype, D)
@@ -106,7 +92,7 @@ def _run(
             GROUP=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), D=D, BLOCK_D=block_d,
             BLOCK_N=launch.block_n, PAGE=keys.page, INDIRECT=keys.where is not None, SPARSE=selection is not None,
             SCORED=scoring is not None, ATTENDS=attends, STAGES=launch.stages, PRECISION="ieee",
-            UPCAST=interpreting() and q_BHQD.dtype == torch.bfloat16, num_warps=launch.warps, **overlapping,
+            num_warps=launch.warps, **overlapping,
         )  # fmt: skip
         merge_kernel[(H, B)](
             part_BHPD, part_lse_BHP, out_BHQD, lse_BHQ, *out_BHQD.stride()[:2], H, launch.splits,
@@ -180,7 +166,7 @@ def _add_tokens(
     m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_page, v_page,
     logits_ptr, logits_at_R1, scored, real_R, scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output with the tokens of one step added."""
     lanes_D = tl.arange(0, BLOCK_D)
@@ -197,10 +183,6 @@ def _add_tokens(
     k_ND = tl.load(k_at + lanes_D[None, :], mask=keep_ND, other=0.0)
     if ATTENDS:
         v_ND = tl.load(v_at + lanes_D[None, :], mask=keep_ND, other=0.0)
-        if UPCAST:
-            v_ND = v_ND.to(tl.float32)
-    if UPCAST:
-        k_ND = k_ND.to(tl.float32)
     s_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision=PRECISION) * scale_log2
     if SCORED:
         tl.store(logits_ptr + (logits_at_R1 + token_N[None, :]), s_RN, mask=scored & real_R[:, None] & keep_N[None, :])
@@ -226,7 +208,7 @@ def decode_kernel(
     scale_log2, window, kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, INDIRECT: tl.constexpr, SPARSE: tl.constexpr, SCORED: tl.constexpr, ATTENDS: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits, KV heads, batch). The tokens of a row are numbered: sinks, chosen, recent; or all of them.
 
@@ -261,8 +243,6 @@ def decode_kernel(
             k_base += batch * k_stride_B
             v_base += batch * v_stride_B
     table_row = table_ptr + batch * table_stride
-    if UPCAST:
-        q_RD = q_RD.to(tl.float32)
 
     length = tl.load(lengths_ptr + batch)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
@@ -294,7 +274,7 @@ def decode_kernel(
         keep_N = start + lanes_N < end
         m_R, l_R, acc_RD = _add_tokens(
             m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B, v_stride_B,
-            logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, UPCAST,
+            logits_ptr, logits_at_R1, scored, real_R, scale_log2, D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION,
         )  # fmt: skip
     if SPARSE:
         for start in tl.range(tl.where(count < 0, end, begin), end, BLOCK_N, num_stages=STAGES):
@@ -307,7 +287,7 @@ def decode_kernel(
             m_R, l_R, acc_RD = _add_tokens(
                 m_R, l_R, acc_RD, q_RD, token_N, keep_N, k_base, v_base, k_step, v_step, table_row, k_stride_B,
                 v_stride_B, logits_ptr, logits_at_R1, scored, real_R, scale_log2,
-                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION, UPCAST,
+                D, BLOCK_D, PAGE, SCORED, ATTENDS, PRECISION,
             )  # fmt: skip
 
     seen_R = l_R > 0.0

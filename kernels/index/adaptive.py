@@ -8,30 +8,21 @@ Shapes as in layout.py; R row tiles of one block, M key tiles, K candidates of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
 import torch
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.index.block_sparse import tile_limits
 from sparsekv.kernels.index.layout import HeadGroup, HeadIndex, IndexCall, RowTiles, empty_tiles, largest
-from sparsekv.kernels.index.tile_scores import ScoreKind, TileScores, tile_scores
+from sparsekv.kernels.index.tile_scores import ScoreKind, tile_scores
 from sparsekv.kernels.tiles import NO_TILE
 from sparsekv.kernels.topk import ascending, mark_best
 
-Score = Callable[[ScoreKind, Sequence[int], IndexCall], Iterator[TileScores]]
 
-
-def index_adaptive(group: HeadGroup, call: IndexCall, score: Score = tile_scores) -> HeadIndex:
+def index_adaptive(group: HeadGroup, call: IndexCall) -> HeadIndex:
     """The smallest set of tiles a row whose scores reach `mass` of the row's total, mandatory tiles included.
 
     Best first, among equals the lower tile. Never more than `max_tiles`, or the mandatory tiles of a whole row tile
     where these are more; a mass of 1 takes all that a row sees, as far as `max_tiles` allows.
-
-    Args:
-        group: heads with Adaptive patterns.
-        call: the layer's queries and keys.
-        score: estimates the tiles of some heads.
     """
     layout, heads = call.layout, group.heads
     bounds = layout.tile_bounds([pattern.max_tiles for pattern in group.patterns])
@@ -42,12 +33,11 @@ def index_adaptive(group: HeadGroup, call: IndexCall, score: Score = tile_scores
     mass_h1 = on_device(shares, layout.device, torch.float32)[:, None]
     tiles_BhTW, counts_BhT = empty_tiles(layout, len(heads), width)
     for kind, own in _by_score(group).items() if width else ():
-        for found in score(kind, [heads[number] for number in own], call):
-            into = on_device([own[number] for number in found.heads], layout.device)
-            part = layout.locate().part(found.rows)
-            chosen, counts = _choose(found.scores_BhRM, mass_h1[into], bound_Bh1[:, into], width, part)
-            tiles_BhTW[:, into, found.rows] = ascending(chosen, width, NO_TILE)
-            counts_BhT[:, into, found.rows] = counts.to(torch.int32)
+        into = on_device(own, layout.device)
+        for rows, scores_BhRM in tile_scores(kind, [heads[number] for number in own], call):
+            chosen, counts = _choose(scores_BhRM, mass_h1[into], bound_Bh1[:, into], width, layout.locate().part(rows))
+            tiles_BhTW[:, into, rows] = ascending(chosen, width, NO_TILE)
+            counts_BhT[:, into, rows] = counts.to(torch.int32)
     return HeadIndex.of_tiles(heads, tiles_BhTW, counts_BhT)
 
 

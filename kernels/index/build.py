@@ -35,7 +35,7 @@ from sparsekv.kernels.index.layout import (
 )
 from sparsekv.kernels.index.line_scores import score_lines
 from sparsekv.kernels.index.vertical_slash import index_vertical_slash
-from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_qk
+from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash
 
@@ -46,8 +46,8 @@ BuilderName = Literal["auto", "torch", "triton"]
 class IndexBuilder:
     """What builds the heads of one pattern.
 
-    `triton` names a module that does the same on a GPU, imported when first used: its `obstacle(group, call)` says why
-    it cannot build these heads, or None; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.
+    `triton` names a module that does the same on a GPU, imported when first used: its `takes(group, call)` says whether
+    it builds these heads; its `prepare(group, call)` returns a PreparedIndex or a HeadIndex.
     """
 
     torch: Callable[[HeadGroup, IndexCall], HeadIndex]
@@ -71,7 +71,7 @@ BUILDERS: Mapping[type[Pattern], IndexBuilder] = {
     AShape: IndexBuilder(index_a_shape),
     VerticalSlash: IndexBuilder(index_vertical_slash, "sparsekv.kernels.index.triton.vertical_slash"),
     BlockSparse: IndexBuilder(index_block_sparse, "sparsekv.kernels.index.triton.block_sparse"),
-    Adaptive: IndexBuilder(index_adaptive, "sparsekv.kernels.index.triton.adaptive"),
+    Adaptive: IndexBuilder(index_adaptive),
 }
 
 
@@ -185,7 +185,7 @@ def _build_part(group: HeadGroup, call: IndexCall, on_gpu: bool) -> HeadIndex | 
     builder = BUILDERS[group.kind]
     if on_gpu and builder.triton:
         module: Any = import_module(builder.triton)
-        if module.obstacle(group, call) is None:
+        if module.takes(group, call):
             prepared: HeadIndex | PreparedIndex = module.prepare(group, call)
             return prepared
     return builder.torch(group, call)
@@ -231,7 +231,7 @@ def _check(
             f"a tile needs query rows that are a multiple of its key rows, found {tile.query} x {tile.key}; "
             "use 128 x 128, 128 x 64 or 64 x 64"
         )
-    check_qk(q_BHSD, k_BGKD)
+    check_heads(q_BHSD, k_BGKD, k_BGKD)
     check_chunk(q_BHSD, k_BGKD, chunk, window)
     if patterns != q_BHSD.shape[1]:
         raise ShapeError(f"need one pattern a query head: {q_BHSD.shape[1]} heads, found {patterns} patterns")

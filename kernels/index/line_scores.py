@@ -8,8 +8,9 @@ P = S + L - 1 (keys behind L - 1 empty ones), D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -39,39 +40,25 @@ class _Sample:
         return self.positions_BL.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """The asked heads as a table of KV head x slot, so that all KV heads can be scored at once."""
-
-    kv_heads: tuple[int, ...]
-    order: tuple[tuple[int, ...], ...]  # position in `heads` of each slot; short rows repeat their first one
-
-    def part(self, groups: slice, slots: slice) -> _Slots:
-        return _Slots(self.kv_heads[groups], tuple(row[slots] for row in self.order[groups]))
-
-    @property
-    def flat(self) -> list[int]:
-        return [position for row in self.order for position in row]
-
-
 def score_lines(heads: Sequence[int], last_q: Sequence[int], call: IndexCall) -> LineScores:
     """Scores of the columns and diagonals of these heads.
 
     Args:
-        heads: query heads to score.
+        heads: query heads, ascending.
         last_q: how many of the last queries each of them samples; short chunks sample what they have.
         call: the layer's queries and keys.
     """
-    layout, keys = call.layout, call.layout.chunk.longest
-    sample, slots = _take_sample(last_q, call), _arrange(heads, layout.group_size)
+    layout, keys, sample = call.layout, call.layout.chunk.longest, _take_sample(last_q, call)
     vertical_BhS = torch.empty((layout.batch, len(heads), keys), dtype=torch.float32, device=layout.device)
     shifted_BhS = torch.empty_like(vertical_BhS)
     rows, elements = _AT_ONCE.get(layout.device.type, (sample.rows, BLOCK_ELEMENTS))
     rows = min(rows, sample.rows)
-    parts = list(_parts(slots, layout.batch * rows * (keys + sample.rows - 1), elements))
+    by_kv_head = [list(own) for _, own in groupby(range(len(heads)), lambda number: heads[number] // layout.group_size)]
+    elements_each = layout.batch * rows * (keys + sample.rows - 1)
+    parts = [own[part] for own in by_kv_head for part in blocks(len(own), elements_each, elements)]
 
-    def fill(part: _Slots) -> None:
-        into = on_device(part.flat, layout.device)
+    def fill(part: list[int]) -> None:
+        into = on_device(part, layout.device)
         vertical_BhS[:, into], shifted_BhS[:, into] = _sum_lines(part, heads, sample, call, rows)
 
     if layout.device.type == "cpu":
@@ -96,38 +83,17 @@ def _take_sample(last_q: Sequence[int], call: IndexCall) -> _Sample:
     return _Sample(q_BHLD, positions_BL, used_BhL)
 
 
-def _arrange(heads: Sequence[int], group_size: int) -> _Slots:
-    members: dict[int, list[int]] = {}
-    for position, head in enumerate(heads):
-        members.setdefault(head // group_size, []).append(position)
-    kv_heads = tuple(sorted(members))
-    most = max(len(row) for row in members.values())
-    order = (tuple(members[g] + members[g][:1] * (most - len(members[g]))) for g in kv_heads)
-    return _Slots(kv_heads, tuple(order))
-
-
-def _parts(slots: _Slots, elements_each: int, budget: int) -> Iterator[_Slots]:
-    """Whole KV heads as far as memory allows, else some slots of one."""
-    most = len(slots.order[0])
-    per_part = min(most, max(1, budget // max(1, elements_each)))
-    for groups in blocks(len(slots.kv_heads), elements_each * most, budget):
-        for columns in blocks(most, 1, per_part):
-            yield slots.part(groups, columns)
-
-
 def _sum_lines(
-    part: _Slots, heads: Sequence[int], sample: _Sample, call: IndexCall, most_rows: int
+    part: list[int], heads: Sequence[int], sample: _Sample, call: IndexCall, most_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns and shifted diagonals of the part's heads, summed over the sample: [B, heads of the part, S] each."""
-    q_BhLD = take_heads(sample.q_BHLD, [heads[position] for position in part.flat])
-    k_BGSD = take_heads(call.k_BGKD, part.kv_heads)[:, :, : call.layout.chunk.longest]
-    k_BGPD = torch.nn.functional.pad(k_BGSD, (0, 0, sample.rows - 1, 0))
-    used_BhL = None
-    if sample.used_BhL is not None:
-        used_BhL = sample.used_BhL.index_select(1, on_device(part.flat, call.layout.device))
+    """Columns and shifted diagonals of heads of one KV head, summed over the sample: [B, h, S] each."""
+    q_BhLD = take_heads(sample.q_BHLD, [heads[number] for number in part])
+    k_BSD = call.k_BGKD[:, heads[part[0]] // call.layout.group_size, : call.layout.chunk.longest]
+    k_B1PD = torch.nn.functional.pad(k_BSD[:, None], (0, 0, sample.rows - 1, 0))
+    used_BhL = None if sample.used_BhL is None else take_heads(sample.used_BhL, part)
     vertical, shifted = [], []
     for rows in blocks(sample.rows, 1, most_rows):
-        weights_BhRP = _weights(q_BhLD[:, :, rows], k_BGPD, rows, sample, call)
+        weights_BhRP = _weights(q_BhLD[:, :, rows], k_B1PD, rows, sample, call)
         if used_BhL is not None:
             weights_BhRP.masked_fill_(~used_BhL[:, :, rows].unsqueeze(-1), 0.0)
         vertical.append(weights_BhRP[..., sample.rows - 1 :].sum(-2))
@@ -135,12 +101,11 @@ def _sum_lines(
     return _total(vertical), _total(shifted)
 
 
-def _weights(q_BhRD: torch.Tensor, k_BGPD: torch.Tensor, rows: slice, sample: _Sample, call: IndexCall) -> torch.Tensor:
+def _weights(q_BhRD: torch.Tensor, k_B1PD: torch.Tensor, rows: slice, sample: _Sample, call: IndexCall) -> torch.Tensor:
     """Softmax of some sampled queries, with L - 1 empty keys in front: [B, heads of the part, R, P]."""
     chunk, window = call.layout.chunk, call.layout.window
-    groups, count = k_BGPD.shape[1], q_BhRD.shape[2]
-    scores_BGXP = scaled_scores(torch.unflatten(q_BhRD, 1, (groups, -1)).flatten(2, 3), k_BGPD, call.scale)
-    scores_BhRP = torch.unflatten(scores_BGXP, 2, (-1, count)).flatten(1, 2)
+    scores_B1XP = scaled_scores(q_BhRD.flatten(1, 2)[:, None], k_B1PD, call.scale)
+    scores_BhRP = torch.unflatten(scores_B1XP[:, 0], 1, q_BhRD.shape[1:3])
     empty = sample.rows - 1
     scores_BhRP[..., :empty] = -torch.inf
     # Keys that every sampled row sees need no mask.

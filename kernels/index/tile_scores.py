@@ -34,7 +34,7 @@ heads of one KV head, E = s * D.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -51,23 +51,8 @@ STRIDE = 16  # divides every tile side
 _HIDDEN = torch.finfo(torch.float32).min  # finite: a row that sees nothing must not become NaN
 
 
-@dataclass(frozen=True, slots=True)
-class TileScores:
-    """Scores of some heads in some row tiles, float32.
-
-    Attributes:
-        heads: which of the heads asked for, by position, in the order of dimension 1.
-        rows: which row tiles.
-        scores_BhRM: over key tiles 0 to M - 1; no row of these sees a later one.
-    """
-
-    heads: tuple[int, ...]
-    rows: slice
-    scores_BhRM: torch.Tensor
-
-
-def tile_scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
-    """Estimates the tiles of these heads, a block of heads and row tiles at a time; together they cover all.
+def tile_scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Estimates the tiles of these heads, a block of row tiles at a time.
 
     Temporaries hold about topk.BLOCK_ELEMENTS elements, and one copy of the keys of a KV head where these do not lie
     token after token. Nothing waits for the device.
@@ -76,19 +61,23 @@ def tile_scores(kind: ScoreKind, heads: Sequence[int], call: IndexCall) -> Itera
         kind: how to estimate; see above.
         heads: query heads, ascending.
         call: the layer's queries and keys.
+
+    Yields:
+        Which row tiles, and their scores over key tiles 0 to M - 1, float32 [B, h, R, M]: no row of these sees a later
+        tile.
     """
     return _antidiagonal(heads, call) if kind == "antidiagonal" else _pooled(heads, call)
 
 
-def _pooled(heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
+def _pooled(heads: Sequence[int], call: IndexCall) -> Iterator[tuple[slice, torch.Tensor]]:
     layout, rows = call.layout, call.layout.locate()
     q_BhTD, k_BhMD = pool_heads(heads, call)
     for part in blocks(layout.row_tiles, layout.batch * len(heads) * layout.key_tiles):
-        seen_BRM = _mean_keys_seen(rows.part(part), tiles_up_to(part, layout), layout)
+        seen_BRM = _mean_keys_seen(rows.part(part), _tiles_up_to(part, layout), layout)
         logits_BhRM = (q_BhTD[:, :, part] @ k_BhMD[:, :, : seen_BRM.shape[2]].mT).mul_(call.scale)
         logits_BhRM.add_(seen_BRM.log()[:, None]).clamp_(min=_HIDDEN)
         any_BR1 = (seen_BRM > 0).any(-1, keepdim=True)
-        yield TileScores(tuple(range(len(heads))), part, logits_BhRM.softmax(-1).mul_(any_BR1[:, None]))
+        yield part, logits_BhRM.softmax(-1).mul_(any_BR1[:, None])
 
 
 def _mean_keys_seen(rows: RowTiles, tiles: int, layout: Layout) -> torch.Tensor:
@@ -110,47 +99,31 @@ def _mean_keys_seen(rows: RowTiles, tiles: int, layout: Layout) -> torch.Tensor:
     return (pairs_BRM / rows_BR1.clamp(min=1)).masked_fill_(rows_BR1 < 1, 0.0)
 
 
-def _antidiagonal(heads: Sequence[int], call: IndexCall) -> Iterator[TileScores]:
-    """Several KV heads at once where all their row tiles fit, else one, so that its keys serve many row tiles."""
+def _antidiagonal(heads: Sequence[int], call: IndexCall) -> Iterator[tuple[slice, torch.Tensor]]:
     layout, rows = call.layout, call.layout.locate()
+    groups = [list(own) for _, own in groupby(heads, lambda head: head // layout.group_size)]
     strided = layout.tile.query // STRIDE * ceil_div(layout.chunk.longest, STRIDE)
     elements = layout.batch * (strided + layout.tile.query * layout.head_dim)  # of a head's row tile
-    keys = layout.batch * layout.chunk.longest * layout.head_dim
-    for groups in _even_groups(heads, layout.group_size):
-        each = elements * len(next(iter(groups.values())))
-        for some in blocks(len(groups), each * layout.row_tiles + keys):
-            kv_heads = list(groups)[some]
-            asked = tuple(number for kv_head in kv_heads for number in groups[kv_head])
-            own = [heads[number] for number in asked]
-            k_BGJE = _fold_keys(kv_heads, call)
-            for part in blocks(layout.row_tiles, each * len(kv_heads)):
-                yield TileScores(asked, part, _score_rows(own, k_BGJE, part, rows.part(part), call))
+    for part in blocks(layout.row_tiles, elements * max(map(len, groups))):
+        first_BX, real_BX = _strided_rows(rows.part(part), layout)
+        strides = min(_tiles_up_to(part, layout) * layout.tile.key, layout.chunk.longest) // STRIDE
+        hidden_BXJ = _hidden_keys(first_BX, strides, layout)
+        real_BX.masked_fill_(hidden_BXJ.all(-1), 0.0)
+        yield part, torch.cat([_score_rows(own, part, hidden_BXJ, real_BX, call) for own in groups], 1)
 
 
-def _even_groups(heads: Sequence[int], group_size: int) -> list[dict[int, list[int]]]:
-    """Positions in `heads` by KV head, KV heads with equally many of them together."""
-    members: dict[int, list[int]] = {}
-    for number, head in enumerate(heads):
-        members.setdefault(head // group_size, []).append(number)
-    even: dict[int, dict[int, list[int]]] = {}
-    for kv_head, numbers in members.items():
-        even.setdefault(len(numbers), {})[kv_head] = numbers
-    return list(even.values())
-
-
-def tiles_up_to(part: slice, layout: Layout) -> int:
+def _tiles_up_to(part: slice, layout: Layout) -> int:
     """Key tiles that the last of these row tiles can see in any batch row; at least 1."""
     rows = part.stop * layout.tile.query
     ends = (min(past + rows, length) for past, length in zip(layout.chunk.past, layout.chunk.lengths, strict=True))
     return max(1, ceil_div(max(ends), layout.tile.key))
 
 
-def _fold_keys(kv_heads: Sequence[int], call: IndexCall) -> torch.Tensor:
-    """The strided keys, each s keys side by side: a view where keys lie token after token."""
-    whole = call.layout.chunk.longest // STRIDE
-    k_BGKD = take_heads(call.k_BGKD, kv_heads)[:, :, : whole * STRIDE]
-    k_BGJE = torch.unflatten(k_BGKD, 2, (whole, STRIDE)).flatten(3)
-    return k_BGJE if k_BGJE.is_cuda else k_BGJE.float()  # only CUDA multiplies half precision into float32
+def _fold_keys(kv_head: int, strided: int, call: IndexCall) -> torch.Tensor:
+    """The strided keys of a KV head, each s keys side by side: a view where keys lie token after token."""
+    k_B1KD = call.k_BGKD[:, kv_head, None, : strided * STRIDE]
+    k_B1JE = torch.unflatten(k_B1KD, 2, (strided, STRIDE)).flatten(3)
+    return k_B1JE if k_B1JE.is_cuda else k_B1JE.float()  # only CUDA multiplies half precision into float32
 
 
 def _fold_queries(heads: Sequence[int], part: slice, call: IndexCall) -> torch.Tensor:
@@ -167,24 +140,21 @@ def _fold_queries(heads: Sequence[int], part: slice, call: IndexCall) -> torch.T
 
 
 def _score_rows(
-    heads: Sequence[int], k_BGJE: torch.Tensor, part: slice, rows: RowTiles, call: IndexCall
+    heads: Sequence[int], part: slice, hidden_BXJ: torch.Tensor, real_BX: torch.Tensor, call: IndexCall
 ) -> torch.Tensor:
-    """Scores of a block of row tiles, by one product of all heads: [B, h, R, M]."""
-    layout, per_tile = call.layout, call.layout.tile.query // STRIDE
-    tiles, strides = tiles_up_to(part, layout), layout.tile.key // STRIDE
-    k_BGJE = k_BGJE[:, :, : tiles * strides]
-    q_BGYE = torch.unflatten(_fold_queries(heads, part, call), 1, (k_BGJE.shape[1], -1)).flatten(2, 3)
-    logits_BGYJ = scaled_scores(q_BGYE, k_BGJE, call.scale / STRIDE)
-    first_BX, real_BX = _strided_rows(rows, layout)
-    hidden_BXJ = _hidden_keys(first_BX, k_BGJE.shape[2], layout)
-    logits_BhXJ = logits_BGYJ.view(layout.batch, len(heads), *hidden_BXJ.shape[1:])
+    """Scores of a block of row tiles for heads of one KV head: [B, h, R, M]."""
+    layout = call.layout
+    k_B1JE = _fold_keys(heads[0] // layout.group_size, hidden_BXJ.shape[2], call)
+    q_B1YE = _fold_queries(heads, part, call).flatten(1, 2)[:, None]
+    logits_B1YJ = scaled_scores(q_B1YE, k_B1JE, call.scale / STRIDE)
+    logits_BhXJ = logits_B1YJ.view(layout.batch, len(heads), *hidden_BXJ.shape[1:])
     weights_BhXJ = logits_BhXJ.masked_fill_(hidden_BXJ[:, None], _HIDDEN).softmax(-1)
-    sums_BhXM = _sum_tiles(weights_BhXJ, strides, tiles)
-    real_BX = real_BX.masked_fill(hidden_BXJ.all(-1), 0.0)[:, None, :, None]
-    shares_BhXM = torch.where(real_BX > 0, sums_BhXM * real_BX, 0.0)
-    scores_BhRM = torch.unflatten(shares_BhXM, 2, (-1, per_tile)).sum(3)
-    total_BhR1 = torch.unflatten(real_BX, 2, (-1, per_tile)).sum(3)
-    return scores_BhRM.div_(total_BhR1.clamp(min=1.0))
+    sums_BhXM = _sum_tiles(weights_BhXJ, layout.tile.key // STRIDE, _tiles_up_to(part, layout))
+    real_B1X1 = real_BX[:, None, :, None]
+    shares_BhXM = torch.where(real_B1X1 > 0, sums_BhXM * real_B1X1, 0.0)
+    per_tile = (-1, layout.tile.query // STRIDE)
+    scores_BhRM = torch.unflatten(shares_BhXM, 2, per_tile).sum(3)
+    return scores_BhRM.div_(torch.unflatten(real_B1X1, 2, per_tile).sum(3).clamp(min=1.0))
 
 
 def _strided_rows(rows: RowTiles, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

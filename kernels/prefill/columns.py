@@ -24,9 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.triton import LOG2_E, _live_words, _rows
-from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
-from sparsekv.kernels.triton_support import check_tensors, interpreting
-from sparsekv.plans.errors import ShapeError
+from sparsekv.kernels.tiles import Chunk, TileIndex
 
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -61,7 +59,8 @@ def column_launch(dtype: torch.dtype, block_d: int) -> ColumnLaunch:
 
 
 def add_columns(
-    found: AttentionOutput,
+    out_BHSD: torch.Tensor,
+    lse_BHS: torch.Tensor,
     q_BHSD: torch.Tensor,
     k_BGKD: torch.Tensor,
     v_BGKD: torch.Tensor,
@@ -70,31 +69,19 @@ def add_columns(
     *,
     scale: float,
     window: int | None = None,
-    launch: ColumnLaunch | None = None,
 ) -> None:
     """Makes attention over the tiles into attention over tiles and live columns, in place.
 
     Args:
-        found: output and log-sum-exp over the tiles alone, all rows of it; rows that see nothing hold 0 and -inf.
-            Both are written; the log-sum-exp must be contiguous.
-        launch: block sizes to use instead of the table's, for tuning.
+        out_BHSD: over the tiles alone; rows that see nothing hold 0. Written.
+        lse_BHS: its log-sum-exp, contiguous; rows that see nothing hold -inf. Written.
 
     The other arguments are those of `prefill_attention`.
-
-    Raises:
-        BackendError: the tensors are not on a GPU, or the head size is not supported.
-        ShapeError: there is no log-sum-exp to go on from, or a stride is too long for 32-bit offsets inside a block.
     """
-    check_tensors(q_BHSD, k_BGKD, v_BGKD, found.out_BHSD)
-    out_BHSD, lse_BHS = found.out_BHSD, found.lse_BHS
-    if lse_BHS is None or not lse_BHS.is_contiguous():
-        raise ShapeError("columns are added to an output with a contiguous log-sum-exp: ask the tile pass for it")
-    if out_BHSD.numel() == 0 or index.columns_BHC.shape[2] == 0:
-        return
     B, H, S, D = q_BHSD.shape
     G, C = k_BGKD.shape[1], index.columns_BHC.shape[2]
     block_d = triton.next_power_of_2(D)
-    blocks = launch or column_launch(q_BHSD.dtype, block_d)
+    blocks = column_launch(q_BHSD.dtype, block_d)
     blocks = replace(blocks, block_m=min(blocks.block_m, index.tile.query))
     past_B = on_device(chunk.past, q_BHSD.device, torch.int32)
     lengths_B = on_device(chunk.lengths, q_BHSD.device, torch.int32)
@@ -115,8 +102,7 @@ def add_columns(
             scale * LOG2_E, window or 0, G, S, index.live_BHTN.shape[2], C, packed, index.live_BHTN.shape[3],
             GROUP=H // G, D=D, BLOCK_D=block_d, TILE_M=index.tile.query, BLOCK_M=blocks.block_m,
             BLOCK_C=blocks.block_c, STAGES=blocks.stages, WINDOWED=window is not None and window < chunk.longest,
-            PRECISION="ieee", UPCAST=interpreting() and q_BHSD.dtype == torch.bfloat16,
-            num_warps=blocks.warps, **({"maxnreg": blocks.registers} if blocks.registers else {}),
+            PRECISION="ieee", num_warps=blocks.warps, **({"maxnreg": blocks.registers} if blocks.registers else {}),
         )  # fmt: skip
 
 
@@ -142,8 +128,8 @@ def pack_kernel(
         v_base = v_ptr + batch.to(tl.int64) * v_stride_B + (head // GROUP).to(tl.int64) * v_stride_G
         at_CD = (batch_head * packed + slot_C)[:, None] * BLOCK_D + lanes_D[None, :]
         j64_C = j_C.to(tl.int64)
-        tl.store(packed_k_ptr + at_CD, _rows(k_base, j64_C, k_stride_S, lanes_D, keep_C, True, D, False))
-        tl.store(packed_v_ptr + at_CD, _rows(v_base, j64_C, v_stride_S, lanes_D, keep_C, True, D, False))
+        tl.store(packed_k_ptr + at_CD, _rows(k_base, j64_C, k_stride_S, lanes_D, keep_C, True, D))
+        tl.store(packed_v_ptr + at_CD, _rows(v_base, j64_C, v_stride_S, lanes_D, keep_C, True, D))
 
 
 @triton.jit
@@ -190,7 +176,7 @@ def columns_kernel(
     scale_log2, window, kv_heads, queries, query_tiles, columns, packed, words,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (GROUP * row blocks, KV heads, batch). Writes `out` and `lse` of rows that see a live column, no others.
 
@@ -218,11 +204,11 @@ def columns_kernel(
         out_base = out_ptr + batch.to(tl.int64) * out_stride_B + head.to(tl.int64) * out_stride_H
         lse_at = lse_ptr + batch_head * queries + row_M
         row64_M = row_M.to(tl.int64)
-        q_MD = _rows(q_base, row64_M, q_stride_S, lanes_D, real_M, True, D, UPCAST)
+        q_MD = _rows(q_base, row64_M, q_stride_S, lanes_D, real_M, True, D)
 
         m_M = tl.load(lse_at, mask=real_M, other=float("-inf")) / _LOG_2
         l_M = tl.where(m_M == float("-inf"), 0.0, 1.0)
-        acc_MD = _rows(out_base, row64_M, out_stride_S, lanes_D, real_M, True, D, False).to(tl.float32)
+        acc_MD = _rows(out_base, row64_M, out_stride_S, lanes_D, real_M, True, D).to(tl.float32)
 
         WORDS: tl.constexpr = BLOCK_C // 32
         first_step = first_word // WORDS
@@ -241,9 +227,6 @@ def columns_kernel(
         for step in tl.range(first_step, whole, num_stages=STAGES):
             k_CD = k_rows.load([first_row + step * BLOCK_C, 0])
             v_CD = v_rows.load([first_row + step * BLOCK_C, 0])
-            if UPCAST:
-                k_CD = k_CD.to(tl.float32)
-                v_CD = v_CD.to(tl.float32)
             keep_C = _live(live_row, step * BLOCK_C + lanes_C, columns)
             acc_MD, m_M, l_M = _join(
                 acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_C, keep_C, scale_log2, False, PRECISION
@@ -252,9 +235,6 @@ def columns_kernel(
             slot_C = step * BLOCK_C + lanes_C
             k_CD = k_rows.load([first_row + step * BLOCK_C, 0])
             v_CD = v_rows.load([first_row + step * BLOCK_C, 0])
-            if UPCAST:
-                k_CD = k_CD.to(tl.float32)
-                v_CD = v_CD.to(tl.float32)
             j_C = tl.load(column_row + slot_C, mask=slot_C < columns, other=-1)
             keep_C = _live(live_row, slot_C, columns) & (j_C >= 0)
             keep_MC = j_C[None, :] <= i_M[:, None]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -40,20 +39,55 @@ def prefill(
     want_lse: bool = False,
 ) -> AttentionOutput:
     """Attention over the index's tiles and columns, in float32; arguments as in `prefill_attention`."""
-    B, H, S, _ = q_BHSD.shape
-    group = H // k_BGKD.shape[1]
     out_BHSD = torch.zeros_like(q_BHSD)
-    lse_BHS = torch.full((B, H, S), -math.inf)
+    lse_BHS = torch.full(q_BHSD.shape[:3], -math.inf)
     for b, (past, length) in enumerate(zip(chunk.past, chunk.lengths, strict=True)):
-        rows, at_once = slice(0, length - past), torch.get_num_threads()
-        row = _BatchRow(
-            b, past, length, q_BHSD[b, :, rows], index, scale, window, out_BHSD[b, :, rows], lse_BHS[b, :, rows]
-        )
-        for first in range(0, k_BGKD.shape[1] if length > past else 0, at_once):
-            own = range(first, min(first + at_once, k_BGKD.shape[1]))
-            keys = {g: _Keys.of(k_BGKD[b, g, :length], v_BGKD[b, g, :length], index.tile.key) for g in own}
-            for_each(partial(row.attend, keys, group), range(own.start * group, own.stop * group))
+        if length > past:
+            rows, known = slice(0, length - past), slice(0, length)
+            row = _BatchRow(q_BHSD[b, :, rows], k_BGKD[b, :, known], v_BGKD[b, :, known], b, past, index, window, scale)
+            row.attend(out_BHSD[b, :, rows], lse_BHS[b, :, rows])
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BatchRow:
+    """One batch row without its padding."""
+
+    q_HSD: torch.Tensor
+    k_GKD: torch.Tensor
+    v_GKD: torch.Tensor
+    b: int
+    past: int
+    index: TileIndex
+    window: int | None
+    scale: float
+
+    def attend(self, out_HSD: torch.Tensor, lse_HS: torch.Tensor) -> None:
+        """Writes the result, for as many KV heads at once as there are threads."""
+        heads, at_once = len(self.k_GKD), torch.get_num_threads()
+        group = len(self.q_HSD) // heads
+        for first in range(0, heads, at_once):
+            own = range(first, min(first + at_once, heads))
+            keys = {g: self._keys(g) for g in own}
+
+            def fill(h: int, keys: Mapping[int, _Keys] = keys) -> None:
+                out_HSD[h], lse_HS[h] = self._head(h, keys[h // group])
+
+            for_each(fill, range(own.start * group, own.stop * group))
+
+    def _keys(self, g: int) -> _Keys:
+        k_KD, v_KD = self.k_GKD[g].float(), self.v_GKD[g].float()
+        if missing := -len(k_KD) % self.index.tile.key:
+            k_KD, v_KD = (torch.nn.functional.pad(x_KD, (0, 0, 0, missing)) for x_KD in (k_KD, v_KD))
+        return _Keys(k_KD.contiguous(), v_KD.contiguous(), self.index.tile.key)
+
+    def _head(self, h: int, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        """One query head over the keys of its KV head."""
+        q_SD, length = self.q_HSD[h].float(), self.k_GKD.shape[1]
+        if self.past == 0 and self.window is None and self.index.dense_H[h]:
+            return _flash(q_SD[None], keys.k_KD[None, :length], keys.v_KD[None, :length], self.scale, causal=True)
+        rows = head_rows(self.index, self.b, h, self.past, length, self.window)
+        return _sparse(q_SD, keys, rows, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,64 +96,22 @@ class _Keys:
 
     k_KD: torch.Tensor
     v_KD: torch.Tensor
-    length: int
     tile: int
 
-    @classmethod
-    def of(cls, k_KD: torch.Tensor, v_KD: torch.Tensor, tile: int) -> _Keys:
-        pad = (0, 0, 0, -k_KD.shape[0] % tile)
-        whole = (torch.nn.functional.pad(x_KD.float(), pad) if pad[3] else x_KD.float() for x_KD in (k_KD, v_KD))
-        padded_k_KD, padded_v_KD = (x_KD.contiguous() for x_KD in whole)
-        return cls(padded_k_KD, padded_v_KD, length=k_KD.shape[0], tile=tile)
-
-    def scratch(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A buffer that one query tile after the other gathers into."""
-        scratch_2ND = self.k_KD.new_empty((2, keys, self.k_KD.shape[1]))
-        return scratch_2ND[0], scratch_2ND[1]
-
-    def gather(self, whole: Whole, scratch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the tiles, then of the columns; valid until the buffer is used again."""
-        W, C = len(whole.tiles_W), len(whole.columns_C)
-        if whole.first is not None and not C:
-            at = slice(whole.first * self.tile, (whole.first + W) * self.tile)
+    def gather(
+        self, tiles_W: torch.Tensor, columns_C: torch.Tensor, scratch_2ND: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the tiles, then of the columns: where adjacent tiles lie, else in the buffer."""
+        W, C = len(tiles_W), len(columns_C)
+        if not C and (first := int(tiles_W[0])) + W - 1 == int(tiles_W[-1]):
+            at = slice(first * self.tile, (first + W) * self.tile)
             return self.k_KD[at], self.v_KD[at]
         split, total = W * self.tile, W * self.tile + C
-        for x_KD, scratch_ND in zip((self.k_KD, self.v_KD), scratch, strict=True):
+        for x_KD, scratch_ND in zip((self.k_KD, self.v_KD), scratch_2ND, strict=True):
             by_tile = x_KD.view(-1, self.tile * x_KD.shape[1])
-            torch.index_select(by_tile, 0, whole.tiles_W, out=scratch_ND[:split].view(W, by_tile.shape[1]))
-            torch.index_select(x_KD, 0, whole.columns_C, out=scratch_ND[split:total])
-        return scratch[0][:total], scratch[1][:total]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _BatchRow:
-    """One batch row, and where its result goes."""
-
-    b: int
-    past: int
-    length: int
-    q_HSD: torch.Tensor
-    index: TileIndex
-    scale: float
-    window: int | None
-    out_HSD: torch.Tensor
-    lse_HS: torch.Tensor
-
-    def attend(self, keys: Mapping[int, _Keys], group: int, h: int) -> None:
-        """One query head, over the keys of its KV head."""
-        q_SD, own = self.q_HSD[h].float(), keys[h // group]
-        if self.past == 0 and self.window is None and self.index.dense_H[h]:
-            out_SD, lse_S = _dense(q_SD, own, self.scale)
-        else:
-            rows = head_rows(self.index, self.b, h, self.past, self.length, self.window)
-            out_SD, lse_S = _sparse(q_SD, own, rows, self.scale)
-        self.out_HSD[h], self.lse_HS[h] = out_SD, lse_S
-
-
-def _dense(q_SD: torch.Tensor, keys: _Keys, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head that computes every causal tile of a whole prompt."""
-    k_KD, v_KD = keys.k_KD[: keys.length], keys.v_KD[: keys.length]
-    return _flash(q_SD[None], k_KD[None], v_KD[None], scale, causal=True)
+            torch.index_select(by_tile, 0, tiles_W, out=scratch_ND[:split].view(W, by_tile.shape[1]))
+            torch.index_select(x_KD, 0, columns_C, out=scratch_ND[split:total])
+        return scratch_2ND[0, :total], scratch_2ND[1, :total]
 
 
 def _sparse(q_SD: torch.Tensor, keys: _Keys, rows: HeadRows, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,25 +119,26 @@ def _sparse(q_SD: torch.Tensor, keys: _Keys, rows: HeadRows, scale: float) -> tu
     S, D = q_SD.shape
     q_TMD = torch.nn.functional.pad(q_SD, (0, 0, 0, -S % rows.query)).view(-1, rows.query, D)
     out_TMD, lse_TM = torch.zeros_like(q_TMD), q_TMD.new_full(q_TMD.shape[:2], -math.inf)
-    scratch = keys.scratch(rows.most_keys)
+    scratch_2ND = q_SD.new_empty((2, rows.most_keys, D))  # one query tile after the other gathers into it
     for part in blocks(len(q_TMD), rows.query * max(rows.key, rows.edge_keys), EDGE_ELEMENTS):
-        for t, whole in enumerate(rows.whole(part), part.start):
-            if len(whole.tiles_W) or len(whole.columns_C):
-                k_ND, v_ND = keys.gather(whole, scratch)
+        for t, (tiles_W, columns_C) in enumerate(rows.whole(part), part.start):
+            if len(tiles_W) or len(columns_C):
+                k_ND, v_ND = keys.gather(tiles_W, columns_C, scratch_2ND)
                 out_TMD[t], lse_TM[t] = _flash(q_TMD[t, None], k_ND[None], v_ND[None], scale)
         edge = rows.edge(part)
         if edge is not None:
-            found = _attend_edge(q_TMD[part], keys, edge, scale)
+            found = _attend_edge(q_TMD[part], keys, *edge, scale)
             out_TMD[part], lse_TM[part] = _join(out_TMD[part], lse_TM[part], *found)
     return out_TMD.view(-1, D)[:S], lse_TM.view(-1)[:S]
 
 
-def _attend_edge(q_XMD: torch.Tensor, keys: _Keys, edge: Edge, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    X, E = edge.tokens_XE.shape
-    at = edge.tokens_XE.clamp(max=len(keys.k_KD) - 1).flatten()
-    k_XED, v_XED = (x_KD.index_select(0, at).view(X, E, -1) for x_KD in (keys.k_KD, keys.v_KD))
-    out_XMD, lse_XM = _flash(q_XMD, k_XED, v_XED, scale, seen_XME=edge.seen_XME)
-    return out_XMD.view_as(q_XMD), lse_XM.view(q_XMD.shape[:2]).masked_fill_(~edge.seen_XME.any(-1), -math.inf)
+def _attend_edge(
+    q_XMD: torch.Tensor, keys: _Keys, tokens_XE: torch.Tensor, seen_XME: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    at = tokens_XE.clamp(max=len(keys.k_KD) - 1).flatten()
+    k_XED, v_XED = (x_KD.index_select(0, at).view(*tokens_XE.shape, -1) for x_KD in (keys.k_KD, keys.v_KD))
+    out_XMD, lse_XM = _flash(q_XMD, k_XED, v_XED, scale, seen_XME=seen_XME)
+    return out_XMD.view_as(q_XMD), lse_XM.view(q_XMD.shape[:2]).masked_fill_(~seen_XME.any(-1), -math.inf)
 
 
 def _flash(
@@ -181,23 +174,6 @@ def _join(
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """Tiles and columns that every row of a query tile sees."""
-
-    tiles_W: torch.Tensor
-    columns_C: torch.Tensor
-    first: int | None  # the first tile, where all of them are adjacent
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """Keys that only some rows of their query tile see; padding is seen by none."""
-
-    tokens_XE: torch.Tensor
-    seen_XME: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class HeadRows:
     """The query tiles of one head of one batch row."""
 
@@ -222,16 +198,16 @@ class HeadRows:
         """Edge keys of the query tile that has most of them."""
         return int((self.edge_TW.sum(1) * self.key + self.edge_TC.sum(1)).max())
 
-    def whole(self, part: slice) -> Iterator[Whole]:
-        """The whole part of each query tile of a block."""
+    def whole(self, part: slice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Tiles and columns that every row of a query tile sees, for each of a block."""
         inner_XW, columns_XC = self.listed_TW[part] & ~self.edge_TW[part], self.whole_TC[part]
         tiles = self.tiles_TW[part][inner_XW].split(inner_XW.sum(1).tolist())
         columns = self.columns_C.expand_as(columns_XC)[columns_XC].split(columns_XC.sum(1).tolist())
-        for tiles_W, columns_C in zip(tiles, columns, strict=True):
-            yield Whole(tiles_W, columns_C, _first_adjacent(tiles_W))
+        return zip(tiles, columns, strict=True)
 
-    def edge(self, part: slice) -> Edge | None:
-        """The edges of a block of query tiles; None when they have none."""
+    def edge(self, part: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys that only some rows of their query tile see, [X, E], and which rows see them, [X, M, E]; padding is seen
+        by none. None where a block of query tiles has none."""
         offset = torch.arange(self.key, dtype=torch.int32)
         tiles_XE1 = _compact(self.tiles_TW[part], self.edge_TW[part]).unsqueeze(-1)
         of_tiles_XE = torch.where(tiles_XE1 < 0, _HIDDEN, tiles_XE1 * self.key + offset).flatten(1)
@@ -243,7 +219,7 @@ class HeadRows:
         seen_XME = tokens_XE[:, None] <= i_XM1
         if self.window is not None:
             seen_XME &= tokens_XE[:, None] > i_XM1 - self.window
-        return Edge(tokens_XE, seen_XME)
+        return tokens_XE, seen_XME
 
 
 def head_rows(index: TileIndex, b: int, h: int, past: int, length: int, window: int | None) -> HeadRows:
@@ -289,13 +265,6 @@ def _columns(index: TileIndex, b: int, h: int, rows: int) -> tuple[torch.Tensor,
         columns_C = columns_C[:0]
     live_TC = unpack_bits(index.live_BHTN[b, h, :rows], columns_C.shape[0])
     return live_TC & (columns_C >= 0), columns_C
-
-
-def _first_adjacent(tiles_W: torch.Tensor) -> int | None:
-    if not len(tiles_W):
-        return None
-    first, last = int(tiles_W[0]), int(tiles_W[-1])
-    return first if last - first == len(tiles_W) - 1 else None
 
 
 def _compact(values_XN: torch.Tensor, keep_XN: torch.Tensor) -> torch.Tensor:

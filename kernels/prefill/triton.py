@@ -26,7 +26,7 @@ import triton.language as tl
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
-from sparsekv.kernels.triton_support import check_tensors, interpreting
+from sparsekv.kernels.triton_support import check_tensors
 from sparsekv.plans.patterns import TileShape
 
 LOG2_E = 1.4426950408889634
@@ -126,8 +126,7 @@ def prefill(
             BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, BLOCK_C=blocks.block_c, STAGES=blocks.stages,
             COLUMN_STAGES=blocks.column_stages, HAS_COLUMNS=index.columns_BHC.shape[2] > 0,
             WINDOWED=window is not None and window < chunk.longest, WANT_LSE=want_lse,
-            PRECISION="ieee", UPCAST=interpreting() and q_BHSD.dtype == torch.bfloat16,
-            num_warps=blocks.warps,
+            PRECISION="ieee", num_warps=blocks.warps,
         )  # fmt: skip
     return AttentionOutput(out_BHSD, lse_BHS)
 
@@ -175,7 +174,7 @@ def _tile_at(list_ptr, position, end, dense):
 
 @triton.jit
 @no_type_check
-def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr):
+def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.constexpr):
     """Rows number `at` from `base_ptr` on; masked-out rows read nothing and are 0."""
     at_ND = base_ptr + at[:, None] * stride + lanes_D[None, :]
     if MASKED:
@@ -184,8 +183,6 @@ def _rows(base_ptr, at, stride, lanes_D, keep, MASKED: tl.constexpr, D: tl.const
         rows_ND = tl.load(at_ND)
     else:
         rows_ND = tl.load(at_ND, mask=(lanes_D < D)[None, :], other=0.0)
-    if UPCAST:
-        rows_ND = rows_ND.to(tl.float32)
     return rows_ND
 
 
@@ -229,7 +226,7 @@ def prefill_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
     COLUMN_STAGES: tl.constexpr, HAS_COLUMNS: tl.constexpr, WINDOWED: tl.constexpr, WANT_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (GROUP * row blocks, KV heads, batch). The query heads of a KV head run side by side: they share K and V
     in cache. The last rows come first: they are the longest, and nothing long is left for the end of the launch."""
@@ -253,7 +250,7 @@ def prefill_kernel(
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B + head.to(tl.int64) * q_stride_H
     k_base = k_ptr + batch.to(tl.int64) * k_stride_B + kv_head.to(tl.int64) * k_stride_G
     v_base = v_ptr + batch.to(tl.int64) * v_stride_B + kv_head.to(tl.int64) * v_stride_G
-    q_MD = _rows(q_base, row_M.to(tl.int64), q_stride_S, lanes_D, real_M, True, D, UPCAST)
+    q_MD = _rows(q_base, row_M.to(tl.int64), q_stride_S, lanes_D, real_M, True, D)
 
     # Tiles below `whole_stop` lie under the diagonal in every row; from `stop` on no row sees anything. A window hides
     # the tiles below `start` and cuts through those below `whole_start`.
@@ -287,8 +284,8 @@ def prefill_kernel(
     for step in tl.range(whole_start * SPLIT, whole_stop * SPLIT, num_stages=STAGES):
         first_key = (tile * TILE_N + (step % SPLIT) * BLOCK_N).to(tl.int64)
         tile = _tile_at(list_ptr, (step + 1) // SPLIT, stop, dense)
-        k_ND = _rows(k_base + first_key * k_stride_S, lanes_N, k_stride_S, lanes_D, everything_N, False, D, UPCAST)
-        v_ND = _rows(v_base + first_key * v_stride_S, lanes_N, v_stride_S, lanes_D, everything_N, False, D, UPCAST)
+        k_ND = _rows(k_base + first_key * k_stride_S, lanes_N, k_stride_S, lanes_D, everything_N, False, D)
+        v_ND = _rows(v_base + first_key * v_stride_S, lanes_N, v_stride_S, lanes_D, everything_N, False, D)
         acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, everything_N, scale_log2, False, PRECISION)
 
     # The tiles on the window's edge, [start, whole_start), and those on the diagonal, [whole_stop, stop).
@@ -298,8 +295,8 @@ def prefill_kernel(
         position = tl.where(position < edge, start + position, whole_stop + position - edge)
         first_key = _tile_at(list_ptr, position, stop, dense) * TILE_N + (step % SPLIT) * BLOCK_N
         j_N = first_key + lanes_N
-        k_ND = _rows(k_base, j_N.to(tl.int64), k_stride_S, lanes_D, j_N < length, True, D, UPCAST)
-        v_ND = _rows(v_base, j_N.to(tl.int64), v_stride_S, lanes_D, j_N < length, True, D, UPCAST)
+        k_ND = _rows(k_base, j_N.to(tl.int64), k_stride_S, lanes_D, j_N < length, True, D)
+        v_ND = _rows(v_base, j_N.to(tl.int64), v_stride_S, lanes_D, j_N < length, True, D)
         keep_MN = _visible(i_M, j_N, window, WINDOWED)
         acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_ND, v_ND, keep_MN, scale_log2, True, PRECISION)
 
@@ -316,8 +313,8 @@ def prefill_kernel(
             word_C = tl.load(live_row + slot_C // 32, mask=slot_C < columns, other=0)
             j_C = tl.load(column_row + slot_C, mask=slot_C < columns, other=-1)
             live_C = ((word_C >> (slot_C % 32)) & 1 != 0) & (j_C >= 0) & (j_C < length)
-            k_CD = _rows(k_base, j_C.to(tl.int64), k_stride_S, lanes_D, live_C, True, D, UPCAST)
-            v_CD = _rows(v_base, j_C.to(tl.int64), v_stride_S, lanes_D, live_C, True, D, UPCAST)
+            k_CD = _rows(k_base, j_C.to(tl.int64), k_stride_S, lanes_D, live_C, True, D)
+            v_CD = _rows(v_base, j_C.to(tl.int64), v_stride_S, lanes_D, live_C, True, D)
             keep_MC = _visible(i_M, j_C, window, WINDOWED) & live_C[None, :]
             acc_MD, m_M, l_M = _attend(acc_MD, m_M, l_M, q_MD, k_CD, v_CD, keep_MC, scale_log2, True, PRECISION)
 

@@ -4,10 +4,10 @@ Queries, keys and values are random: what kernels cost depends on tiles and leng
 the chunk that ends at a length is timed, with its past.
 
 Steps over rows in host memory are timed on CUDA by the kernels of captured steps, over a few layers that follow one
-choice (runtime/hf/captured.py), elsewhere as single launches. Choices that a captured step has no slots for are cut to
-the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait for the
-host and take longer; they have no price of their own (remarks.py tells of them). Here rows are fetched beside attention
-alone, in a whole step beside the rest of the layers as well, which may cost less.
+choice (runtime/hf/graph_stores.py), elsewhere as single launches. Choices that a captured step has no slots for are
+cut to the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait
+for the host and take longer; they have no price of their own (remarks.py tells of them). Here rows are fetched beside
+attention alone, in a whole step beside the rest of the layers as well, which may cost less.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, D head size, N chosen tokens.
 """
@@ -36,17 +36,17 @@ from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
 from sparsekv.planner.data_files import device_name, dtype_name, versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
-from sparsekv.planner.profile.search_space import last_q_for
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
 from sparsekv.plans.phases import DecodeBudget, Segment
 from sparsekv.plans.schema import BackendName, HostName
 from sparsekv.runtime.core.decode import Resident, choose_alone, decode
 from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.captured import StepStores
+from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import HostReads
 
@@ -278,18 +278,6 @@ class OffloadedSteps:
         return found
 
 
-def _patterns(length: int) -> Iterator[tuple[Family, Pattern]]:
-    """A few of each kind, so that tiles and columns vary apart from one another."""
-    yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 16))
-    yield "a_shape", AShape(sink=tokens(128), window=tokens(length // 4))
-    yield "block_sparse", BlockSparse(keep=tokens(max(256, length // 16)))
-    yield "block_sparse", BlockSparse(keep=tokens(max(512, length // 4)))
-    few, many, last_q = max(256, length // 16), max(512, length // 5), last_q_for(length)
-    for vertical, slash in ((few, many), (many, few)):
-        lines = VerticalSlash(vertical=tokens(vertical), slash=tokens(slash), last_q=last_q, max_tiles=tokens(few))
-        yield "vertical_slash", lines
-
-
 @dataclass(frozen=True, slots=True)
 class Bench:
     """One device, one layer's heads, one tile shape."""
@@ -320,14 +308,12 @@ class Bench:
         yield _timing("dense prefill", length, (1.0, heads * chunk.causal_tiles(self.tile)), dense_us)
         if (copy := self.host.copy(k_BGSD, v_BGSD)) is not None:
             yield _timing("copy", length, (1.0, float(length)), self._us(copy))
-        for name, pattern in _patterns(length):
-            if name not in self.families:
-                continue
+        for pattern in (one for name in self.families for one in PATTERNS[name].timed(length)):
             build = partial(build_index, (pattern,) * heads, q_BHTD, k_BGSD, chunk, self.tile, scale=scale)
             scored = float(heads * length)
             index, build_us = build(), self._us(build)
             attend = partial(prefill_attention, q_BHTD, k_BGSD, v_BGSD, index, chunk, scale=scale, backend=self.backend)
-            yield _timing(f"index {name}", length, (1.0, scored, scored * rows), build_us)
+            yield _timing(f"index {pattern.pattern}", length, (1.0, scored, scored * rows), build_us)
             query_tiles, tiles = float(index.counts_BHT.numel()), float(index.counts_BHT.sum())
             work = (query_tiles, tiles, max(0.0, float(computed_tiles(index).sum()) - tiles))
             yield _timing("sparse prefill", length, (1.0, *work), self._us(partial(self._taken, attend)))

@@ -16,9 +16,8 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.planner.targets import mandatory_a_row
 from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.patterns import Dense, Pattern, TileShape, in_tokens
+from sparsekv.plans.patterns import Dense, Pattern, TileShape
 from sparsekv.plans.phases import DecodePlan, Offload, PrefillBucket, PrefillPlan, Segment
 from sparsekv.plans.schema import Cost, Estimate, Prediction
 
@@ -177,7 +176,7 @@ def shares_at(
     if length == tables.entry.length:
         return tiles_LH, columns_LH
     stretch = 1.0 if as_shares and length < tables.entry.length else tables.entry.length / length
-    least = min(1.0, mandatory_a_row(tile) * tile.key / length)
+    least = min(1.0, tile.mandatory * tile.key / length)
 
     def at_length(share_LH: Floats) -> Floats:
         row_LH = (1.0 - np.sqrt(np.maximum(0.0, 1.0 - share_LH))) * stretch
@@ -235,7 +234,7 @@ def choice_of(bucket: PrefillBucket, tables: ScoreTables) -> Choice | None:
             if isinstance(pattern, Dense):
                 continue
             measured = [tables.entry.patterns[positions[head]] for positions in scores.patterns]
-            candidate = in_tokens(pattern, tables.entry.length)
+            candidate = pattern.in_tokens(tables.entry.length)
             if candidate not in measured:
                 return None
             choice[row, head] = measured.index(candidate)

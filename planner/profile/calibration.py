@@ -6,12 +6,12 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import (
     QUOTE_TASKS,
     RETRIEVAL_TASKS,
@@ -64,27 +64,46 @@ class CalibrationPrompt:
         return tuple(range(self.answer_start - 1, len(self.ids)))[:DECODE_ROWS]
 
 
-def calibration_prompts(
-    tokenizer: Any, options: Settled, kit: Kit | None = None
-) -> dict[int, tuple[CalibrationPrompt, ...]]:
-    """The prompts of every length.
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """The prompts of a job: of tasks, or the caller's own texts in their place. Each is made once.
 
-    The options have tasks, or own prompts. `task_of_each` tells whose turn it is. Own texts are cut at the length;
-    those of less than half of it are left out, with a `PlanWarning`.
-
-    Args:
-        kit: the calibration split's, `prepare(tokenizer, Split.CALIBRATION)`, for those who call this often.
-
-    Raises:
-        UsageError: an unknown task.
-        PromptError: own prompts are too short to profile at a length, or a task does not fit it.
+    Own texts are cut at the length; those of less than half of it are left out, with a `PlanWarning`. `task_of_each`
+    tells whose turn it is.
     """
-    if options.prompts:
-        return {
-            length: _own(tokenizer, options.prompts, length, options.samples_at(length)) for length in options.lengths
-        }
-    source = kit or prepare(tokenizer, Split.CALIBRATION)
-    return {length: tuple(_from_tasks(source, options, length)) for length in options.lengths}
+
+    tokenizer: Any
+    texts: tuple[str, ...]
+    tasks: tuple[str, ...]
+    seed: int
+
+    def prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
+        """So many of a length, or as many as there are; a smaller number are the first ones.
+
+        Raises:
+            UsageError: an unknown task.
+            PromptError: own texts are too short to profile at a length, or a task does not fit it.
+        """
+        made = self._made.get(length, ())
+        if self.texts:
+            made = made or _own(self.tokenizer, self.texts, length)
+        elif len(made) < samples:
+            made += self._drawn(length, samples, len(made))
+        self._made[length] = made
+        return made[:samples]
+
+    def _drawn(self, length: int, samples: int, first: int) -> tuple[CalibrationPrompt, ...]:
+        tasks = task_of_each(self.tasks, samples)
+        turns = [(task, tasks[:index].count(task)) for index, task in enumerate(tasks)]
+        return tuple(_from_task(self._kit, *turn, length, self.seed) for turn in turns[first:])
+
+    @cached_property
+    def _kit(self) -> Kit:
+        return prepare(self.tokenizer, Split.CALIBRATION)
+
+    @cached_property
+    def _made(self) -> dict[int, tuple[CalibrationPrompt, ...]]:
+        return {}
 
 
 def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
@@ -131,12 +150,6 @@ def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Itera
     return (_sample(task, kit, length, seed, index) for index in range(samples))
 
 
-def _from_tasks(kit: Kit, options: Settled, length: int) -> Iterator[CalibrationPrompt]:
-    tasks = task_of_each(options.tasks, options.samples_at(length))
-    turns = (tasks[:index].count(task) for index, task in enumerate(tasks))
-    return (_from_task(kit, *each, length, options.seed) for each in zip(tasks, turns, strict=True))
-
-
 def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> CalibrationPrompt:
     sample = _sample(task, kit, length, seed, turn)
     ids = np.concatenate([sample.prompt_ids, sample.answer_ids])
@@ -154,7 +167,7 @@ def _sample(name: str, kit: Kit, length: int, seed: int, index: int) -> Sample:
         ) from error
 
 
-def _own(tokenizer: Any, texts: Sequence[str], length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
+def _own(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[CalibrationPrompt, ...]:
     encoded = [np.asarray(tokenizer(text)["input_ids"][:length], np.int32) for text in texts]
     least = max(SHORTEST, length // 2)
     long_enough = [ids for ids in encoded if len(ids) >= least]
@@ -171,4 +184,4 @@ def _own(tokenizer: Any, texts: Sequence[str], length: int, samples: int) -> tup
             PlanWarning,
             stacklevel=3,
         )
-    return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in long_enough[:samples])
+    return tuple(CalibrationPrompt(ids, len(ids) - OWN_ANSWER) for ids in long_enough)

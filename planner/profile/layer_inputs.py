@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparsekv.runtime.hf.describe import decoder_of
+from sparsekv.runtime.hf.observe import run_layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +28,7 @@ class LayerInput:
 
     def run(self, layer: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
         """The output of the layer for the same call with these hidden states: [B, S, E]."""
-        out = layer(hidden_BSE, *self.args, **self.kwargs)
+        out = run_layer(layer, hidden_BSE, *self.args, **self.kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 
-from sparsekv.planner.compare import Batch, answered, batches, forced_logits
+import torch
+
+from sparsekv.planner.evaluation.batches import batches
+from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.prompts_at_once import prompts_at_once
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
 from sparsekv.plans.errors import PromptError
@@ -69,10 +71,11 @@ def _is_solved(loaded: LoadedModel, kit: Kit, task: str, length: int, samples: i
     except PromptError:
         return False
     right = 0
-    for some in batches(drawn, prompts_at_once(loaded.model, length)):
-        batch = Batch.of(some, loaded.model.device)
-        (logits_BAV,) = forced_logits(loaded, batch.prompt_BS, [batch.answer_BA], stepwise=False)
-        right += sum(map(bool, answered(loaded, batch, logits_BAV)))
+    for batch in batches(drawn, loaded.model):
+        ids_BS = torch.cat([batch.prompt_BS, batch.answer_BA], 1)
+        with torch.no_grad():
+            logits_BAV = prefill(loaded.model, ids_BS, None, batch.answer_BA.shape[1] + 1).logits_BKV
+        right += sum(map(bool, answered(loaded, batch, logits_BAV.argmax(-1))))
         if 2 * right >= samples:
             return True
     return False

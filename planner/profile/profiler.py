@@ -23,9 +23,9 @@ from torch import nn
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.data_files import device_name, dtype_name, versions
-from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of
+from sparsekv.planner.job import Job
+from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
-from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import SCORES, Profile
 from sparsekv.planner.profile.resume import LayerRecord, Records, RunShape, as_table, length_means
 from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix, aims, fit_to_target, screened, slots
@@ -34,12 +34,11 @@ from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.targets import check_targets
-from sparsekv.planner.tasks import Kit
 from sparsekv.plans.schema import BackendName
-from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 
@@ -53,34 +52,25 @@ _FITTED_BYTES = 2 << 30  # of queries
 _RUNS = {"cuda": 8}
 
 
-def profile(
-    loaded: LoadedModel,
-    options: Settled,
-    progress: Progress | None = None,
-    resume: Path | None = None,
-    kit: Kit | None = None,
-) -> Profile:
+def profile(job: Job, progress: Progress | None = None, resume: Path | None = None) -> Profile:
     """Profiles a model.
 
     Args:
-        options: settled.
         resume: a file for what is measured, layer by layer; a run that was interrupted goes on from it. The caller
             removes it once the plan is written.
-        kit: see `calibration_prompts`.
 
     Raises:
         UsageError, PromptError: options or prompts do not fit; a target density leaves no room for the tiles that
             every pattern computes.
         BackendError: the backend cannot run here.
     """
-    model, info, progress = loaded.model, loaded.info, progress or Progress()
+    loaded, options, progress = job.subject, job.options, progress or Progress()
+    model, info = loaded.model, loaded.info
     layers = range(info.layers)
     head_dim = info.attention[0].head_dim
     chosen = choose_backend(model.device, model.dtype, head_dim, options.backend, options.tile)
     backend = cast(BackendName, chosen.name)
-    if not options.prompts:
-        options = with_tasks(loaded, options, progress=progress)
-    prompts = calibration_prompts(loaded.tokenizer, options, kit)
+    prompts = job.prompts
     _check_targets(prompts, options)
     choice = token_choice(options) if "decode" in options.phases else None
     candidates = {length: [aim.candidate for aim in aims(options, length)] for length in prompts}

@@ -2,7 +2,7 @@
 
 MInference 1.0, section 3.2, algorithm 1: every candidate is a family with a ratio of its parts; its size changes until
 it computes the target number of tiles on the queries and keys at hand (`fit_to_target`). The paper's own numbers are
-in `_published`.
+in the patterns' `published`.
 
 A first prompt compares all ranges at a few densities (`screened`); each head then goes on with the ranges that did
 least damage there, over the whole ladder of densities (`slots`).
@@ -13,8 +13,7 @@ Shapes: B batch (always 1 here), H query heads, G KV heads, S queries, D head si
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,103 +23,18 @@ import torch
 from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import Candidate
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.targets import mandatory_density
-from sparsekv.plans.patterns import AShape, BlockSparse, Pattern, TileShape, VerticalSlash, tokens
-
-PUBLISHED_LAST_Q = 64
-PUBLISHED_STEP = 50
-# More sampled queries find more of what a head looks for; from some length on, they cost more than they find.
-_LAST_Q = 256
-_LAST_Q_UP_TO = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The sizes that the largest part of a pattern may take, ascending.
-
-    With a step they run through `start`, so that a search that need not move lands on the published value. Without
-    one they grow by a sixteenth of an octave: as fine at 50 diagonals as at 5000.
-    """
-
-    start: int
-    step: int | None
-
-    def count(self, most: int) -> int:
-        """How many sizes there are up to the first that reaches `most`."""
-        if self.step is None:
-            return min(len(_OCTAVES), bisect_left(_OCTAVES, most) + 1)
-        return max(0, most - self.start % self.step) // self.step + 2
-
-    def value(self, size: int) -> int:
-        """The size of that number, from 0 on."""
-        return _OCTAVES[size] if self.step is None else self.start % self.step + size * self.step
-
-
-_OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
-
-
-@dataclass(frozen=True, slots=True)
-class PatternRange:
-    """Patterns of one family ordered by size; a larger size never computes less.
-
-    Attributes:
-        name: what profiles call it.
-        sizes: how many sizes make a difference at a length: 0 to sizes - 1.
-        pattern: the pattern of a size, with at most so many tokens of tiles in a row where the family can bound it.
-        last_q: queries that its index samples; None: it samples none.
-    """
-
-    family: Family
-    name: str
-    sizes: Callable[[int], int]
-    pattern: Callable[[int, int], Pattern]
-    last_q: int | None = None
-
-
-def a_shape_range(sink: int, window: int, step: int | None = None) -> PatternRange:
-    """A fixed sink and a growing window."""
-    grid = Grid(window, step)
-    return PatternRange(
-        "a_shape",
-        f"a_shape({sink}, {window})",
-        grid.count,
-        lambda size, _: AShape(sink=tokens(sink), window=tokens(grid.value(size))),
-    )
-
-
-def vertical_slash_range(
-    vertical: int, slash: int, step: int | None = None, last_q: int = PUBLISHED_LAST_Q
-) -> PatternRange:
-    """Columns and diagonals in a fixed ratio; the larger of the two moves by `step`."""
-    most = max(vertical, slash)
-    grid = Grid(most, step)
-
-    def pattern(size: int, max_tiles: int) -> Pattern:
-        scale = grid.value(size) / most
-        columns, diagonals = tokens(round(vertical * scale)), tokens(round(slash * scale))
-        bound = tokens(max_tiles)
-        return VerticalSlash(vertical=columns, slash=diagonals, last_q=last_q, max_tiles=bound)
-
-    return PatternRange("vertical_slash", f"vertical_slash({vertical}, {slash})", grid.count, pattern, last_q)
-
-
-def block_sparse_range(key_tile: int) -> PatternRange:
-    """Top tiles of each row, one tile more a size."""
-    return PatternRange(
-        "block_sparse",
-        "block_sparse",
-        lambda length: -(-length // key_tile),
-        lambda size, _: BlockSparse(keep=tokens((size + 1) * key_tile)),
-    )
+from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, PatternRange, TileShape, tokens
 
 
 def search_space(options: Settled, length: int) -> tuple[PatternRange, ...]:
     """What to search at a length, of the families asked for: our own ranges, or those of MInference 1.0."""
-    ranges = _own(options.tile, length) if options.preset is None else _published(options.tile)
-    return tuple(one for one in ranges if one.family in options.families)
+    tile, kinds = options.tile, [kind for name, kind in PATTERNS.items() if name in options.families]
+    if options.preset is not None:
+        return tuple(one for kind in kinds for one in kind.published(tile))
+    return tuple(one for kind in kinds for one in kind.ranges(tile, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,32 +102,6 @@ def _published_density(length: int, tile: TileShape) -> float:
     nothing_11LD = torch.empty(1, 1, length, 1)  # a static pattern reads neither queries nor keys
     index = build_index((pattern,), nothing_11LD, nothing_11LD, chunk, tile, scale=1.0)
     return float(density(index, chunk))
-
-
-def last_q_for(length: int) -> int:
-    """How many of the last queries our own vertical-slash patterns sample."""
-    return _LAST_Q if length <= _LAST_Q_UP_TO else PUBLISHED_LAST_Q
-
-
-def _own(tile: TileShape, length: int) -> tuple[PatternRange, ...]:
-    """Ratios from nearly all diagonals to columns alone, and the smallest sink."""
-    ratios = ((30, 2048), (1000, 1000), (2000, 500), (3000, 200), (4096, 0))
-    return (
-        a_shape_range(tile.key, 4096),
-        *(vertical_slash_range(*ratio, last_q=last_q_for(length)) for ratio in ratios),
-        block_sparse_range(tile.key),
-    )
-
-
-def _published(tile: TileShape) -> tuple[PatternRange, ...]:
-    return (
-        a_shape_range(1024, 4096, PUBLISHED_STEP),
-        vertical_slash_range(30, 2048, PUBLISHED_STEP),
-        vertical_slash_range(100, 1800, PUBLISHED_STEP),
-        vertical_slash_range(500, 1500, PUBLISHED_STEP),
-        vertical_slash_range(3000, 200, PUBLISHED_STEP),
-        block_sparse_range(tile.key),
-    )
 
 
 # Rows near the end of a prompt cross more of a head's diagonals than the average row does.

@@ -31,9 +31,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 TEMPERATURE = 3.0
 _ROWS_AT_ONCE = 4096  # of a layer with a window of its own

@@ -23,7 +23,7 @@ from sparsekv.kernels.topk import blocks
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import TokenChoice
 from sparsekv.plans.patterns import fraction
-from sparsekv.runtime.hf.capture import AttentionCall
+from sparsekv.runtime.hf.observe import AttentionCall
 
 _SHARES = (0.025, 0.05, 0.1, 0.2)
 

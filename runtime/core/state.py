@@ -18,8 +18,8 @@ from sparsekv.runtime.core.program import LayerProgram, Program, SegmentProgram
 ReduceMax = Callable[[torch.Tensor], torch.Tensor]
 """The elementwise maximum of a tensor over all ranks."""
 
-OnChoice = Callable[[SegmentProgram, Selection], Selection]
-"""Is told what a segment's filter layer chose, and gives what its layers are to follow."""
+OnChoice = Callable[[SegmentProgram, Selection], None]
+"""Is told what a segment's filter layer chose, before its layers follow."""
 
 
 class DecodeState:
@@ -158,7 +158,7 @@ class DecodeState:
     def choose(self, segment: SegmentProgram, selection: Selection | None) -> None:
         """Records what a filter layer chose in this step; None is everything in every row."""
         if selection is not None and self._on_choice is not None:
-            selection = self._on_choice(segment, selection)
+            self._on_choice(segment, selection)
         self._selected[segment.filter] = selection
         self._moved.clear()
 

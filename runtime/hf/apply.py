@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,131 +13,25 @@ from typing import get_args
 import torch
 from transformers import Cache, PreTrainedModel
 
-from sparsekv.kernels.backends import BackendChoice, Fallback, choose_backend
+from sparsekv.kernels.backends import BackendChoice, choose_backend
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import count_step, decode
-from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.core.stats import Meter, RunStats
-from sparsekv.runtime.hf.attach import ChangeCheck, attach, check_attachable
-from sparsekv.runtime.hf.attention import Executor, LayerCall, Phase
+from sparsekv.runtime.hf.attach import attach, check_attachable
 from sparsekv.runtime.hf.cache import SparseLayer, check_owner_open, sparse_cache
 from sparsekv.runtime.hf.describe import describe_model
-from sparsekv.runtime.hf.graphs import GraphWarning, StepGraphs, can_capture
+from sparsekv.runtime.hf.engine import PlanEngine
+from sparsekv.runtime.hf.graphs import StepGraphs
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
-from sparsekv.runtime.hf.placement import OffloadMode, Placement, layouts_of, reads_of
+from sparsekv.runtime.hf.placement import OffloadMode, layouts_of
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
-
-
-class PlanEngine:
-    """Attention of a model as a program has it.
-
-    Args:
-        program: what every layer computes.
-        model: that it is for.
-        backend: the kernel backend's name; prefill goes on with another one should it fail.
-        placement: the layers whose keys and values live in host memory; of caches to come, so that it may change.
-        chunking: how long inputs are cut.
-        memory: where blocks of host memory come from; its own when None.
-    """
-
-    differentiable = False
-
-    def __init__(
-        self,
-        program: Program,
-        model: PreTrainedModel,
-        backend: str,
-        placement: Placement,
-        chunking: Chunking,
-        memory: HostMemory | None = None,
-    ) -> None:
-        self.open = True
-        self.bytes: list[Bytes] = []
-        self.host_reads = HostReads()
-        self.meter = Meter()
-        self.fallback = Fallback(backend)
-        self._backend = backend  # of decode: there is one for each kind of device
-        self._device = model.device
-        self._model_type: str = model.config.model_type
-        self.graphs: StepGraphs | None = None
-        self._told = False
-        self._program = program
-        self.placement = placement
-        self._chunking = chunking
-        self.memory = HostMemory() if memory is None else memory
-        self._owns_memory = memory is None
-
-    def new_store(self, layer: int) -> KVStore:
-        """Host memory for the layers that are placed there, else the device."""
-        if layer not in self.placement.layers:
-            return DeviceStore()
-        return HostStore(self.placement.hot, self.memory, reads_of(self._program.layers[layer]), self.host_reads)
-
-    @property
-    def remembers(self) -> tuple[int, ...]:
-        """The filter layers whose selector looks at older queries, which a cache from elsewhere lacks."""
-        return self._program.remembers
-
-    def new_state(self) -> DecodeState:
-        """What the layers of one cache share."""
-        return DecodeState(self._program)
-
-    def executors(self) -> Sequence[Executor]:
-        """Captured decode steps, where the device has them."""
-        if not can_capture(self._device, self._backend):
-            return ()
-        if self.graphs is None:  # else it was suspended
-            self.graphs = StepGraphs(self._model_type, self, self._program, self.host_reads)
-        return (self.graphs,)
-
-    def begin_step(self, cache: Cache, lengths: tuple[int, ...], device: torch.device) -> None:
-        """Starts a decode step at which the rows have these lengths, the new tokens included, and counts it."""
-        first = cache.layers[0]
-        assert isinstance(first, SparseLayer)
-        first.state.begin(lengths, device)
-        count_step(self._program, lengths, self.meter)
-        if self.graphs is None and not self._told and can_capture(self._device, self._backend):
-            self._told = True
-            warnings.warn("decode steps are not captured: the decoder has a forward of its own", GraphWarning, 2)
-
-    def release(self) -> None:
-        """Gives host memory back to the system as soon as no cache uses it, and frees captured steps."""
-        if self._owns_memory:
-            self.memory.close()
-        if self.graphs is not None:
-            self.graphs.release()
-
-    def attend(self, call: LayerCall) -> torch.Tensor:
-        """The call's phase of its layer."""
-        layer, entry = self._program.layers[call.layer], call.entry
-        if call.phase is Phase.DECODE:
-            assert entry is not None, "decode without a cache"
-            step = partial(decode, layer, call.q_BHSD, entry.store, entry.state, scale=call.scale)
-            return self.fallback.decode(lambda backend: step(backend=backend), self._backend, call.q_BHSD.device)
-        if entry is not None:
-            entry.state.remember(layer, call.q_BHSD)
-        chunk = call.chunk
-        return prefill(
-            layer,
-            call.q_BHSD,
-            call.keys(chunk),
-            chunk,
-            scale=call.scale,
-            fallback=self.fallback,
-            meter=self.meter,
-            overwrite_above=self._chunking.output_bytes if call.q_is_spare else None,
-        )
 
 
 class Handle:
@@ -155,10 +48,8 @@ class Handle:
         self._engine = engine
         self._layouts = layouts_of(model)
         self._memory = memory
-        self._attach: Callable[[], Callable[[], None]] | None = partial(
-            attach, model, engine, memory.chunking, ChangeCheck(model)
-        )
-        self._undo = self._attach()
+        self._model: PreTrainedModel | None = model
+        self._undo = attach(model, engine, memory.chunking)
 
     @property
     def backend(self) -> BackendChoice:
@@ -188,12 +79,12 @@ class Handle:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called; False of a suspended handle, which `resume()` puts to work again."""
-        return self._attach is None
+        return self._model is None
 
     def close(self) -> None:
         """Restores the model. Caches made under this handle cannot be used any more. Again is fine."""
         self._undo()
-        self._attach = None  # nor keeps the model alive
+        self._model = None  # nor keeps it alive
         self._engine.release()
 
     def suspend(self) -> None:
@@ -208,9 +99,14 @@ class Handle:
             UsageError: the handle was closed, a plan is at work, this one or another, or the model is no longer as it
                 was when this one was applied.
         """
-        if self._attach is None:
+        if self._model is None:
             raise UsageError("expected a suspended handle, found one that was closed; call apply again")
-        self._undo = self._attach()
+        if layouts_of(self._model) != self._layouts:
+            raise UsageError(
+                "expected the layers that the plan was applied to, found others, or on another device, or of another "
+                "dtype; close the handle before changing the model, and call apply again"
+            )
+        self._undo = attach(self._model, self._engine, self._memory.chunking)
         self._engine.open = True
 
     def new_cache(
@@ -250,12 +146,7 @@ class Handle:
         """
         check_owner_open(self._engine)
         at_most = tokens if at_most is None else at_most
-        sizes = {"tokens": tokens, "batch": batch, "chunk": tokens if chunk is None else chunk, "at_most": at_most}
-        for name, count in sizes.items():
-            if type(count) is not int or count < 1:
-                raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
-        if type(answer) is not int or not 0 <= answer < tokens:
-            raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
+        _check_sizes(answer, tokens=tokens, batch=batch, chunk=tokens if chunk is None else chunk, at_most=at_most)
         request, available = Request(tokens - answer, answer, batch, chunk), self._available()
         largest = replace(request, prompt=max(tokens, at_most) - answer)
         placement = self._memory.place(largest, available)
@@ -276,11 +167,6 @@ class Handle:
             raise
         return cache
 
-    @property
-    def takes_over(self) -> bool:
-        """Whether `cache_of` serves: no selector of the plan looks at older queries than the newest."""
-        return not self._engine.remembers
-
     def cache_of(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Cache:
         """A cache of prompts that were prefilled elsewhere, as under another handle; see `handed_over` in cache.py.
 
@@ -290,11 +176,11 @@ class Handle:
             layers: keys and values of every layer, [B, G, S, D] each.
 
         Raises:
-            UnsupportedError: not `takes_over`.
+            UnsupportedError: a selector of the plan looks at older queries than the newest.
             UsageError: the handle is closed or suspended, or these are more or fewer layers than the model has.
         """
         check_owner_open(self._engine)
-        if not self.takes_over:
+        if self._engine.remembers:
             raise UnsupportedError(
                 f"expected a plan whose selectors look at the newest query alone, found older ones in filter layer "
                 f"{self._engine.remembers[0]}; prefill the prompt under this handle"
@@ -396,16 +282,12 @@ def apply(
         info: what `load_model` said of this model; it is described again when None.
         backend: a kernel backend by name, or "auto".
         allow_mismatch: take a plan that was made for another architecture, as far as its layers and heads fit.
-        offload: which of the layers that the plan permits to offload (`decode.offload`) have their keys and values in
-            host memory: "always" all of them, "never" none, "auto" as few as the device's memory asks for, which
-            `Handle.new_cache` decides, where the length is known; until then all of them, and on a CPU none. None is
-            "always".
+        offload: which layers of the plan's `decode.offload` have their keys and values in host memory: "always" (and
+            None) all, "never" none, "auto" as few as `Handle.new_cache` finds the device to need; on a CPU none.
         kv_host_layers: in place of `offload`: the layers that go there, whatever the plan permits, or how many (those
-            that decode reads least of come first). Decode of a layer in no segment copies all of its keys and values
-            back at every step: 80 ms a layer at 1M tokens.
+            that decode reads least of come first). A layer in no segment is copied back as a whole at every step.
         chunking: from which length on layers work in pieces, and of which size; rarely of interest.
-        memory: blocks of host memory to share with handles before and after this one, which the caller closes; by
-            default this handle's own, which `close()` frees.
+        memory: blocks of host memory to share with other handles, which the caller closes; its own when None.
 
     Returns:
         The handle, which is also a context manager.
@@ -413,10 +295,8 @@ def apply(
     Raises:
         UsageError: the model is in training mode, or has a plan applied already, or lacks a layer that is named; an
             argument is of another type; there is no such plan file.
-        PlanError: the file holds no plan.
-        UnsupportedError: an architecture, or a field of the plan, that this version cannot execute.
-        PlanMismatchError: the plan was made for another model.
-        BackendError: `backend` cannot run here.
+        PlanError, PlanMismatchError: the file holds no plan, or one of another model.
+        UnsupportedError, BackendError: an architecture, field of the plan or backend that cannot run here.
     """
     check_attachable(model)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
@@ -442,6 +322,14 @@ def apply(
 
 def _tell_of(on_bytes: Callable[[int, int], object], total: int, more: int) -> None:
     on_bytes(more, total)
+
+
+def _check_sizes(answer: object, *, tokens: int, **sizes: object) -> None:
+    for name, count in {"tokens": tokens, **sizes}.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"expected {name} of 1 or more, found {count!r:.40}")
+    if type(answer) is not int or not 0 <= answer < tokens:
+        raise UsageError(f"expected answer to be 0 to {tokens - 1} of the {tokens} tokens, found {answer!r:.40}")
 
 
 def _check_offload(mode: object, host_layers: object) -> None:

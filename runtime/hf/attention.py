@@ -1,7 +1,7 @@
 """The attention function that Hugging Face models call by name, its mask function, and the engine behind both.
 
-The names are registered when something is attached to a model, and do nothing to models that do not ask for them. The
-engine, the cache and the phase arrive as a keyword argument, which a hook on each attention module adds.
+The names are registered when something is attached to a model, and do nothing to models that do not ask for them. What
+is attached stands in each attention module, under the same name, and knows the forward pass under way.
 
 Shapes: B batch, H query heads, G KV heads, S tokens of this call, K past + S keys, D head size.
 """
@@ -9,13 +9,14 @@ Shapes: B batch, H query heads, G KV heads, S tokens of this call, K past + S ke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.keys import KeyView
@@ -29,7 +30,6 @@ from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
 NAME = "sparsekv"
-CONTEXT = "sparsekv_context"
 
 
 class Phase(Enum):
@@ -41,50 +41,111 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's attention in one forward pass. The cache, if there is one, has the new tokens already."""
+    """One layer's attention in one forward pass. Its cache, if there is one, has the new tokens already."""
 
     layer: int
     phase: Phase
     q_BHSD: torch.Tensor
     k_BGSD: torch.Tensor  # the new tokens only
     v_BGSD: torch.Tensor
-    cache: Cache | None
+    entry: SparseLayer | None  # this layer of the cache
     scale: float
     window: int | None
     q_is_spare: bool = False  # nobody reads q after the call: the output may take its place
 
     @property
-    def entry(self) -> SparseLayer | None:
-        """This layer of the cache."""
-        if self.cache is None:
-            return None
-        entry = self.cache.layers[self.layer]
-        assert isinstance(entry, SparseLayer)
-        return entry
-
-    @property
     def chunk(self) -> Chunk:
-        """Where the rows lie, the same in every batch row."""
-        queries, entry = self.q_BHSD.shape[2], self.entry
-        length = queries if entry is None else entry.store.length
-        return Chunk.uniform(self.q_BHSD.shape[0], length - queries, length)
+        """Where the rows lie."""
+        batch, _, queries, _ = self.q_BHSD.shape
+        lengths = (queries,) * batch if self.entry is None else self.entry.store.lengths
+        return Chunk(tuple(length - queries for length in lengths), lengths)
 
     def keys(self, chunk: Chunk) -> KeyView:
         """All keys so far, the chunk's included. Without a past the new rows are all there is, wherever the store has
         its copy."""
         lengths_B = on_device(chunk.lengths, self.q_BHSD.device, torch.int32)
-        if self.entry is None or chunk.past[0] == 0:
+        if self.entry is None or not any(chunk.past):
             return KeyView(self.k_BGSD, self.v_BGSD, lengths_B)
         return self.entry.store.view(lengths_B)
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass under way."""
+
+    engine: Engine
+    phase: Phase
+    cache: Cache | None
+    layer: int = 0  # the one that attends next
+
+    def attend(
+        self,
+        layer: int,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float,
+        window: int | None,
+        q_is_spare: bool = False,
+    ) -> torch.Tensor:
+        """[B, H, S, D]: the attention of the next layer.
+
+        Raises:
+            UsageError: it is another one's turn.
+        """
+        check_layer(self.layer, layer)
+        self.layer += 1
+        entry = self.entry(layer)
+        call = LayerCall(layer, self.phase, *qkv, entry, scale, window, q_is_spare)
+        if not torch.is_grad_enabled() or self.engine.differentiable:
+            return self.engine.attend(call)
+        past = qkv[0].new_zeros((), requires_grad=True) if entry is not None and entry.needs_grad else None
+        out_BHSD: torch.Tensor = _ForwardOnly.apply(self.engine, call, *qkv, past)  # type: ignore[no-untyped-call]
+        return out_BHSD
+
+    def entry(self, layer: int) -> SparseLayer | None:
+        """A layer of the cache."""
+        if self.cache is None:
+            return None
+        entry = self.cache.layers[layer]
+        assert isinstance(entry, SparseLayer)
+        return entry
+
+
+def check_layer(expected: int, found: int | None) -> None:
+    """Raises UsageError where the layers that attend are not those of the model that was attached to, in their order:
+    sparse attention of some of them would be no plan's."""
+    if expected != found:
+        raise UsageError(
+            f"expected attention of layer {expected}, found {'none' if found is None else f'that of layer {found}'}: "
+            "the layers, or their attention implementation, are not those that a plan was applied to; close the handle "
+            "before changing the model"
+        )
+
+
+class Attachment(Protocol):
+    """What is attached to a model, for those who run its forward passes: see `Attached` in attach.py.
+
+    Attributes:
+        decoder: the module with the layers.
+        under_way: the forward pass under way.
+    """
+
+    decoder: PreTrainedModel
+    under_way: Pass | None
+
+    def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
+        """The decoder's own forward, whose layers attend as the pass says."""
+
+    def attending(self, under_way: Pass) -> AbstractContextManager[None]:
+        """Inside it, all layers of the model attend, one after the other."""
 
 
 class Executor(Protocol):
     """Runs some forward passes of a decoder in place of its own forward."""
 
-    def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Whether it runs a pass with these inputs, the context of the hook among them."""
+    def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
+        """Whether it runs this pass."""
 
-    def run(self, decoder: nn.Module, inputs: dict[str, Any]) -> Any:
+    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns."""
 
 
@@ -138,15 +199,6 @@ class DenseEngine:
         return dense_attention(call.q_BHSD, k_BGKD, v_BGKD, chunk, scale=call.scale, window=call.window).out_BHSD
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a hook hands to the attention function of one layer."""
-
-    engine: Engine
-    cache: Cache | None
-    phase: Phase
-
-
 def register() -> None:
     """Makes the attention and its mask known to transformers by the name `sparsekv`."""
     AttentionInterface.register(NAME, attention_forward)
@@ -171,16 +223,16 @@ def attention_forward(
     """Attention as `AttentionInterface` wants it: q [B, H, S, D], new k and v [B, G, S, D], output [B, S, H, D].
 
     Raises:
-        UsageError: the model shares its config with one that a plan was applied to, or its hooks were removed, or a
-            layer was called by itself.
+        UsageError: the model shares its config with one that a plan was applied to, or a layer was called by itself, or
+            is not one that the plan was applied to.
         UnsupportedError: a mask was handed in.
     """
-    context: Context | None = kwargs.get(CONTEXT)
-    if context is None:
+    attached: Attachment | None = vars(module).get(NAME)
+    if attached is None or attached.under_way is None:
         raise UsageError(
-            "expected a forward pass of a model that sparsekv was applied to, found a layer called by itself, or a "
-            "model that shares its config object, or whose hooks were removed; call the model, load two models "
-            "separately (or give one a copy.deepcopy of the config), and close the handle before removing hooks"
+            "expected a forward pass of a model that sparsekv was applied to, found a layer called by itself, or put "
+            "into the model since, or a model that shares its config object; call the model, close the handle before "
+            "changing it, and load two models separately (or give one a copy.deepcopy of the config)"
         )
     if attention_mask is not None:
         raise UnsupportedError(
@@ -188,12 +240,7 @@ def attention_forward(
             f"custom masks are not supported, pass none"
         )
     layer: Any = module.layer_idx
-    call = LayerCall(layer, context.phase, query, key, value, context.cache, scaling, sliding_window)
-    if torch.is_grad_enabled() and not context.engine.differentiable:
-        past = query.new_zeros((), requires_grad=True) if call.entry is not None and call.entry.needs_grad else None
-        out_BHSD = _ForwardOnly.apply(context.engine, call, query, key, value, past)  # type: ignore[no-untyped-call]
-    else:
-        out_BHSD = context.engine.attend(call)
+    out_BHSD = attached.under_way.attend(layer, (query, key, value), scaling, sliding_window)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 

@@ -47,25 +47,26 @@ class Progress:
 
     def __init__(self, state: DecodeState) -> None:
         self.state = state
-        # tokens of each layer, and the queries in the state, when the pass began that has not ended
-        self._before: tuple[tuple[int, ...], dict[int, torch.Tensor]] | None = None
+        # tokens of each row in each layer, and the queries in the state, when the pass began that has not ended
+        self._before: tuple[tuple[tuple[int, ...], ...], dict[int, torch.Tensor]] | None = None
 
     def begin(self, layers: Sequence[SparseLayer]) -> None:
         """A pass over these layers is about to run."""
         if self._before is not None:
             lengths, queries = self._before
-            for layer, length in zip(layers, lengths, strict=True):
-                layer.store.truncate(length)
+            for layer, rows in zip(layers, lengths, strict=True):
+                layer.store.truncate(rows)
             self.state.remembered = queries
-        self._before = tuple(layer.store.length for layer in layers), self.state.remembered
+        self._before = tuple(layer.store.lengths for layer in layers), self.state.remembered
 
     def end(self) -> None:
         """Everything that was added counts."""
         self._before = None
 
     def length(self, layer: SparseLayer) -> int:
-        """Tokens of a layer that count."""
-        return layer.store.length if self._before is None else self._before[0][layer.layer]
+        """Tokens that count of the longest row of a layer."""
+        lengths = layer.store.lengths if self._before is None else self._before[0][layer.layer]
+        return max(lengths, default=0)
 
 
 class SparseLayer(CacheLayerMixin):
@@ -139,7 +140,7 @@ class SparseLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys and their offset, for masks; none is ever built."""
-        return self.store.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -213,7 +214,7 @@ def handed_over(cache: Cache, tokens: int) -> Iterator[tuple[torch.Tensor, torch
     memory than the cache itself.
 
     Args:
-        cache: one of ours, or a DynamicCache that `holds_all` of its tokens.
+        cache: one of ours, or a DynamicCache that has dropped no tokens.
         tokens: at most those that are cached.
     """
     layers = deque(cache.layers)
@@ -231,12 +232,6 @@ def _first_tokens(layer: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k_BGSD, v_BGSD
 
 
-def holds_all(cache: Cache) -> bool:
-    """Whether each layer of a DynamicCache still has all tokens: one with a sliding window drops those behind it."""
-    layers: list[Any] = cache.layers
-    return all(layer.keys.shape[2] == layer.get_seq_length() for layer in layers)
-
-
 def check_owner_open(owner: CacheOwner) -> None:
     """Raises UsageError when the plan that a cache belongs to is no longer applied."""
     if not owner.open:
@@ -246,22 +241,24 @@ def check_owner_open(owner: CacheOwner) -> None:
         )
 
 
-def begin_pass(cache: Cache, layers: int) -> Progress:
-    """The progress of a cache whose first `layers` are about to run; what a failed pass left in it is gone.
+def begin_pass(cache: Cache, layers: int) -> tuple[Progress, tuple[int, ...]]:
+    """The progress of a cache whose first `layers` are about to run, and the tokens of its rows; what a failed pass
+    left in it is gone.
 
     Raises:
-        UsageError: they do not have equally many tokens, as when fewer layers ran before.
+        UsageError: their rows are not equally long, as when fewer layers ran before.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
     progress = ours[0].progress
     progress.begin(ours)
-    found = [layer.store.length for layer in ours[:layers]]
-    if len(set(found)) > 1:
+    found = {layer.store.lengths for layer in ours[:layers]}
+    if len(found) > 1:
+        tokens = [max(lengths, default=0) for lengths in found]
         raise UsageError(
-            f"expected a cache that holds the same tokens in every layer, found {min(found)} to {max(found)} of them: "
-            f"not all layers ran before; reset() the cache, or start a new one, and run the whole prompt again"
+            f"expected a cache with the same tokens in every layer, found {min(tokens)} to {max(tokens)} of them: not "
+            f"all layers ran before; reset() the cache, or start a new one, and run the whole prompt again"
         )
-    return progress
+    return progress, ours[0].store.lengths
 
 
 def _check_owned(cache: Cache, owner: CacheOwner) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.model import ModelInfo, weights_fingerprint
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.model_config import describe_config
 
 
@@ -29,13 +30,14 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         UnsupportedError: a layer is not one of transformers' own.
     """
     layers: Any = decoder_of(model).layers
+    name = architecture_of(model.config.model_type).attention
     for number, layer in enumerate(layers):
-        if not hasattr(layer, "self_attn"):
+        if not hasattr(layer, name):
             raise UnsupportedError(
-                f"expected decoder layers with a self_attn, found a {type(layer).__name__} as layer {number}; "
+                f"expected decoder layers with a {name}, found a {type(layer).__name__} as layer {number}; "
                 "apply the plan first, and put a module around a layer then"
             )
-    return [layer.self_attn for layer in layers]
+    return [getattr(layer, name) for layer in layers]
 
 
 _SAMPLES = 16  # values of each tensor; enough to tell two trainings apart, and far from all of it

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
 A graph is captured for a batch size and a capacity, and serves every cache of that size: the addresses of keys and
-values stand in a small tensor that is written when another cache comes, or one has grown (runtime/hf/captured.py);
+values stand in a small tensor that is written when another cache comes, or one has grown (runtime/hf/graph_stores.py);
 lengths, choices and budgets are read on the device as well. It covers the decoder; what follows (the head, sampling)
 runs as always, on a copy of the hidden state.
 
@@ -15,13 +15,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain, repeat
-from operator import contains, is_
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -29,20 +26,17 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import SparseKVError
 from sparsekv.runtime.core.program import Program, SegmentProgram
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.attention import CONTEXT, Context, Engine, Phase
+from sparsekv.runtime.hf.attention import Attachment, Engine, Pass, Phase
 from sparsekv.runtime.hf.cache import Progress, SparseLayer
-from sparsekv.runtime.hf.captured import FetchError, HotRows, StepStores, kinds_of, obstacle
-from sparsekv.runtime.hf.long_inputs import asks_for_more, is_touched
+from sparsekv.runtime.hf.captured_model import CapturedModel, obstacle_in
+from sparsekv.runtime.hf.graph_stores import FetchError, HotRows, StepStores, kinds_of, obstacle
+from sparsekv.runtime.hf.long_inputs import asks_for_more
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES
 from sparsekv.runtime.stores.store import Bytes, HostReads, KVStore
 
 MOST_ROWS = 64
 _LEAST_CAPACITY = 4096
 _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not used for longest makes room
-
-
-Revise = Callable[[SegmentProgram, Selection], Selection]
-"""Another choice in place of what a filter layer chose for its segment."""
 
 
 class _Key(NamedTuple):
@@ -65,12 +59,9 @@ class StepGraph:
         capacity: tokens that a row may have: what grids and scratch are made for.
         program: what the layers compute.
         reads: where to count what layers in host memory read.
-        revise: what to put in place of the choices of filter layers.
     """
 
-    def __init__(
-        self, stores: Sequence[Any], capacity: int, program: Program, reads: HostReads, revise: Revise | None = None
-    ) -> None:
+    def __init__(self, stores: Sequence[Any], capacity: int, program: Program, reads: HostReads) -> None:
         batch, device = stores[0].keys.shape[0], stores[0].keys.device
         self.open = True  # as the owner of its cache
         self.bytes: list[Bytes] = []
@@ -80,7 +71,7 @@ class StepGraph:
         self.lengths_B = torch.ones(batch, dtype=torch.int32, device=device)
         self.stores = StepStores(stores, capacity, program, self.lengths_B, reads)
         # no method of this object: in a reference cycle, a graph would outlive its handle until garbage is collected
-        self._state = DecodeState(program, on_choice=partial(_chosen, self.stores, revise))
+        self._state = DecodeState(program, on_choice=partial(_fetch, self.stores))
         self._graph = torch.cuda.CUDAGraph()
         # who lets go of the last reference may be in the midst of another capture, and torch would destroy it there
         weakref.finalize(self, OUTSIDE_CAPTURES.run, self._graph.reset).atexit = False
@@ -94,20 +85,20 @@ class StepGraph:
         """The one state of the graph."""
         return self._state
 
-    def serves(self, ids_B1: torch.Tensor, stores: Sequence[Any], length: int) -> bool:
+    def serves(self, ids_B1: torch.Tensor, stores: Sequence[Any], lengths: tuple[int, ...]) -> bool:
         """Whether the next step is of the very stores that it is bound to, and these have room for it."""
-        return ids_B1.shape == self.ids_B1.shape and self.stores.serves(stores, length)
+        return ids_B1.shape == self.ids_B1.shape and self.stores.serves(stores, lengths)
 
-    def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, past: int) -> None:
-        """What the next step is of."""
+    def load(self, ids_B1: torch.Tensor, positions: torch.Tensor | None, lengths: tuple[int, ...]) -> None:
+        """What the next step is of; lengths with the new tokens."""
         self.ids_B1.copy_(ids_B1)
-        self.lengths_B.fill_(past + 1)
-        if positions is None:
-            self.positions_B1.fill_(past)
+        if len(set(lengths)) == 1:
+            self.lengths_B.fill_(lengths[0])  # a launch; a copy from the host would wait
         else:
-            self.positions_B1.copy_(positions)
+            self.lengths_B.copy_(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
+        self.positions_B1.copy_(self.lengths_B[:, None] - 1 if positions is None else positions)
 
-    def step_of(self, forward: Callable[..., Any], engine: Engine) -> Callable[[], torch.Tensor]:
+    def step_of(self, attached: Attachment, engine: Engine) -> Callable[[], torch.Tensor]:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         progress = Progress(self._state)
@@ -115,27 +106,23 @@ class StepGraph:
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
-            found = forward(
-                input_ids=self.ids_B1,
-                position_ids=self.positions_B1,
-                past_key_values=cache,
-                use_cache=True,
-                **{CONTEXT: Context(engine, cache, Phase.DECODE)},
-            )
+            inputs = {"input_ids": self.ids_B1, "position_ids": self.positions_B1}
+            under_way = Pass(engine, Phase.DECODE, cache)
+            found = attached.run_own(under_way, {**inputs, "past_key_values": cache, "use_cache": True})
             self.stores.join()
             hidden_B1E: torch.Tensor = found.last_hidden_state
             return hidden_B1E
 
         return step
 
-    def capture(self, forward: Callable[..., Any], engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
+    def capture(self, attached: Attachment, engine: Engine, pool: Any, stream: torch.cuda.Stream) -> None:
         """Runs the step once, for what is compiled and allocated on first use, and captures it. The token that it
         writes is written again by the replay.
 
         A capture that fails leaves the allocator waiting for its end: a step that waits for the device is found out
         before.
         """
-        step, current = self.step_of(forward, engine), torch.cuda.current_stream(self.ids_B1.device)
+        step, current = self.step_of(attached, engine), torch.cuda.current_stream(self.ids_B1.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):  # around the capture as well, which does not restore it when it fails
             step()
@@ -152,21 +139,17 @@ class StepGraph:
         return self._out_B1E.clone()
 
 
-def _chosen(stores: StepStores, revise: Revise | None, segment: SegmentProgram, selection: Selection) -> Selection:
+def _fetch(stores: StepStores, segment: SegmentProgram, selection: Selection) -> None:
     """Raises FetchError: else attention would be blamed, and begin the layer again over a half-placed choice."""
-    expected = "replaced by the `revise` of the steps"
     try:
-        if revise is not None:
-            selection = revise(segment, selection)
-        expected = "fetched from host memory by a kernel"
         stores.fetch(segment, selection)
     except (torch.OutOfMemoryError, SparseKVError):
         raise
     except Exception as error:
         raise FetchError(
-            f"expected the choice of filter layer {segment.filter} to be {expected}, found {_summary(error)}"
+            f"expected the choice of filter layer {segment.filter} to be fetched from host memory by a kernel, found "
+            f"{_summary(error)}"
         ) from error
-    return selection
 
 
 @contextmanager
@@ -185,23 +168,20 @@ class StepGraphs:
 
     Args:
         model_type: the model's.
-        engine: attends.
         program: what the layers compute.
         reads: where to count what layers in host memory read.
     """
 
-    def __init__(self, model_type: str, engine: Engine, program: Program, reads: HostReads) -> None:
+    def __init__(self, model_type: str, program: Program, reads: HostReads) -> None:
         self._model_type = model_type
-        self._engine = engine
         self._program = program
         self._reads = reads
-        self.revise: Revise | None = None  # for measurements: what to put in place of choices in steps to be captured
         self._graphs: dict[_Key, StepGraph] = {}  # the one used last at the end
         self._next: StepGraph | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._capturing: torch.cuda.Stream | None = None
-        self._parts: _Parts | None = None
+        self._captured: CapturedModel | None = None
         self._refused: dict[_Key, str] = {}  # what memory did not suffice for, or cannot be fetched
         self.replayed = 0  # steps so far
         self.why_not = ""  # why the last decode step was not replayed
@@ -213,43 +193,46 @@ class StepGraphs:
         """The captured step that ran last."""
         return self._next
 
-    def takes(self, decoder: nn.Module, inputs: dict[str, Any]) -> bool:
+    def takes(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> bool:
         """Whether this forward pass is a decode step that can be replayed; captures it where none was before."""
-        context: Context = inputs[CONTEXT]
-        if context.phase is not Phase.DECODE:
-            if self._parts is not None and self._parts.changed():
+        if under_way.phase is not Phase.DECODE or under_way.cache is None:
+            if self._captured is not None and self._captured.changed():
                 self.release()  # old weights are not kept alive beside a prompt
             return False
-        self.why_not = self._never or self._obstacle(decoder, inputs) or self._ready(decoder, inputs)
+        self.why_not = (
+            self._never
+            or self._obstacle(attached.decoder, under_way.cache, inputs)
+            or self._ready(attached, under_way, inputs)
+        )
         if self.why_not and not self._told:
             self._told = True
             warnings.warn(f"decode steps run one launch at a time, not captured: {self.why_not}", GraphWarning, 2)
         return not self.why_not
 
-    def run(self, decoder: Any, inputs: dict[str, Any]) -> Any:
+    def run(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """What the decoder's own forward returns. `takes` has made the step ready.
 
         Whether the model still is what was captured is looked at while the device works: asking first would take as
         long as a layer. The captured tensors are kept alive, so that a replay in vain reads nothing but old weights.
         """
         assert self._next is not None, "takes() comes first"
-        cache: Cache = inputs[CONTEXT].cache
+        assert self._captured is not None
+        assert under_way.cache is not None
         hidden_B1E = self._next.run()
-        assert self._parts is not None
-        if self._parts.changed():
+        if self._captured.changed():
             self.release()  # captured anew, where it can be
-            return type(decoder).forward(decoder, **inputs)
-        for store in _stores(cache):
+            return attached.run_own(under_way, inputs)
+        for store in _stores(under_way.cache):
             store.advance()
         self.replayed += 1
-        return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_B1E, past_key_values=under_way.cache)
 
     def release(self) -> None:
         """Frees the graphs and their memory."""
         self._graphs.clear()
-        self._next = self._pool = self._parts = None
+        self._next = self._pool = self._captured = None
 
-    def _obstacle(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
+    def _obstacle(self, decoder: nn.Module, cache: Cache, inputs: dict[str, Any]) -> str:
         """Why the step has to run as the model's own forward; empty where it does not."""
         ids = inputs.get("input_ids")
         if ids is None or inputs.get("inputs_embeds") is not None or asks_for_more(decoder, inputs):
@@ -258,29 +241,30 @@ class StepGraphs:
             return f"the selector of filter layer {self._program.remembers[0]} looks at older queries"
         if ids.shape[0] > MOST_ROWS:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
-        if cast(Any, decoder).config.num_hidden_layers != len(inputs[CONTEXT].cache.layers):
+        if cast(Any, decoder).config.num_hidden_layers != len(cache.layers):
             return "only some layers of the model run"
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"
         return ""
 
-    def _ready(self, decoder: nn.Module, inputs: dict[str, Any]) -> str:
+    def _ready(self, attached: Attachment, under_way: Pass, inputs: dict[str, Any]) -> str:
         """Prepares the replay; why that failed."""
-        ids_B1, stores = inputs["input_ids"], _stores(inputs[CONTEXT].cache)
-        past, positions = stores[0].length, inputs.get("position_ids")
+        assert under_way.cache is not None
+        ids_B1, stores = inputs["input_ids"], _stores(under_way.cache)
+        lengths, positions = tuple(length + 1 for length in stores[0].lengths), inputs.get("position_ids")
         stream = torch.cuda.current_stream(ids_B1.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)  # the last step used the same memory
         self._stream = stream
-        if self._next is not None and self._next.serves(ids_B1, stores, past + 1):
-            self._next.load(ids_B1, positions, past)
+        if self._next is not None and self._next.serves(ids_B1, stores, lengths):
+            self._next.load(ids_B1, positions, lengths)
             return ""
-        if found := obstacle(self._program, stores, past + 1, ids_B1):
+        if found := obstacle(self._program, stores, lengths, ids_B1):
             return found
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(ids_B1.device):
             for store in stores:
-                store.prepare(past + 1)
-            if self._parts is not None and self._parts.numbers_changed():
+                store.prepare(max(lengths))
+            if self._captured is not None and self._captured.numbers_changed():
                 self.release()
             rows, needed, kinds = ids_B1.shape[0], max(store.capacity for store in stores), kinds_of(stores)
             least = bucketed_capacity(needed)
@@ -291,14 +275,14 @@ class StepGraphs:
             ]
             key = _Key(rows, min(fitting, default=least), kinds)
             known = self._graphs.pop(key, None)
-            if known is None and (found := self._refused.get(key) or self._parts_captured(decoder)):
+            if known is None and (found := self._refused.get(key) or self._cannot_capture(attached.decoder)):
                 return found
             try:
-                graph = known or StepGraph(stores, key.capacity, self._program, self._reads, self.revise)
+                graph = known or StepGraph(stores, key.capacity, self._program, self._reads)
                 graph.stores.bind(stores)
-                graph.load(ids_B1, positions, past)
+                graph.load(ids_B1, positions, lengths)
                 if known is None:
-                    self._capture(graph, decoder)
+                    self._capture(graph, attached, under_way.engine)
             except Exception as error:  # memory, or what a model does cannot be captured: it runs all the same
                 self._abandon(ids_B1.device)
                 return self._not_captured(key, error)
@@ -310,11 +294,11 @@ class StepGraphs:
                 del self._graphs[next(iter(self._graphs))]
         return ""
 
-    def _capture(self, graph: StepGraph, decoder: Any) -> None:
+    def _capture(self, graph: StepGraph, attached: Attachment, engine: Engine) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._capturing = self._capturing or torch.cuda.Stream(graph.ids_B1.device)  # cuBLAS keeps memory for each one
         with self._reads.uncounted(), OUTSIDE_CAPTURES.put_off():
-            graph.capture(partial(type(decoder).forward, decoder), self._engine, self._pool, self._capturing)
+            graph.capture(attached, engine, self._pool, self._capturing)
 
     def _abandon(self, device: torch.device) -> None:
         """Frees everything, once the kernels are done that a failed capture has queued on its streams: they read and
@@ -332,13 +316,12 @@ class StepGraphs:
             self._never = found
         return found
 
-    def _parts_captured(self, decoder: nn.Module) -> str:
+    def _cannot_capture(self, decoder: nn.Module) -> str:
         """Notes what is about to be captured, once for all graphs; why it cannot be."""
-        if self._parts is not None:
+        if self._captured is not None:
             return ""
-        parts = _Parts(decoder, self._model_type)
-        found = parts.obstacle()
-        self._parts = None if found else parts
+        found = obstacle_in(decoder, self._model_type)
+        self._captured = None if found else CapturedModel(decoder)
         return found
 
 
@@ -358,71 +341,3 @@ def can_capture(device: torch.device, backend: str) -> bool:
 def bucketed_capacity(tokens: int) -> int:
     """Capacities are powers of two: few graphs serve all contexts."""
     return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
-
-
-class _Parts:
-    """The modules, tensors and numbers that graphs have captured, to notice when others take their place.
-
-    Only modules of torch and of transformers are captured: what others read cannot be known. Types, class forwards,
-    modules, tensors and hooks are compared at every step, numbers that modules hold when a cache is new or has grown.
-    """
-
-    def __init__(self, decoder: Any, model_type: str) -> None:
-        self._modules = list(decoder.modules())
-        self._inner = self._modules[1:]
-        self._homes = (f"transformers.models.{model_type}.", "transformers.activations", "torch.nn.modules.")
-        self._hooks = [hooks for module in self._inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._attributes = [vars(module) for module in self._inner]
-        self._types = list(map(type, self._modules))
-        self._kinds: list[Any] = list(set(self._types))
-        self._forwards = [kind.forward for kind in self._kinds]
-        self._seen = self._flat()
-        self._tensors = [member for member in self._seen if isinstance(member, torch.Tensor)]
-        self._numbers = self._read_numbers()
-        self._storages: list[torch.UntypedStorage] = []
-        self._addresses: list[int] = []
-        self._plain = {type(tensor) for tensor in self._tensors} <= {torch.Tensor, nn.Parameter}
-        if self._plain:
-            self._storages = [tensor.untyped_storage() for tensor in self._tensors]  # kept: a replay may come too late
-            self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-
-    def obstacle(self) -> str:
-        """Why these modules cannot be captured; empty where they can."""
-        for module in self._inner:
-            kind = type(module)
-            if not f"{kind.__module__}.".startswith(self._homes):
-                return f"the decoder has a module of {kind.__module__}.{kind.__name__}, which may change unseen"
-        if not self._plain:
-            return "the decoder has tensors of a class of their own"
-        return "a module of the decoder has a hook, or a forward of its own" if self._touched() else ""
-
-    def changed(self) -> bool:
-        """Whether the model would compute something else than what was captured."""
-        now = self._flat()
-        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
-        same = same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-        same = same and list(map(type, self._modules)) == self._types
-        same = same and all(map(is_, [kind.forward for kind in self._kinds], self._forwards))
-        return not same or self._touched()
-
-    def numbers_changed(self) -> bool:
-        """Whether a module holds another number, text or flag."""
-        return self._read_numbers() != self._numbers
-
-    def _touched(self) -> bool:
-        """Whether modules have hooks, or forwards of their own."""
-        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
-            return True
-        if any(self._hooks) or any(map(contains, self._attributes, repeat("forward"))):
-            return any(map(is_touched, self._inner))
-        return False
-
-    def _read_numbers(self) -> list[Any]:
-        kinds = (int, float, str, bool, type(None))
-        return [
-            [(name, value) for name, value in vars(module).items() if type(value) in kinds] for module in self._modules
-        ]
-
-    def _flat(self) -> list[Any]:
-        kinds = ("_modules", "_parameters", "_buffers")
-        return list(chain.from_iterable(vars(module)[kind].values() for module in self._modules for kind in kinds))

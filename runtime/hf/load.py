@@ -27,9 +27,9 @@ from transformers import (
 from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hub import needs_cache, without_model
-from sparsekv.runtime.model_config import check_supported
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap, check_device
 
 _NAMED = 3  # tensors that a message names
@@ -169,7 +169,7 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
     if not isinstance(data, dict):
         raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
-    check_supported(data.get("model_type", "none"))
+    architecture_of(data.get("model_type", "none"))
     config: PreTrainedConfig = _guarded(found, "its config.json", AutoConfig.from_pretrained, options)
     _check_config(config, f"in the config.json of {found.path_or_id}")
     if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens

@@ -21,16 +21,16 @@ from sparsekv.kernels.decode.selection import ALL
 from sparsekv.kernels.topk import BLOCK_ELEMENTS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import AttentionGroup, ModelInfo
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Pattern, TileShape, VerticalSlash
 from sparsekv.plans.phases import DecodePlan, PrefillPlan
 from sparsekv.plans.types import format_ids
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.core.budgets import scored_tokens
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.hf.graphs import bucketed_capacity
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.placement import OffloadMode, Placement, place_layers, reads_of, spill_order
 from sparsekv.runtime.model_config import describe_config
-from sparsekv.runtime.stores.bank import Reads, allocated_slots, allocated_tokens
+from sparsekv.runtime.stores.hot_set import Reads, allocated_slots, allocated_tokens
 from sparsekv.runtime.stores.pinned import SPARE, available_bytes, spare_beside
 from sparsekv.runtime.stores.store import Bytes, grown
 
@@ -61,7 +61,8 @@ class ModelSize:
         """That of a model, which may be on the meta device."""
         tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
         config: Any = model.config
-        return cls(info, model.dtype, sum(tensors.values()), config.hidden_size, config.intermediate_size)
+        width = architecture_of(config.model_type).width_of(config)
+        return cls(info, model.dtype, sum(tensors.values()), config.hidden_size, width)
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, dtype: torch.dtype, source: str | None = None) -> ModelSize:
@@ -376,23 +377,10 @@ def _index_bytes(layer: LayerProgram, request: Request) -> int:
     if not patterns:
         return 0
     row_tiles = -(-request.piece // layer.tile.query)
-    width = max(_tiles(pattern, keys, layer.tile) for pattern in patterns)
-    columns = max(pattern.vertical.resolve(keys) if isinstance(pattern, VerticalSlash) else 0 for pattern in patterns)
+    width = max(pattern.listed_tiles(keys, layer.tile) for pattern in patterns)
+    columns = max(pattern.most_columns(keys) for pattern in patterns)
     lines = 2 * keys if columns else 0  # scores of columns and diagonals
     return 4 * (row_tiles * (width + 1 + columns // 32) + columns + lines)
-
-
-def _tiles(pattern: Pattern, keys: int, tile: TileShape) -> int:
-    """Tiles of a row at most."""
-    if isinstance(pattern, VerticalSlash | Adaptive):
-        tokens = pattern.max_tiles.resolve(keys)
-    elif isinstance(pattern, BlockSparse):
-        tokens = pattern.keep.resolve(keys)
-    elif isinstance(pattern, AShape):
-        tokens = pattern.sink.resolve(keys) + pattern.window.resolve(keys) + tile.query
-    else:
-        return 1
-    return min(-(-tokens // tile.key) + 2, -(-keys // tile.key))
 
 
 def _last(holds: Callable[[int], bool], bound: int) -> int:

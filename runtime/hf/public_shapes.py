@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from sparsekv.plans.aliases import ALIASES, resolve_model
 from sparsekv.plans.errors import UsageError
+from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.load import load_config
-from sparsekv.runtime.model_config import check_supported
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -74,5 +74,5 @@ def config_of(name: str) -> tuple[Any, list[str]]:
         if alias not in PUBLIC_SHAPES:
             error.add_note(f"Shapes known without a config: {', '.join(PUBLIC_SHAPES)}")
             raise
-    check_supported(PUBLIC_SHAPES[alias]["model_type"])
+    architecture_of(PUBLIC_SHAPES[alias]["model_type"])
     return AutoConfig.for_model(**PUBLIC_SHAPES[alias]), ["its shape is from a table: no config to be had"]

@@ -25,9 +25,8 @@ tokens, n fetched tokens, D head size, P = 2 for key and value.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,8 +35,10 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.kernels.decode.slots import Fetch, SlotMap, SlotState, Step
 from sparsekv.kernels.keys import KeyView
 from sparsekv.kernels.tiles import NO_TOKEN
+from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.hot_set import LEAVING, HotSet, Reads
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
 from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, check_fit, grown
 
@@ -69,73 +70,6 @@ def packed(k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> torch.Tensor:
 
 
 _COPY_TOKENS = 16_384  # packing a long prompt in pieces bounds the device memory it takes
-_LEAVING = 64  # tokens move to the host so many at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """What decode steps of a layer read of a long context, which sizes the layer's part on the device.
-
-    Attributes:
-        budgets: of chosen tokens; none where every step reads everything.
-        sink: tokens that are read beside them.
-        recent: tokens that are read beside them.
-        whole_up_to: contexts of so many tokens are read as a whole.
-    """
-
-    budgets: tuple[Budget, ...] = ()
-    sink: int = 0
-    recent: int = 0
-    whole_up_to: int = 0
-
-    def listed(self, length: int) -> int | None:
-        """Tokens that a step reads at most of contexts up to this length; None where it reads everything."""
-        if not self.budgets:
-            return None
-        most = self.sink + max(budget.resolve(length) for budget in self.budgets) + self.recent
-        return most if most < length else None
-
-
-@dataclass(frozen=True, slots=True)
-class HotSet:
-    """What a layer has on the device, in tokens.
-
-    Attributes:
-        slots: of chosen tokens; 0 where a step reads everything.
-        ring: rows behind them for the newest tokens.
-        listed: tokens that a step attends to at most; 0 where it reads everything.
-        whole: the longest context that lies there as a whole.
-    """
-
-    slots: int
-    ring: int
-    listed: int
-    whole: int
-
-    @classmethod
-    def of(cls, hot: Budget, reads: Reads, capacity: int) -> HotSet:
-        """That of a layer with room for `capacity` tokens."""
-        rows, ring, listed = hot.resolve(capacity), reads.recent + _LEAVING, reads.listed(capacity) or 0
-        slots = max(rows - ring, listed) if listed else 0
-        return cls(slots, ring, listed, max(rows, slots + ring, reads.whole_up_to))
-
-    @property
-    def rows(self) -> int:
-        """Of a longer context."""
-        return self.slots + self.ring
-
-
-def allocated_tokens(hot: Budget, reads: Reads, capacity: int) -> tuple[int, int]:
-    """How many tokens of a layer in host memory are allocated on the device at most, and on the host, where there is
-    room for `capacity`."""
-    whole = HotSet.of(hot, reads, capacity).whole
-    return min(capacity, whole), capacity - reads.recent if capacity > whole else 0
-
-
-def allocated_slots(hot: Budget, reads: Reads, capacity: int) -> int:
-    """How many slots a layer in host memory has for chosen tokens, where there is room for `capacity`."""
-    sizes = HotSet.of(hot, reads, capacity)
-    return sizes.slots if capacity > sizes.whole else 0
 
 
 class Binding:
@@ -248,9 +182,19 @@ class HostStore:
         if known is not None:
             self._make_room(max(tokens, self._reserved), known)
 
-    def truncate(self, length: int) -> None:
-        """Forgets the tokens from `length` on. A context that is in host memory stays there; what of it belongs in the
-        ring again comes back."""
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of rows that are equally long."""
+        return (self.length,) * (0 if self.keys is None or not self.length else self.keys.shape[0])
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """A context that is in host memory stays there; what of it belongs in the ring again comes back."""
+        if len(set(lengths)) > 1:
+            raise UnsupportedError(
+                f"expected rows of one length in host memory, found {min(lengths)} to {max(lengths)} tokens; keep the "
+                "layer on the device"
+            )
+        length = max(lengths, default=0)
         self._unbind()
         if self._whole is None:
             self.slot_state = None
@@ -258,7 +202,7 @@ class HostStore:
             self._bring_back(first, min(length, self._hot_from))
             self._hot_from = min(first, self._hot_from)
         else:
-            self._whole.truncate(length)
+            self._whole.truncate(lengths)
         self.length = length
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
@@ -343,9 +287,7 @@ class HostStore:
         if self._whole is not None:
             cached = self._whole.keys
             assert cached is not None, "there is a context"
-            hot_from = self._first_hot(self.length)
-            self._leave_device(self._whole, hot_from, Layout.of(cached))
-            self._hot_from = hot_from
+            self._leave_device(self._whole, self._first_hot(self.length), Layout.of(cached))
         self._evict(self._hot_from, max(0, length - self._reads.recent))
         self._stream().order(self._written)
 
@@ -355,7 +297,7 @@ class HostStore:
         if self._whole is None:
             self._hot_from = self._first_hot(self.length)
         else:
-            self._whole.length = self.length
+            self._whole.advance()
 
     def _unbind(self) -> None:
         """Of a context that captured steps have written to, what they did counts as a copy to the host."""
@@ -365,7 +307,7 @@ class HostStore:
 
     def _first_hot(self, length: int) -> int:
         """Tokens before it are on the host once the append that led to this length is done."""
-        return max(0, length - self._reads.recent) // _LEAVING * _LEAVING
+        return max(0, length - self._reads.recent) // LEAVING * LEAVING
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -425,25 +367,32 @@ class HostStore:
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _allocate(self, capacity: int, layout: Layout) -> None:
+        """All or, where memory runs out, nothing."""
         self._unbind()
-        self._capacity, self.hot_set = capacity, HotSet.of(self._hot, self._reads, capacity)
-        if self._whole is None:
-            self._allocate_rows(layout)
-        elif self.length == 0:
-            self._whole.reserve(min(capacity, self.hot_set.whole), layout)
-        if self._whole is None or capacity > self.hot_set.whole:
+        sizes = HotSet.of(self._hot, self._reads, capacity)
+        rows_PBGRD = self._rows_PBGRD if self._whole is not None else self._new_rows(sizes, layout)
+        if self._whole is not None and self.length == 0:
+            self._whole.reserve(min(capacity, sizes.whole), layout)
+        if self._whole is None or capacity > sizes.whole:
             self._allocate_host(capacity - self._reads.recent, layout)
+        self._capacity, self.hot_set = capacity, sizes
+        self._take_rows(rows_PBGRD)
 
-    def _allocate_rows(self, layout: Layout) -> None:
-        """Rows of the present sizes, with what the ring held; a slot map of another size begins anew."""
-        former, sizes = self._rows_PBGRD, self.hot_set
+    def _new_rows(self, sizes: HotSet, layout: Layout) -> torch.Tensor:
+        """Rows of these sizes, with what the ring held."""
+        former = self._rows_PBGRD
         if former is not None and former.shape[3] == sizes.rows:
-            return
-        self.slot_state = None
-        self._rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
+            return former
+        rows_PBGRD = torch.stack((layout.empty(sizes.rows), layout.empty(sizes.rows)))
         if former is not None:
-            self._rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]
-        self.bytes.device = self._rows_PBGRD.untyped_storage().nbytes()
+            rows_PBGRD[:, :, :, sizes.slots :] = former[:, :, :, -sizes.ring :]
+        return rows_PBGRD
+
+    def _take_rows(self, rows_PBGRD: torch.Tensor | None) -> None:
+        """A slot map of another size begins anew."""
+        if rows_PBGRD is not None and rows_PBGRD is not self._rows_PBGRD:
+            self._rows_PBGRD, self.slot_state = rows_PBGRD, None
+            self.bytes.device = rows_PBGRD.untyped_storage().nbytes()
 
     def _allocate_host(self, tokens: int, layout: Layout) -> None:
         shape = (tokens, layout.batch, 2, layout.heads, layout.size)
@@ -468,13 +417,12 @@ class HostStore:
     @torch.inference_mode(False)
     def _leave_device(self, whole: DeviceStore, hot_from: int, layout: Layout) -> None:
         """From here on the context is long: tokens before `hot_from` go to the host, the others to the ring."""
-        self._whole = None
-        self._allocate_rows(layout)
-        if not self.length:
-            return
-        k_BGSD, v_BGSD = (cached_BGCD[:, :, : self.length] for cached_BGCD in whole.tensors)
-        self._send(0, k_BGSD[:, :, :hot_from], v_BGSD[:, :, :hot_from])
-        self._to_ring(hot_from, self.length, k_BGSD, v_BGSD)
+        self._take_rows(self._new_rows(self.hot_set, layout))
+        if self.length:
+            k_BGSD, v_BGSD = (cached_BGCD[:, :, : self.length] for cached_BGCD in whole.tensors)
+            self._send(0, k_BGSD[:, :, :hot_from], v_BGSD[:, :, :hot_from])
+            self._to_ring(hot_from, self.length, k_BGSD, v_BGSD)
+        self._whole, self._hot_from = None, min(self.length, hot_from)
 
     def _evict(self, first: int, stop: int) -> None:
         if first >= stop:

@@ -5,6 +5,8 @@ Shapes: B batch, G KV heads, S tokens, C allocated tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sparsekv.kernels.decode.selection import Selection
@@ -21,31 +23,54 @@ class DeviceStore:
     """
 
     def __init__(self, counts: Bytes | None = None) -> None:
-        self.length = 0
+        self.lengths: tuple[int, ...] = ()
         self.bytes = Bytes() if counts is None else counts
         self._k_BGCD: torch.Tensor | None = None
         self._v_BGCD: torch.Tensor | None = None
         self._reserved = 0
 
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths, default=0)
+
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Copies the new tokens behind the old ones. Raises ShapeError when they do not fit."""
         check_fit(self._k_BGCD, k_BGSD, v_BGSD)
-        if self._k_BGCD is None or self.length + k_BGSD.shape[2] > self._k_BGCD.shape[2]:
-            self._grow(self.length + k_BGSD.shape[2], Layout.of(k_BGSD))
-        k_room, v_room = self._slices(k_BGSD.shape[2])
-        k_room.copy_(k_BGSD.detach())
-        v_room.copy_(v_BGSD.detach())
-        self.length += k_BGSD.shape[2]
+        tokens = k_BGSD.shape[2]
+        if self._k_BGCD is None or self.length + tokens > self._k_BGCD.shape[2]:
+            self._grow(self.length + tokens, Layout.of(k_BGSD))
+        for room_BGCD, new_BGSD in zip(self.tensors, (k_BGSD.detach(), v_BGSD.detach()), strict=True):
+            if not self._is_ragged:
+                room_BGCD.narrow(2, self.length, tokens).copy_(new_BGSD)
+                continue
+            for row, length in enumerate(self.lengths):
+                room_BGCD[row, :, length : length + tokens].copy_(new_BGSD[row])
+        self._count(tokens)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory behind the cached tokens. Raises ShapeError when the layout does not fit."""
         layout.check(self._k_BGCD)
+        if self._is_ragged:
+            return layout.empty(tokens), layout.empty(tokens)
         self._grow(self.length + tokens, layout)
-        return self._slices(tokens)
+        k_BGCD, v_BGCD = self.tensors
+        return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
         """Counts the tokens written."""
-        self.length += k_BGSD.shape[2]
+        if self._is_ragged:
+            self.append(k_BGSD, v_BGSD)
+        else:
+            self._count(k_BGSD.shape[2])
+
+    def _count(self, tokens: int) -> None:
+        rows = (0,) * self.tensors[0].shape[0]
+        self.lengths = tuple(length + tokens for length in self.lengths or rows)
+
+    @property
+    def _is_ragged(self) -> bool:
+        return len(set(self.lengths)) > 1
 
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Room for `tokens` in all; allocated now where the layout is known."""
@@ -55,9 +80,9 @@ class DeviceStore:
         if known is not None:
             self._grow(max(tokens, self._reserved), known)
 
-    def truncate(self, length: int) -> None:
+    def truncate(self, lengths: Sequence[int]) -> None:
         """Counts so many tokens; the memory stays."""
-        self.length = length
+        self.lengths = tuple(lengths) if any(lengths) else ()
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """All tokens, and the memory behind them, without a copy."""
@@ -91,16 +116,12 @@ class DeviceStore:
 
     def advance(self) -> None:
         """Counts the token that a captured step has written."""
-        self.length += 1
+        self._count(1)
 
     @property
     def keys(self) -> torch.Tensor | None:
         """The first of `tensors`: another one once the store has grown."""
         return self._k_BGCD
-
-    def _slices(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        k_BGCD, v_BGCD = self.tensors
-        return k_BGCD.narrow(2, self.length, tokens), v_BGCD.narrow(2, self.length, tokens)
 
     @torch.inference_mode(False)  # else what was allocated there could not be written to under torch.no_grad()
     def _grow(self, needed: int, layout: Layout) -> None:

@@ -1,12 +1,15 @@
-"""What a KV store offers: append, view, gather, length, bytes. Stores know logical token positions and physical
-slots, and no policy. A new store implements `KVStore` in a file beside this one.
+"""What a KV store offers: append, truncate, view, gather, lengths, bytes. Stores know logical token positions and
+physical slots, and no policy. A new store implements `KVStore` in a file beside this one.
+
+A length belongs to a layer and a row: every store counts the tokens of each batch row by itself. The position of a
+token does not depend on what a store still has of those before it.
 
 Shapes: B batch, G KV heads, S tokens, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -104,13 +107,16 @@ class HostReads:
 
 
 class KVStore(Protocol):
-    """Keys and values of one layer, of equally long batch rows."""
+    """Keys and values of one layer."""
 
-    length: int  # tokens cached for each batch row
     bytes: Bytes  # allocated now
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each batch row; none before the first append."""
+
     def append(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Adds the tokens that follow those already cached.
+        """Adds to each row the tokens that follow those it has.
 
         Raises:
             ShapeError: batch, heads or head size differ from what is cached.
@@ -138,9 +144,13 @@ class KVStore(Protocol):
             UsageError: host memory does not suffice.
         """
 
-    def truncate(self, length: int) -> None:
-        """Forgets the tokens from `length` on, as if they had never been added, also those of an append that failed.
-        The memory stays."""
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forgets what a row has beyond its length, as if it had never been added, also by an append that failed. The
+        memory stays.
+
+        Raises:
+            UnsupportedError: the store has no rows of different lengths.
+        """
 
     def view(self, lengths_B: torch.Tensor) -> KeyView:
         """Keys and values of all tokens on the compute device; `lengths_B` int32 there."""

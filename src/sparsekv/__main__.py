@@ -26,6 +26,9 @@ def _end(number: int, frame: object) -> None:
 
 def main() -> None:
     """Runs the command line and exits."""
+    # OpenMP reads it when torch is loaded. A thread that spins while it waits keeps a core from the one it waits for:
+    # beside other work every step takes ten to fifty times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     main_thread = threading.current_thread() is threading.main_thread()
     handled = _SIGNALS if main_thread else ()  # no other thread can handle signals
     for number in handled:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planner_models import TILE, quick_options
+from planner_models import TILE, bare_job, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.bench.baselines.decode_rules import (
@@ -24,24 +24,23 @@ from sparsekv.bench.curve_file import CurvePoint, read_curve, write_curve
 from sparsekv.bench.curve_methods import CurveInputs, chosen_methods, curve_modes
 from sparsekv.bench.curves import measure_curves
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.compare import DenseReference, Mode, compare, dense_reference
-from sparsekv.planner.evaluation import EvalSamples
+from sparsekv.planner.evaluation import EvalSamples, Mode, compare
 from sparsekv.planner.profile.calibration import held_out
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.tasks import Split, prepare
+from sparsekv.planner.tasks import Sample, Split, prepare
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.hf.capture import AttentionCall
 from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.hf.observe import AttentionCall
 
 LENGTH = 1024
 
 
 @pytest.fixture(scope="module")
 def profiled(loaded: LoadedModel) -> Profile:
-    return profile(loaded, settle(quick_options(row_stride=8), 2048, "cpu"))
+    return profile(bare_job(loaded, settle(quick_options(row_stride=8), 2048, "cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,8 @@ def preset(profiled: Profile) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def reference(loaded: LoadedModel) -> DenseReference:
-    kit = prepare(loaded.tokenizer, Split.EVALUATION)
-    return dense_reference(loaded, [*held_out(kit, "kv_retrieval", LENGTH, 1, 0)], greedy=False)
+def samples(loaded: LoadedModel) -> list[Sample]:
+    return [*held_out(prepare(loaded.tokenizer, Split.EVALUATION), "kv_retrieval", LENGTH, 1, 0)]
 
 
 def inputs(loaded: LoadedModel, profiled: Profile, preset: Profile, **changes: object) -> CurveInputs:
@@ -62,13 +60,13 @@ def inputs(loaded: LoadedModel, profiled: Profile, preset: Profile, **changes: o
 
 
 def test_every_method_computes_less_than_dense_in_its_own_phase_alone(
-    loaded: LoadedModel, profiled: Profile, preset: Profile, reference: DenseReference
+    loaded: LoadedModel, profiled: Profile, preset: Profile, samples: list[Sample]
 ) -> None:
     given = inputs(loaded, profiled, preset)
     methods = chosen_methods(("prefill", "decode"), (), ("profile", "preset"))
     sparsest = {(point.phase, point.method): point for point in reversed(curve_modes(methods, given, LENGTH))}
     assert sparsest.keys() == {(phase, name) for phase in methods for name in methods[phase]} - {("decode", "omnikv")}
-    found = compare(loaded, {point.name: point.mode for point in sparsest.values()}, reference)
+    found = compare(loaded, {point.name: point.mode for point in sparsest.values()}, samples, greedy=False)
     for point in sparsest.values():
         spent = found[point.name].spent
         sides = (spent.tiles, spent.causal_tiles), (spent.attended, spent.cached)
@@ -89,10 +87,20 @@ def test_every_method_computes_less_than_dense_in_its_own_phase_alone(
     ],
     ids=lambda mode: str(mode)[:60],
 )
-def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel, reference: DenseReference) -> None:
-    found = compare(loaded, {"all": mode}, reference)["all"]
+def test_a_rule_that_leaves_nothing_out_is_dense(mode: Mode, loaded: LoadedModel, samples: list[Sample]) -> None:
+    found = compare(loaded, {"all": mode}, samples, greedy=False)["all"]
     assert max(found.kl) < 1e-4
     assert (found.spent.tiles, found.spent.attended) == (found.spent.causal_tiles, found.spent.cached)
+
+
+def test_rounding_is_measured_where_it_is_named_and_leaves_the_weights_as_they_were(
+    loaded: LoadedModel, samples: list[Sample]
+) -> None:
+    assert "bfloat16" not in chosen_methods(("decode",), (), ())["decode"]
+    methods = chosen_methods(("decode",), ("bfloat16",), ())
+    (point,) = curve_modes(methods, CurveInputs(loaded), LENGTH)
+    assert 0 < max(compare(loaded, {"rounded": point.mode}, samples, greedy=False)["rounded"].kl) < 0.1
+    assert loaded.model.dtype == torch.float32
 
 
 def call_of(length: int) -> AttentionCall:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv.bench.curve_file import CurvePoint, read_curve
-from sparsekv.bench.curves import density_within, frontier, tables, tables_beside, value_at
+from sparsekv.bench.curves import density_within, frontier, tables, value_at
 from sparsekv.plans.errors import PlanError, UsageError
 
 POINT = {"method": "a", "length": "4k", "phase": "prefill", "density": 0.1, "kl": 0.5}
@@ -62,19 +62,3 @@ def test_tables_have_a_row_a_method_of_each_phase_and_length() -> None:
     points = [CurvePoint(method=name, density=0.5, kl=kl, **common) for name, kl in (("a", 0.0), ("b", 0.5))]
     lines = list(tables(points, (0.5,), (0.1,)))
     assert lines[3:] == ["| a | 1e-09 | (0.5) |", "| b | 0.5 |  |", ""]
-
-
-def test_curves_beside_each_other_share_the_table_of_a_phase_and_length() -> None:
-    def point(method: str, density: float, kl: float, phase: str = "prefill") -> CurvePoint:
-        return CurvePoint.model_validate(POINT | {"method": method, "density": density, "kl": kl, "phase": phase})
-
-    found = {
-        "one": [point("a", 0.1, 0.01), point("a", 0.4, 0.0001), point("b", 0.4, 0.5, "decode")],
-        "two": [point("a", 0.1, 0.04), point("c", 0.5, 0.001)],
-    }
-    lines = list(tables_beside(found, (0.2, 0.5, 0.6), (0.001, 0.00001)))
-    assert lines[3:5] == [
-        "| a | 0.001 / (0.0001) / - | (0.04) / - / - | 0.2 / - | - |",
-        "| c | - | - / 0.001 / (0.001) | - | (0.5) / - |",
-    ]
-    assert lines[9:] == ["| b | - / (0.5) / - | - | - | - |", ""]

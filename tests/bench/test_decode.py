@@ -179,13 +179,6 @@ def test_a_row_says_against_what_its_ratio_is_and_why_steps_are_not_captured(sub
     assert "the selector looks back" in row.note
 
 
-def test_a_plan_that_offloads_says_that_attention_alone_does_not(subject, taking):
-    taking(TIMES)
-    plan = plan_for(subject.model, decode=decode_plan(segment(0, (1, 2), BUDGET), offload=(2,)))
-    attention, token = rows_of(subject, plan)
-    assert len(attention.note) > len(token.note)
-
-
 # --- one run, and what is refused -------------------------------------------------------------------------------------
 
 

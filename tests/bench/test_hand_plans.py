@@ -16,9 +16,9 @@ from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.plans.aliases import ALIASES
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
+from sparsekv.runtime.architecture import ARCHITECTURES
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf.public_shapes import PUBLIC_SHAPES
-from sparsekv.runtime.model_config import SUPPORTED
 from sparsekv.runtime.plan_checks import check_plan
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_a_known_shape_stands_in_where_no_config_can_be_had(monkeypatch):
 def test_public_shapes_are_of_aliases_and_of_supported_architectures():
     types = {alias.name: alias.model_type for alias in ALIASES}
     for name, shape in PUBLIC_SHAPES.items():
-        assert types[name] == shape["model_type"] in SUPPORTED
+        assert types[name] == shape["model_type"] in ARCHITECTURES
         assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
 
 

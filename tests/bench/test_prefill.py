@@ -63,13 +63,6 @@ def test_a_row_has_both_times_the_density_and_every_way_to_run_dense(subject, pl
     assert pieces.density == pytest.approx(data["density"])
 
 
-def test_the_model_is_what_it_was_afterwards(subject, plan):
-    before = subject.model.config._attn_implementation
-    rows_of(subject, plan, dense_layers=1)
-    assert subject.model.config._attn_implementation == before
-    assert len(attention_modules(subject.model)) == 2
-
-
 @pytest.mark.parametrize("hosted", [None, 2])
 def test_the_fastest_dense_kernel_is_a_peer_wherever_sparse_keeps_its_rows(plan, hosted):
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
@@ -209,10 +202,3 @@ def test_layers_go_to_the_host_in_every_way_and_have_their_room_before_the_clock
     assert running
     assert taken
     assert not any(taken)
-
-
-def test_a_model_of_one_layer_runs_every_way_also_at_great_length():
-    model = tiny_model(layers=1, context=1024)
-    one = BenchModel(model, info_of(model), "tiny", "random", "")
-    (row,) = rows_of(one, plan_for(model, every_head(model, STATIC)), ranked_from=512)
-    assert row.peers.timed_ms.keys() == {THEIRS, OURS}

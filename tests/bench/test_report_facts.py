@@ -50,11 +50,6 @@ def test_heads_have_the_density_and_the_damage_of_the_candidate_with_their_patte
     assert {(f.pattern, f.density, f.damage) for f in shown.heads if f is not fact} == {("dense", 1.0, 0.0)}
 
 
-def test_a_pattern_that_was_not_profiled_has_no_damage() -> None:
-    ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=0, heads=(0,), pattern=OTHER)), profile())
-    assert (shown.heads[0].density, shown.heads[0].damage) == (None, None)
-
-
 def test_without_a_profile_the_density_is_that_of_a_mask_of_the_whole_budget() -> None:
     pattern = AShape(sink=tokens(64), window=fraction(0.125))
     ((shown,), _) = pattern_maps(plan_of(HeadGroup(layer=0, heads=(0,), pattern=pattern)), None)

@@ -158,13 +158,6 @@ def test_nothing_in_a_plan_or_a_curve_becomes_markup(sparsekv, files, tmp_path) 
     assert HOSTILE in {row[0] for row in page.data["datasets"]["curve-prefill-4096"]["rows"]}
 
 
-def test_json_is_the_summary_and_where_the_page_is(sparsekv, files, tmp_path) -> None:
-    alone = sparsekv("show", files / "plan.yaml", "--json").data
-    path = tmp_path / "page.html"
-    assert sparsekv("show", files / "plan.yaml", "--json", "--html", path).data == alone | {"html": str(path)}
-    assert path.exists()
-
-
 def test_a_page_is_replaced_and_no_other_file(sparsekv, files, tmp_path) -> None:
     other, page = tmp_path / "index.html", tmp_path / "page.html"
     other.write_text("<!DOCTYPE html><title>mine</title>")
@@ -174,13 +167,6 @@ def test_a_page_is_replaced_and_no_other_file(sparsekv, files, tmp_path) -> None
     assert sparsekv("show", files / "plan.yaml", "--html", files / "plan.yaml").code == 2
     for plan in ("plan.yaml", "hostile.yaml"):
         assert sparsekv("show", files / plan, "--html", page).code == 0
-
-
-@pytest.mark.parametrize("flag", ["--profile", "--curve"])
-def test_what_only_the_page_shows_is_refused_without_it(sparsekv, files, flag) -> None:
-    found = sparsekv("show", files / "plan.yaml", flag, files / "profile.json")
-    assert found.code == 2
-    assert "--html" in found.err
 
 
 def test_a_profile_of_another_model_is_refused(sparsekv, files, tmp_path) -> None:

@@ -51,8 +51,8 @@ def test_a_dense_run_places_them_too(sparsekv, folder):
         (("--offload", "auto", "--dense"), "--dense-prefill and --dense-decode"),
         (("--offload", "never", "--kv-host-layers", "1"), "found both"),
         (("--offload", "sometimes"), "--offload"),
-        (("--dry-run", "--dense"), "--dry-run with a plan"),
-        (("--dry-run", "--compare"), "--dry-run with a plan"),
+        (("--dry-run", "--dense"), "--dry-run"),
+        (("--dry-run", "--compare"), "--dry-run"),
     ],
 )
 def test_layers_that_cannot_be_meant_are_usage_errors(sparsekv, folder, arguments, word):

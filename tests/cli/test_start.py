@@ -78,3 +78,29 @@ def test_the_package_itself_imports_nothing_heavy():
     code = f"import sys, sparsekv; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("asked", [None, "active"])
+def test_threads_that_wait_give_their_core_away_unless_the_user_wants_them_to_spin(asked, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_WAIT_POLICY", asked)
+    code = """
+import os, sys
+from sparsekv.__main__ import main
+sys.argv = ["sparsekv", "--version"]
+try:
+    main()
+finally:
+    print(os.environ["OMP_WAIT_POLICY"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-1] == (asked or "passive")
+
+
+def test_the_package_lists_its_calls_and_imports_none_of_them_for_it():
+    code = (
+        "import sys, sparsekv; print('torch' in sys.modules, {'apply', 'load_plan', 'plan_model'} <= {*dir(sparsekv)})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"]

@@ -136,7 +136,7 @@ def triton_builds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_torch_builds_indices_once_the_device_builders_broke(fault: Exception) -> None:
     calls, first = Calls(auto=fault), Fallback("triton")
-    with pytest.warns(BackendWarning, match="torch builds"):
+    with pytest.warns(BackendWarning, match="torch"):
         assert first.build(calls, Q.device) == "by torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -162,7 +162,7 @@ def test_nothing_else_builds_indices_where_the_input_is_wrong() -> None:
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if not isinstance(fault, torch.OutOfMemoryError)], ids=str)
 def test_torch_computes_decode_once_triton_broke(fault: Exception) -> None:
     calls, first = Calls(triton=fault), Fallback("triton")
-    with pytest.warns(BackendWarning, match="torch computes"):
+    with pytest.warns(BackendWarning, match="torch"):
         assert first.decode(calls, "triton", Q.device) == "by reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

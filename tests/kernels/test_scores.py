@@ -7,7 +7,6 @@ import torch
 from small_blocks import small_blocks
 
 from sparsekv.kernels.scores import token_scores
-from sparsekv.plans.errors import ShapeError
 
 WEIGHTS = torch.tensor([0.2, 0.5, 1.0])
 
@@ -45,10 +44,9 @@ def test_maximum_over_heads_comes_before_the_sum_over_the_window(dtype, position
     expected = {
         "max": (weights_BHWS.amax(1, keepdim=True) * weighted).sum(2),
         "per_kv_head": (weights_BHWS.unflatten(1, (2, 2)).amax(2) * weighted).sum(2),
-        None: (weights_BHWS * weighted).sum(2),
     }
     for heads, scores in expected.items():
-        found = token_scores(q, k, positions, WEIGHTS, scale=0.4, heads=heads)
+        found = token_scores(q, k, torch.tensor([positions]), WEIGHTS, scale=0.4, heads=heads)
         assert found.dtype == torch.float32
         assert not found[..., 30:].any()
         torch.testing.assert_close(found[..., :30].double(), scores, atol=1e-6, rtol=1e-5)
@@ -56,17 +54,8 @@ def test_maximum_over_heads_comes_before_the_sum_over_the_window(dtype, position
 
 def test_blocks_of_heads_give_the_same_scores() -> None:
     q, k = sample()
-    for heads in ("max", "per_kv_head", None):
-        whole = token_scores(q, k, (27, 28, 29), WEIGHTS, scale=0.4, heads=heads)
+    positions_1W = torch.tensor([[27, 28, 29]])
+    for heads in ("max", "per_kv_head"):
+        whole = token_scores(q, k, positions_1W, WEIGHTS, scale=0.4, heads=heads)
         with small_blocks():
-            torch.testing.assert_close(token_scores(q, k, (27, 28, 29), WEIGHTS, scale=0.4, heads=heads), whole)
-
-
-def test_bad_windows_and_limits_are_refused() -> None:
-    q, k = sample()
-    with pytest.raises(ShapeError, match="3 positions and weights"):
-        token_scores(q, k, (1, 2), WEIGHTS, scale=1.0)
-    with pytest.raises(ShapeError, match="within the 39 keys"):
-        token_scores(q, k, (1, 2, 39), WEIGHTS, scale=1.0)
-    with pytest.raises(ShapeError, match="fit"):
-        token_scores(q[:, :3], k, (1, 2, 3), WEIGHTS, scale=1.0)
+            torch.testing.assert_close(token_scores(q, k, positions_1W, WEIGHTS, scale=0.4, heads=heads), whole)

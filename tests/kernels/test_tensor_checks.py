@@ -31,12 +31,12 @@ def call(**changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": PROBLEM.q_BHSD[0]}, "batch, heads"),
-        ({"k": PROBLEM.k_BGKD.transpose(2, 3).contiguous().transpose(2, 3)}, "stride 1 .* call .contiguous"),
-        ({"v": PROBLEM.v_BGKD[:, :, :-1]}, "one shape"),
-        ({"q": PROBLEM.q_BHSD[..., :32]}, "head size"),
-        ({"q": PROBLEM.q_BHSD[:, :3]}, "multiple of KV heads, found 3 and 2"),
-        ({"q": PROBLEM.q_BHSD.half()}, "one dtype"),
+        ({"q": PROBLEM.q_BHSD[0]}, r"\(4, 100, 64\)"),
+        ({"k": PROBLEM.k_BGKD.transpose(2, 3).contiguous().transpose(2, 3)}, "contiguous"),
+        ({"v": PROBLEM.v_BGKD[:, :, :-1]}, r"\(1, 2, 99, 64\)"),
+        ({"q": PROBLEM.q_BHSD[..., :32]}, r"\(1, 4, 100, 32\)"),
+        ({"q": PROBLEM.q_BHSD[:, :3]}, r"\(1, 3, 100, 64\)"),
+        ({"q": PROBLEM.q_BHSD.half()}, "float16"),
         ({"scale": 0.0}, "scale"),
         ({"chunk": Chunk((0, 0), (100, 100))}, "2 batch rows"),
         ({"chunk": Chunk((0,), (101,))}, "101 query rows"),
@@ -60,12 +60,18 @@ def test_unknown_backend_is_refused_with_the_known_ones() -> None:
         call(backend="cuda")
 
 
-def test_head_size_that_the_kernel_does_not_take_is_refused() -> None:
+def test_tensors_that_the_triton_kernel_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from sparsekv.kernels.triton_support import check_head_size, check_row_strides
+    from sparsekv.kernels import triton_support
 
+    q, far = torch.empty(1, 1, 1, 64), torch.empty(0).as_strided((1, 1, 0, 64), (1, 1, 1 << 24, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_support, "interpreting", lambda: False)
+        with pytest.raises(BackendError, match="cpu"):
+            triton_support.check_tensors(q, q, q)
+    monkeypatch.setattr(triton_support, "interpreting", lambda: True)
     for size in (8, 60, 264):
-        with pytest.raises(BackendError, match=f"multiples of 8 from 16 to 256, found {size}"):
-            check_head_size(size)
-    with pytest.raises(ShapeError, match="tokens"):
-        check_row_strides(torch.empty(0).as_strided((1, 1, 0, 1), (1, 1, 1 << 24, 1)))
+        with pytest.raises(BackendError, match=f"16 to 256, found {size}"):
+            triton_support.check_tensors(torch.empty(1, 1, 1, size), q, q)
+    with pytest.raises(ShapeError, match=str(1 << 24)):
+        triton_support.check_tensors(q, q, far)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from model_folders import save_model
-from planner_models import made_up_cost, quick_options
+from planner_models import bare_job, made_up_cost, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 from progress import Counting
 from pydantic import ValidationError
@@ -20,9 +20,10 @@ from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
 from sparsekv.planner.decode_search import Effort, Guess, measure_decode, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
+from sparsekv.planner.job import job_of, job_of_files
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.plan import compile_files, compile_plan
-from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts
+from sparsekv.planner.plan import compile_plan
+from sparsekv.planner.profile.calibration import CalibrationPrompt
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
@@ -74,13 +75,13 @@ def weights(space: CandidateSpace) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def prompt(loaded: LoadedModel) -> CalibrationPrompt:
-    (found,) = calibration_prompts(loaded.tokenizer, SETTLED)[1024]
+    (found,) = bare_job(loaded, SETTLED).prompts[1024]
     return found
 
 
 @pytest.fixture(scope="module")
 def measured(loaded: LoadedModel) -> Profile:
-    return measure_decode(loaded, profile(loaded, SETTLED), SETTLED, effort=EFFORT)
+    return measure_decode(bare_job(loaded, SETTLED), profile(bare_job(loaded, SETTLED)), effort=EFFORT)
 
 
 def check_legal(segments: tuple[Segment, ...]) -> None:
@@ -254,8 +255,8 @@ def test_steps_in_one_pass_predict_what_single_steps_of_the_plan_predict(
         cache = handle.new_cache(1024)
         loaded.model(input_ids=ids_1S, past_key_values=cache)
         steps = [loaded.model(input_ids=step, past_key_values=cache).logits for step in prefix.rows_1R.split(1, 1)]
-    single_RV = torch.cat(steps, 1)[0].float().log_softmax(-1)
-    kl_R = (prefix.dense_RV.exp() * (prefix.dense_RV - single_RV)).sum(-1)
+    single_1RV = torch.cat(steps, 1).float().log_softmax(-1)
+    kl_R = (prefix.dense_1RV.exp() * (prefix.dense_1RV - single_1RV)).sum(-1)
     assert kl > 1e-6
     assert kl == pytest.approx(float(kl_R.mean()), rel=1e-2)
 
@@ -273,7 +274,9 @@ def test_what_was_tried_and_passed_is_in_the_profile_and_the_sparsest_is_planned
 def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(loaded: LoadedModel) -> None:
     options = settle(QUICK.but(lengths=(512, 1024), target_density=()), 4096, "cpu")
     progress = Counting()
-    short, long = measure_decode(loaded, profile(loaded, options), options, progress, EFFORT).lengths
+    short, long = measure_decode(
+        bare_job(loaded, options), profile(bare_job(loaded, options)), progress, EFFORT
+    ).lengths
     assert progress.done == pytest.approx(progress.total)
     passed = {tuple((part.filter, part.layers) for part in one.segments) for one in long.trials}
     assert short.trials
@@ -283,23 +286,23 @@ def test_shorter_lengths_are_tried_with_the_segments_that_passed_at_the_longest(
 def test_nothing_is_sparse_inside_a_gate_that_nothing_passes(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.lengths[0].model_copy(update={"trials": ()})
     options = settle(QUICK.but(decode_kl=0.0), 4096, "cpu")
-    found = measure_decode(loaded, measured.model_copy(update={"lengths": (bare,)}), options, effort=EFFORT)
+    found = measure_decode(bare_job(loaded, options), measured.model_copy(update={"lengths": (bare,)}), effort=EFFORT)
     assert found.lengths[0].trials
     assert choose_filter_layers(found, made_up_cost(tile=found.tile), options).bucket(1024).dense
 
 
 def test_measuring_again_gives_the_same_trials(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
-    assert measure_decode(loaded, bare, SETTLED, effort=EFFORT) == measured
-    assert measure_decode(loaded, measured, SETTLED, effort=EFFORT) is measured
+    assert measure_decode(bare_job(loaded, SETTLED), bare, effort=EFFORT) == measured
+    assert measure_decode(bare_job(loaded, SETTLED), measured, effort=EFFORT) is measured
 
 
 def test_a_compile_from_files_gives_the_plan_that_was_measured(loaded: LoadedModel, tmp_path: Path) -> None:
     folder = save_model(loaded.model, tmp_path / "tiny")
-    cost = made_up_cost(tile=QUICK.tile_shape)
-    first = compile_plan(loaded, QUICK, cost_in=cost, profile_out=tmp_path / "p.json")
+    cost = made_up_cost(tile=QUICK.tile)
+    first = compile_plan(job_of(loaded, QUICK, cost=cost), profile_out=tmp_path / "p.json")
     assert first.filter_layers
-    again = compile_files(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json"), cost)
+    again = compile_plan(job_of_files(str(folder), QUICK, read_measured(Profile, tmp_path / "p.json"), cost))
     assert dump_plan(again.plan) == dump_plan(first.plan)
 
 
@@ -322,7 +325,7 @@ def test_a_bound_on_lost_mass_that_was_asked_for_counts_in_place_of_the_trials()
 def test_nothing_is_tried_where_a_bound_on_lost_mass_is_asked_for(loaded: LoadedModel, measured: Profile) -> None:
     bare = measured.model_copy(update={"lengths": (measured.lengths[0].model_copy(update={"trials": ()}),)})
     options = settle(QUICK.but(decode_kl=None, decode_loss=0.02), 4096, "cpu")
-    assert measure_decode(loaded, bare, options, effort=EFFORT) is bare
+    assert measure_decode(bare_job(loaded, options), bare, effort=EFFORT) is bare
 
 
 def test_a_trial_that_was_given_up_proves_nothing() -> None:

@@ -1,42 +1,43 @@
-"""Dense and sparse on the same samples: what is counted, and that a full plan changes nothing."""
+"""Dense and sparse on the same samples: what is counted, and that it is what a user gets, from few passes."""
 
-import copy
 import math
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from planner_models import loaded_tiny
 from progress import Counting
+from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
-from sparsekv.planner import evaluation
-from sparsekv.planner.compare import (
-    Batch,
-    answered,
-    batches,
-    compare,
-    dense_reference,
-    divergence,
-    forced_logits,
-    log_likelihood,
-)
-from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult, merged
-from sparsekv.planner.evaluation import EvalSamples, Mode, PlanMode, evaluate
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate
+from sparsekv.planner.evaluation.batches import MOST_TEXT, Batch, batches
+from sparsekv.planner.evaluation.predictions import answered, divergence, log_likelihood, until_end
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
 from sparsekv.planner.profile.calibration import held_out
-from sparsekv.planner.prompts_at_once import MOST_TEXT
+from sparsekv.planner.progress import Step
 from sparsekv.planner.tasks import Kit, Sample, Split, prepare
-from sparsekv.plans.errors import BackendError, PromptError, UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse, tokens
+from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
+from sparsekv.plans.patterns import AShape, BlockSparse, TileShape, tokens
+from sparsekv.plans.phases import DecodePlan, PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.generate import piece_sizes
 from sparsekv.runtime.hf.load import LoadedModel
 
-LENGTH = 512
+LENGTH, PROMPT = 512, 300
+PHASES = ("prefill", "decode", "both")
+NARROW = AShape(sink=tokens(64), window=tokens(64))
+CHOICE = decode_plan(segment(0, (1, 2), 8))
 
 
 @pytest.fixture(scope="module")
@@ -44,173 +45,347 @@ def kit(loaded: LoadedModel) -> Kit:
     return prepare(loaded.tokenizer, Split.EVALUATION)
 
 
-def full_plan(loaded: LoadedModel) -> Plan:
-    keep = BlockSparse(keep=EVERYTHING)
-    return plan_for(loaded.model, every_head(loaded.model, keep), decode_plan(segment(0, (1, 2), EVERYTHING)))
+@pytest.fixture(scope="module")
+def windowed() -> LoadedModel:
+    """Two of four layers see the last 100 tokens."""
+    model = tiny_model("qwen2", layers=4, use_sliding_window=True, sliding_window=100, max_window_layers=2)
+    return LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/tiny"))
 
 
-def sparse_plan(loaded: LoadedModel) -> Plan:
-    narrow = AShape(sink=tokens(64), window=tokens(64))
-    return plan_for(loaded.model, every_head(loaded.model, narrow), decode_plan(segment(0, (1, 2), 8)))
+def sparse_plan(loaded: LoadedModel, decode: DecodePlan = CHOICE) -> Plan:
+    return plan_for(loaded.model, every_head(loaded.model, NARROW), decode)
 
 
-def sample(answer: str, prompt_ids: list[int], answer_ids: list[int]) -> Sample:
-    return Sample(np.array(prompt_ids, np.int32), np.array(answer_ids, np.int32), answer, "kv_retrieval", 64)
+def modes_of(plan: Plan, phases: tuple[str, ...] = PHASES) -> dict[str, Mode]:
+    return {phase: PlanMode(plan, phase) for phase in phases}
 
 
 def scored(
-    loaded: LoadedModel,
-    modes: Mapping[str, Mode],
-    kit: Kit,
-    tasks: tuple[str, ...] = ("perplexity",),
-    samples: int = 2,
-    **options: Any,
+    loaded: LoadedModel, modes: Mapping[str, Mode], kit: Kit, tasks: tuple[str, ...] = ("perplexity",), **options: Any
 ) -> dict[str, EvalResult]:
-    found = evaluate(loaded, modes, EvalSamples(tasks, (LENGTH,), samples, **options), kit)
-    return {name: result for name, (result,) in found.items()}
+    asked = EvalSamples(tasks, (LENGTH,), **{"samples": 2, **options})
+    return {name: result for name, (result,) in evaluate(loaded, modes, asked, kit).items()}
 
 
-class Counted:
-    """A plan's mode that counts how often it is switched on."""
-
-    def __init__(self, mode: PlanMode) -> None:
-        self.stepwise, self.dense_prefill = mode.stepwise, mode.dense_prefill
-        self._mode, self.times = mode, 0
-
-    @contextmanager
-    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        self.times += 1
-        with self._mode.running(model) as spent:
-            yield spent
+def drawn(count: int = 3, answer: int = 4, prompt: int = PROMPT, text: str = "") -> list[Sample]:
+    """Prompts that are of no task."""
+    rng = np.random.default_rng(5)
+    both = [(rng.integers(1, 90, prompt, np.int32), rng.integers(1, 90, answer, np.int32)) for _ in range(count)]
+    return [Sample(*ids, text, "own", prompt + answer) for ids in both]
 
 
-TWICE = EvalSamples(("kv_retrieval", "niah_single"), (LENGTH, 2 * LENGTH), 2, batch=1)  # answers of few tokens
+def as_batch(text: str, answer_ids: list[int]) -> Batch:
+    sample = replace(drawn(1)[0], answer_ids=np.array(answer_ids, np.int32), answer=text)
+    return Batch.of([sample], torch.device("cpu"))
 
 
-def test_a_plan_is_applied_once_to_be_checked_and_once_for_all_batches_tasks_and_lengths(
-    loaded: LoadedModel, kit: Kit
-) -> None:
-    plan = sparse_plan(loaded)
-    modes = {phase: Counted(PlanMode(plan, phase)) for phase in ("prefill", "decode")}
-    progress = Counting()
-    found = evaluate(loaded, modes, TWICE, kit, progress)
-    assert progress.done == pytest.approx(progress.total)
-    assert [mode.times for mode in modes.values()] == [2, 2]
-    for place, length in enumerate(TWICE.lengths):
-        alone = evaluate(
-            loaded, {"prefill": Counted(PlanMode(plan, "prefill"))}, replace(TWICE, lengths=(length,)), kit
-        )
-        assert found["prefill"][place] == alone["prefill"][0]
+@contextmanager
+def passes(loaded: LoadedModel) -> Iterator[Counter[int]]:
+    """How many forward passes there were of each number of tokens."""
+    seen: Counter[int] = Counter()
+    with loaded.model.register_forward_pre_hook(
+        lambda _, args, inputs: seen.update([inputs["input_ids"].shape[1]]), with_kwargs=True
+    ):
+        yield seen
 
 
-def test_logits_that_cannot_wait_all_at_once_give_the_same_results(loaded, kit, monkeypatch) -> None:
-    modes = {"both": Counted(PlanMode(sparse_plan(loaded)))}
-    whole = evaluate(loaded, modes, TWICE, kit)
-    monkeypatch.setattr(evaluation, "_WAITING_BYTES", 1)
-    assert evaluate(loaded, modes, TWICE, kit) == whole
-    assert modes["both"].times == 1 + 1 + 1 + 2 * 2 * 2
+# --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: Kit) -> None:
-    modes = {phase: PlanMode(full_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
-    found = scored(loaded, modes, kit, ("kv_retrieval", "perplexity"))
-    for phase in modes:
-        assert found[phase].kl == pytest.approx(0.0, abs=1e-6)
-        for name, task in found[phase].tasks.items():
-            assert task.sparse == tuple(
-                Outcome(o.correct, pytest.approx(o.nll, abs=1e-4), pytest.approx(0.0, abs=1e-6), n, n, True)
-                for o in found["dense"].tasks[name].dense
-                for n in [o.scored - (phase == "decode")]
-            )
-    assert found["prefill"].prefill_density == pytest.approx(1.0)
-    assert found["prefill"].decode_share == 1.0
+def by_hand(loaded: LoadedModel, sample: Sample, chunk: int | None, plan: Plan | None, **phases: bool) -> torch.Tensor:
+    """[A + 1, V]: the prompt in pieces, then the answer token by token."""
+    model: Any = loaded.model
+    with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
+        ids_1S, cache = torch.tensor(sample.prompt_ids[None].astype(np.int64)).to(model.device), None
+        for piece in torch.split(ids_1S, piece_sizes(PROMPT, chunk) if chunk else PROMPT, 1):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+        rows = [out.logits[:, -1:]]
+        for token in sample.answer_ids.tolist():
+            rows.append(model(torch.tensor([[token]], device=model.device), past_key_values=cache).logits)
+    return torch.cat(rows, 1)[0].float().log_softmax(-1)
 
 
-def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
-    found = scored(loaded, {p: PlanMode(sparse_plan(loaded), p) for p in ("prefill", "decode", "both")}, kit)
-    assert found["prefill"].prefill_density < 0.75
-    assert found["decode"].prefill_density == 1.0
-    assert found["decode"].decode_share < 0.6
-    assert found["both"].prefill_density < 0.8
-    assert all(found[phase].kl > 1e-4 for phase in ("prefill", "decode", "both"))
-    assert found["dense"].kl == 0.0
+def check_by_hand(loaded: LoadedModel, plan: Plan, chunk: int | None, kl: float, phases: tuple[str, ...] = PHASES):
+    samples = drawn(answer=4)
+    found = compare(loaded, modes_of(plan, phases), samples, batch=2, chunk=chunk)
+    for place, sample in enumerate(samples):
+        p = by_hand(loaded, sample, chunk, None)
+        for phase in phases:
+            first = int(phase == "decode")  # whose row before is dense's own
+            q = by_hand(loaded, sample, chunk, plan, prefill=phase != "decode", decode=phase != "prefill")
+            outcome = found[phase].outcomes[place]
+            kl_by_hand = float((p.exp() * (p - q))[first:].sum(-1).mean())
+            assert outcome.kl == pytest.approx(kl_by_hand, rel=kl, abs=kl * 1e-4)
+            assert outcome.kl > 1e-4  # it was sparse
+            assert outcome.scored == 5 - first
+            if kl < 0.01:
+                assert outcome.agreed == int((p.argmax(-1) == q.argmax(-1))[first:].sum())
+                nll = -q[torch.arange(4), sample.answer_ids.astype(np.int64)].mean()
+                assert outcome.nll == pytest.approx(float(nll), rel=1e-4)
 
 
-def test_without_a_plan_dense_is_on_both_sides(loaded: LoadedModel) -> None:
-    (found,) = evaluate(loaded, {}, EvalSamples(("kv_retrieval",), (LENGTH,), 1))["dense"]
-    task = found.tasks["kv_retrieval"]
-    assert task.dense == task.sparse
-    assert found.prefill_density == 1.0
+CASES = {
+    "on the device": (CHOICE, None),
+    "offloaded": (decode_plan(segment(0, (1, 2), 8), offload=(1, 2)), None),
+    "offloaded, in chunks": (decode_plan(segment(0, (1, 2), 8), offload=(1, 2)), 128),
+    "a selector of older queries": (decode_plan(segment(0, (1, 2), 8, selector="uniform", window=4)), None),
+}
 
 
-def test_batches_score_as_single_samples_do(loaded: LoadedModel, kit: Kit) -> None:
-    one, many = (
-        scored(loaded, {"both": PlanMode(sparse_plan(loaded))}, kit, samples=4, batch=size)["both"].tasks["perplexity"]
-        for size in (1, 4)
-    )
-    np.testing.assert_allclose([o.nll for o in one.sparse], [o.nll for o in many.sparse], rtol=1e-4)
-    np.testing.assert_allclose([o.nll for o in one.dense], [o.nll for o in many.dense], rtol=1e-4)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_measured_is_what_a_user_gets(loaded: LoadedModel, case: str) -> None:
+    """A prefill, then decode steps, each sparse or not."""
+    decode, chunk = CASES[case]
+    check_by_hand(loaded, sparse_plan(loaded, decode), chunk, 1e-3)
 
 
-def test_prefill_in_chunks_scores_as_in_one_piece(loaded: LoadedModel, kit: Kit) -> None:
-    plan = full_plan(loaded)
-    whole, pieces = (
-        scored(loaded, {"both": PlanMode(plan)}, kit, samples=1, prefill_chunk=chunk)["both"] for chunk in (None, 100)
-    )
-    a, b = whole.tasks["perplexity"], pieces.tasks["perplexity"]
-    np.testing.assert_allclose([o.nll for o in a.sparse], [o.nll for o in b.sparse], rtol=1e-4)
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_dense_decode_reads_behind_layers_with_a_window(windowed: LoadedModel, chunk: int | None) -> None:
+    """Which keep fewer tokens for the unmodified model than for the plan."""
+    full = every_head(windowed.model, NARROW).lengths[0].heads[:2]
+    prefill = PrefillPlan(tile=TileShape(query=64, key=64), lengths=(PrefillBucket(up_to=None, heads=full),))
+    check_by_hand(windowed, plan_for(windowed.model, prefill, None), chunk, 1e-3, ("prefill",))
 
 
-def test_one_forced_pass_tells_what_greedy_generation_gives(loaded: LoadedModel) -> None:
-    """The answer is what the model generates, or that with one token changed."""
-    prompt = torch.randint(1, 90, (1, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        out = loaded.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, eos_token_id=None
-        )[0, 30:]
-    own = out[:4].tolist()
-    other = [*own[:2], (own[2] + 1) % 90, own[3]]
-    for ids, wanted in ((own, True), (other, False)):
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["on the device", "offloaded"])
+def test_what_is_measured_on_a_gpu_is_what_a_user_gets(case: str) -> None:
+    """With captured steps, and layers whose keys and values move between the device and the host."""
+    loaded = loaded_tiny(head_dim=64, dtype=torch.bfloat16)
+    loaded.model.cuda()
+    check_by_hand(loaded, sparse_plan(loaded, CASES[case][0]), None, 0.1)
+
+
+@pytest.mark.gpu
+def test_dense_steps_need_no_plan_for_every_number_of_keys() -> None:
+    """Which cuDNN makes for each step it has not met: a tenth of a second."""
+    loaded = loaded_tiny(head_dim=64, dtype=torch.bfloat16)
+    loaded.model.cuda()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        compare(loaded, {}, drawn(answer=8), batch=2)
+    calls = {event.key: event.count for event in trace.key_averages() if "scaled_dot_product" in event.key}
+    layers, batches_of_two = len(loaded.model.model.layers), 2
+    assert calls["aten::scaled_dot_product_attention"] == layers * batches_of_two * (1 + 7 + 1)
+    assert calls.get("aten::_scaled_dot_product_cudnn_attention", 0) <= layers * batches_of_two  # whole prompts
+
+
+def greedily(loaded: LoadedModel, sample: Sample, count: int, **options: Any) -> list[int]:
+    prompt = torch.tensor(sample.prompt_ids[None].astype(np.int64))
+    options |= {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count, "do_sample": False}
+    return loaded.model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_exact_agreement_is_that_greedy_generation_gives_the_same_tokens(loaded: LoadedModel, phase: str) -> None:
+    samples, plan = drawn(6), sparse_plan(loaded)
+    found = compare(loaded, {"p": PlanMode(plan, phase)}, samples)["p"].outcomes
+    dense = [greedily(loaded, sample, 4) for sample in samples]
+    with apply(loaded.model, plan, prefill=phase != "decode", decode=phase != "prefill"):
+        sparse = [greedily(loaded, sample, 4) for sample in samples]
+    assert [one.exact for one in found] == [a == b for a, b in zip(dense, sparse, strict=True)]
+
+
+def test_an_answer_is_right_when_the_model_generates_it(loaded: LoadedModel) -> None:
+    """That, or one with a token changed."""
+    (sample,) = drawn(1, prompt=30)
+    *own, after = greedily(loaded, sample, 5, eos_token_id=None)
+    for ids, wanted in ((own, True), ([*own[:2], (own[2] + 1) % 90, own[3]], False)):
         text = loaded.tokenizer.decode(ids)
-        digits = text[-1].isdigit() and loaded.tokenizer.decode([int(out[4])]).isdigit()
-        batch = Batch.of([sample(text, prompt[0].tolist(), ids)], torch.device("cpu"))
-        for stepwise in (False, True):
-            (logits,) = forced_logits(loaded, batch.prompt_BS, [batch.answer_BA], stepwise=stepwise)
-            assert answered(loaded, batch, logits) == [wanted and not digits]
+        digits = text[-1].isdigit() and loaded.tokenizer.decode([after]).isdigit()
+        asked = replace(sample, answer_ids=np.array(ids, np.int32), answer=text)
+        assert compare(loaded, {}, [asked])[DENSE].outcomes[0].correct == (wanted and not digits)
 
 
 def test_an_answer_that_goes_on_with_digits_is_wrong(loaded: LoadedModel) -> None:
-    ids = [loaded.tokenizer.convert_tokens_to_ids(c) for c in "42"]
-    batch = Batch.of([sample("42", [1, 2, 3], ids)], torch.device("cpu"))
-    logits = torch.zeros(1, 3, 128)
-    for place, character in enumerate("42"):
-        logits[0, place, loaded.tokenizer.convert_tokens_to_ids(character)] = 9.0
-    for after, wanted in (("7", False), (".", True)):
-        said = logits.clone()
-        said[0, 2, loaded.tokenizer.convert_tokens_to_ids(after)] = 9.0
-        assert answered(loaded, batch, said) == [wanted]
+    four, two, seven, dot = (loaded.tokenizer.convert_tokens_to_ids(character) for character in "427.")
+    batch = as_batch("42", [four, two])
+    for after, wanted in ((seven, False), (dot, True)):
+        assert answered(loaded, batch, torch.tensor([[four, two, after]])) == [wanted]
 
 
 def test_likelihood_and_divergence_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(1)
-    dense, sparse = (torch.randn(1, 4, 10, generator=generator) for _ in range(2))
-    batch = Batch.of([sample("abc", [1], [3, 1, 4])], torch.device("cpu"))
-    p, q = dense[0].softmax(-1), sparse[0].softmax(-1)
+    dense, sparse = (torch.randn(1, 4, 10, generator=generator).log_softmax(-1) for _ in range(2))
+    p, q = dense[0].exp(), sparse[0].exp()
     nll = -sum(math.log(q[place, token]) for place, token in enumerate((3, 1, 4))) / 3
-    assert log_likelihood(batch, sparse) == [pytest.approx(nll, rel=1e-5)]
-    assert divergence(dense, sparse) == [pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)]
+    assert float(log_likelihood(torch.tensor([[3, 1, 4]]), sparse)) == pytest.approx(nll, rel=1e-5)
+    kl = float((p * (p / q).log()).sum(-1).mean())
+    assert float(divergence(dense, sparse)) == pytest.approx(kl, rel=1e-5)
 
 
-def test_only_samples_of_equal_shape_share_a_batch() -> None:
-    shapes = [(5, 2), (6, 2), (5, 2), (5, 3), (5, 2)]
-    made = [sample("x", [1] * prompt, [2] * answer) for prompt, answer in shapes]
-    found = list(batches(made, 2))
-    assert [(len(some), len(some[0].prompt_ids), len(some[0].answer_ids)) for some in found] == [
-        (2, 5, 2),
-        (1, 5, 2),
-        (1, 5, 3),
-        (1, 6, 2),
-    ]
+def test_what_follows_an_end_token_does_not_count() -> None:
+    ids = torch.tensor([[5, 9, 5, 9], [5, 6, 7, 8]])
+    for ends, counts in ((9, [2, 4]), ([6, 9], [2, 2]), (None, [4, 4])):
+        model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends))
+        assert until_end(model, ids).tolist() == [[place < count for place in range(4)] for count in counts]
+
+
+def test_without_the_greedy_text_divergence_is_the_same_and_exact_agreement_unknown(loaded: LoadedModel) -> None:
+    modes = modes_of(sparse_plan(loaded), ("both",))
+    (full,), (short,) = (compare(loaded, modes, drawn(1), greedy=greedy)["both"].outcomes for greedy in (True, False))
+    assert full == replace(short, exact=full.exact)
+    assert full.exact is not None
+    assert short.exact is None
+
+
+def test_of_a_long_text_only_the_beginning_is_fed(loaded: LoadedModel) -> None:
+    (sample,) = drawn(1, answer=MOST_TEXT + 30)
+    modes = modes_of(sparse_plan(loaded), ("decode",))
+    cut = replace(sample, answer_ids=sample.answer_ids[:MOST_TEXT])
+    whole, part = (compare(loaded, modes, [one], greedy=False)["decode"] for one in (sample, cut))
+    assert whole == part
+    assert whole.outcomes[0].scored == MOST_TEXT
+
+
+def test_samples_of_any_origin_are_told_in_their_order(loaded: LoadedModel) -> None:
+    samples = [one for both in zip(drawn(2, prompt=320), drawn(2), strict=True) for one in both]
+    modes = modes_of(sparse_plan(loaded), ("both",))
+    found = compare(loaded, modes, samples)
+    assert len(found[DENSE].outcomes) == 4
+    for place, sample in enumerate(samples):
+        assert found["both"].kl[place] == pytest.approx(compare(loaded, modes, [sample])["both"].kl[0], rel=1e-4)
+
+
+# --- by which passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phases", "case", "prefills"),
+    [
+        (PHASES, "on the device", 2),
+        (("prefill",), "on the device", 2),
+        (("decode",), "on the device", 1),
+        (("decode", "both"), "on the device", 2),
+        (PHASES, "a selector of older queries", 3),  # which decode has from a prefill of its own
+    ],
+)
+def test_a_prompt_is_prefilled_once_dense_and_once_sparse(loaded, phases, case, prefills) -> None:
+    with passes(loaded) as seen:
+        compare(loaded, modes_of(sparse_plan(loaded, CASES[case][0]), phases), drawn(), batch=2)
+    assert seen[PROMPT] == 2 * prefills  # in two batches
+
+
+def test_many_plans_decode_from_one_dense_prefill_as_each_does_alone(loaded: LoadedModel) -> None:
+    plans = [plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), budget))) for budget in (4, 8, 16, 32)]
+    modes = {str(place): PlanMode(plan, "decode") for place, plan in enumerate(plans)}
+    with passes(loaded) as seen:
+        found = compare(loaded, modes, drawn(), batch=2)
+    assert seen[PROMPT] == 2
+    for name, mode in modes.items():
+        assert found[name] == compare(loaded, {name: mode}, drawn(), batch=2)[name]
+
+
+def test_decode_prefills_where_the_dense_cache_has_dropped_tokens(windowed: LoadedModel) -> None:
+    plan = plan_for(windowed.model, None, decode_plan(segment(0, (1,), 8)))
+    with passes(windowed) as seen:
+        compare(windowed, modes_of(plan, ("decode",)), drawn(1))
+    assert seen[PROMPT] == 2
+    check_by_hand(windowed, plan, None, 1e-3, ("decode",))
+
+
+@pytest.mark.parametrize("case", ["on the device", "offloaded"])
+def test_at_most_two_caches_of_a_batch_are_there_at_once(loaded: LoadedModel, case: str) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = []
+
+    def note(module: Any, args: Any, out: Any) -> None:
+        alive.update(out.past_key_values.layers)
+        counts.append(sum(layer.get_seq_length() > 0 for layer in alive))
+
+    plan, other = sparse_plan(loaded, CASES[case][0]), plan_for(loaded.model, None, CHOICE)
+    with loaded.model.register_forward_hook(note):
+        compare(loaded, modes_of(plan) | {"another": PlanMode(other, "decode")}, drawn(), batch=2)
+    assert max(counts) == 2 * loaded.info.layers
+
+
+class Whole:
+    """Dense, with texts as a part of the prefill."""
+
+    stepwise = dense_prefill = False
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        yield lambda: Spent(3.0, 4.0)
+
+
+def test_a_mode_without_decode_reads_texts_with_the_prompt(loaded: LoadedModel) -> None:
+    with passes(loaded) as seen:
+        found = compare(loaded, {"whole": Whole()}, drawn(1), chunk=128)["whole"]
+    assert found.kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert found.outcomes[0].exact
+    assert found.spent == Spent(3.0, 4.0)
+    assert seen[PROMPT + 4 - 256] == 1
+
+
+class Interrupts(Step):
+    def advance(self, units: float = 1, note: str = "") -> None:
+        raise KeyboardInterrupt
+
+
+def test_the_model_is_dense_after_an_interruption(loaded: LoadedModel) -> None:
+    before = loaded.model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt):
+        compare(loaded, modes_of(sparse_plan(loaded)), drawn(1), step=Interrupts())
+    assert loaded.model.config._attn_implementation == before
+    apply(loaded.model, sparse_plan(loaded)).close()
+
+
+def test_what_cannot_be_measured_is_found_out_before_any_forward_pass(loaded: LoadedModel, kit: Kit) -> None:
+    other = PlanMode(sparse_plan(loaded_tiny(layers=2), decode_plan(segment(0, (1,), 8))))
+    asked = EvalSamples(("perplexity", "kv_retrieval"), (LENGTH,), 1)
+    with passes(loaded) as seen:
+        with pytest.raises(PlanMismatchError):
+            evaluate(loaded, {"both": other}, asked, kit)
+        with pytest.raises(PromptError, match="kv_retrieval"):  # perplexity fits 32 tokens
+            evaluate(loaded, {}, replace(asked, lengths=(LENGTH, 32)), kit)
+        with pytest.raises(UsageError):
+            evaluate(loaded, {}, replace(asked, prefill_chunk=4), kit)
+        with pytest.raises(UsageError, match="chess"):
+            evaluate(loaded, {}, replace(asked, tasks=("perplexity", "chess")), kit)
+        with pytest.raises(PromptError):
+            compare(loaded, {}, drawn(1, answer=0))
+    assert not seen
+
+
+# --- on tasks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_full_density_scores_as_dense_does(loaded: LoadedModel, kit: Kit) -> None:
+    keep = every_head(loaded.model, BlockSparse(keep=EVERYTHING))
+    full = plan_for(loaded.model, keep, decode_plan(segment(0, (1, 2), EVERYTHING)))
+    found = scored(loaded, modes_of(full), kit, ("kv_retrieval", "perplexity"))
+    for phase in PHASES:
+        assert found[phase].kl == pytest.approx(0.0, abs=1e-6)
+        for name, task in found[phase].tasks.items():
+            assert task.sparse == tuple(
+                Outcome(o.correct, pytest.approx(o.nll, abs=1e-4), pytest.approx(0.0, abs=1e-6), n, n, True)
+                for o in found[DENSE].tasks[name].dense
+                for n in [o.scored - (phase == "decode")]
+            )
+    assert found["prefill"].prefill_density == pytest.approx(1.0)
+    assert found["prefill"].decode_share == 1.0
+    assert found[DENSE].tasks["kv_retrieval"].dense == found[DENSE].tasks["kv_retrieval"].sparse
+    assert found[DENSE].prefill_density == 1.0
+
+
+def test_a_sparse_plan_moves_distributions_and_says_what_it_computed(loaded: LoadedModel, kit: Kit) -> None:
+    found = scored(loaded, modes_of(sparse_plan(loaded)), kit)
+    assert found["prefill"].prefill_density < 0.75
+    assert found["decode"].prefill_density == 1.0
+    assert found["decode"].decode_share < 0.6
+    assert found["both"].prefill_density < 0.8
+    assert all(found[phase].kl > 1e-4 for phase in PHASES)
+    assert found[DENSE].kl == 0.0
+
+
+def test_lengths_are_measured_apart_and_progress_ends_where_it_said(loaded: LoadedModel, kit: Kit) -> None:
+    asked, progress = EvalSamples(("kv_retrieval", "niah_single"), (LENGTH, 2 * LENGTH), 2), Counting()
+    modes = modes_of(sparse_plan(loaded), ("prefill",))
+    found = evaluate(loaded, modes, asked, kit, progress)
+    assert progress.done == pytest.approx(progress.total)
+    for place, length in enumerate(asked.lengths):
+        assert found["prefill"][place] == evaluate(loaded, modes, replace(asked, lengths=(length,)), kit)["prefill"][0]
 
 
 def test_evaluation_samples_are_not_those_of_calibration(loaded: LoadedModel, kit: Kit) -> None:
@@ -220,165 +395,18 @@ def test_evaluation_samples_are_not_those_of_calibration(loaded: LoadedModel, ki
         assert a.prompt_ids.tolist() != b.prompt_ids.tolist()
 
 
-class Refused:
-    """A mode that cannot be switched on."""
-
-    stepwise = False
-    dense_prefill = False
-
-    @contextmanager
-    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
-        raise BackendError("not here")
-        yield
-
-
-def test_what_cannot_be_measured_is_found_out_before_any_forward_pass(loaded: LoadedModel, kit: Kit) -> None:
-    passes: list[object] = []
-    with loaded.model.register_forward_pre_hook(lambda *call: passes.append(call)):
-        with pytest.raises(BackendError):
-            evaluate(loaded, {"both": Refused()}, TWICE, kit)
-        with pytest.raises(PromptError, match="kv_retrieval at 32 tokens"):  # the other task and length fit
-            evaluate(loaded, {}, EvalSamples(("perplexity", "kv_retrieval"), (LENGTH, 32), 1), kit)
-        with pytest.raises(UsageError, match="chunk"):
-            evaluate(loaded, {}, replace(TWICE, prefill_chunk=4), kit)
-    assert passes == []
-
-
-def test_an_unknown_task_and_a_length_too_short_are_named(loaded: LoadedModel, kit: Kit) -> None:
-    with pytest.raises(UsageError, match="chess"):
-        evaluate(loaded, {}, EvalSamples(("chess",), (LENGTH,), 1))
-    with pytest.raises(PromptError, match="kv_retrieval at 32 tokens"):
-        evaluate(loaded, {}, EvalSamples(("kv_retrieval",), (32,), 1))
+def test_only_samples_of_equal_shape_share_a_batch(loaded: LoadedModel) -> None:
+    made = [drawn(1, prompt=prompt, answer=answer)[0] for prompt, answer in ((5, 2), (6, 2), (5, 2), (5, 3), (5, 2))]
+    found = [(*some.prompt_BS.shape, some.answer_BA.shape[1]) for some in batches(made, loaded.model, 2)]
+    assert found == [(2, 5, 2), (1, 5, 2), (1, 5, 3), (1, 6, 2)]
 
 
 def test_results_of_several_lengths_are_pooled() -> None:
     right, wrong = Outcome(True, 1.0), Outcome(False, 2.0, 0.5)
-    first = TaskResult((right, right), (right, wrong))
-    second = TaskResult((right,), (right,))
+    first, second = TaskResult((right, right), (right, wrong)), TaskResult((right,), (right,))
     pooled = merged([EvalResult((4096,), {"t": first}, Spent(1, 4)), EvalResult((8192,), {"t": second}, Spent(3, 4))])
     assert pooled.lengths == (4096, 8192)
     assert pooled.prefill_density == 0.5
     assert pooled.tasks["t"].score.sparse == pytest.approx(2 / 3)
     assert pooled.tasks["t"].score.samples == 3
     assert pooled.kl == pytest.approx(0.5 / 3)
-
-
-def test_a_perplexity_has_the_interval_of_its_difference() -> None:
-    dense = tuple(Outcome(None, value) for value in (1.0, 1.2, 1.4))
-    sparse = tuple(Outcome(None, value) for value in (1.08, 1.33, 1.49))
-    score = TaskResult(dense, sparse).score
-    assert score.dense == pytest.approx(math.exp(1.2))
-    assert score.sparse == pytest.approx(math.exp(1.3))
-    assert score.interval[0] < score.sparse - score.dense < score.interval[1]
-
-
-def own_samples(count: int, prompt: int = 300, answer: int = 6) -> list[Sample]:
-    """Prompts that are of no task, in two shapes."""
-    rng = np.random.default_rng(5)
-    shapes = [(prompt + 20 * (place % 2), answer) for place in range(count)]
-    return [
-        Sample(rng.integers(1, 90, p, np.int32), rng.integers(1, 90, a, np.int32), "", "own", p + a) for p, a in shapes
-    ]
-
-
-def test_one_dense_reference_serves_calls_for_samples_of_any_origin_in_their_order(loaded: LoadedModel) -> None:
-    samples, plan = own_samples(3), sparse_plan(loaded)
-    reference = dense_reference(loaded, samples)
-    first = compare(loaded, {"both": PlanMode(plan), "decode": PlanMode(plan, "decode")}, reference)
-    again = compare(loaded, {"both": PlanMode(plan)}, reference)
-    assert first["both"] == again["both"]
-    assert len(reference.outcomes) == len(first["both"].kl) == 3
-    for place, sample in enumerate(samples):
-        alone = compare(loaded, {"both": PlanMode(plan)}, dense_reference(loaded, [sample]))
-        assert first["both"].outcomes[place].kl == pytest.approx(alone["both"].kl[0], rel=1e-4)
-    assert first["both"].spent.attended < first["both"].spent.cached
-
-
-def test_without_the_greedy_text_divergence_is_the_same_and_exact_agreement_unknown(loaded: LoadedModel) -> None:
-    samples, mode = own_samples(1), {"both": PlanMode(sparse_plan(loaded))}
-    (full,), (short,) = (
-        compare(loaded, mode, dense_reference(loaded, samples, greedy=greedy))["both"].outcomes
-        for greedy in (True, False)
-    )
-    assert full == replace(short, exact=full.exact)
-    assert full.exact is not None
-    assert short.exact is None
-
-
-def test_only_rows_that_the_mode_computed_count(loaded: LoadedModel) -> None:
-    """With decode alone the first row is dense's; with prefill alone all rows read what was prefilled sparse."""
-    (sample,) = own_samples(1, answer=5)
-    reference = dense_reference(loaded, [sample])
-    modes = {phase: PlanMode(sparse_plan(loaded), phase) for phase in ("prefill", "decode", "both")}
-    found = {name: one.outcomes[0].scored for name, one in compare(loaded, modes, reference).items()}
-    assert found == {"prefill": 6, "decode": 5, "both": 6}
-
-
-def by_hand(loaded: LoadedModel, sample: Sample, plan: Plan | None, **phases: bool) -> torch.Tensor:
-    """[A + 1, V]: the prompt, then the answer token by token."""
-    model: Any = loaded.model
-    with nullcontext() if plan is None else apply(model, plan, **phases), torch.no_grad():
-        out = model(torch.tensor(sample.prompt_ids[None].astype(np.int64)), use_cache=True)
-        rows = [out.logits[:, -1:]]
-        for token in sample.answer_ids.tolist():
-            rows.append(model(torch.tensor([[token]]), past_key_values=out.past_key_values).logits)
-    return torch.cat(rows, 1)[0]
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-def test_what_is_measured_is_what_a_user_gets(loaded: LoadedModel, phase: str) -> None:
-    """A sparse prefill, then decode steps."""
-    (sample,) = own_samples(1)
-    plan = sparse_plan(loaded)
-    (found,) = compare(loaded, {"p": PlanMode(plan, phase)}, dense_reference(loaded, [sample]))["p"].outcomes
-    first = int(phase == "decode")
-    dense = by_hand(loaded, sample, None)[first:]
-    sparse = by_hand(loaded, sample, plan, prefill=phase != "decode", decode=phase != "prefill")[first:]
-    p, q = dense.log_softmax(-1), sparse.log_softmax(-1)
-    assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3, abs=1e-7)
-    assert found.agreed == int((p.argmax(-1) == q.argmax(-1)).sum())
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
-def test_exact_agreement_is_that_greedy_generation_gives_the_same_tokens(loaded: LoadedModel, phase: str) -> None:
-    samples, plan = own_samples(6, answer=4), sparse_plan(loaded)
-    found = compare(loaded, {"p": PlanMode(plan, phase)}, dense_reference(loaded, samples))["p"].outcomes
-
-    def generated(sample: Sample) -> list[int]:
-        prompt = torch.tensor(sample.prompt_ids[None].astype(np.int64))
-        return loaded.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)[
-            0, prompt.shape[1] :
-        ].tolist()
-
-    dense = [generated(sample) for sample in samples]
-    with apply(loaded.model, plan, prefill=phase != "decode", decode=phase != "prefill"):
-        sparse = [generated(sample) for sample in samples]
-    assert [one.exact for one in found] == [a == b for a, b in zip(dense, sparse, strict=True)]
-
-
-def test_what_follows_an_end_token_does_not_count(loaded: LoadedModel) -> None:
-    (sample,) = own_samples(1, answer=4)
-    (batch,) = dense_reference(loaded, [sample]).batches
-    assert batch.counted_BG.all()
-    ended = copy.deepcopy(loaded.model)
-    ended.generation_config.eos_token_id = [int(batch.greedy_BG[0, 1])]
-    (batch,) = dense_reference(replace(loaded, model=ended), [sample]).batches
-    first = batch.greedy_BG[0].tolist().index(ended.generation_config.eos_token_id[0])
-    assert batch.counted_BG[0].tolist() == [place <= first for place in range(4)]
-
-
-def test_a_sample_without_an_answer_to_measure_on_is_refused(loaded: LoadedModel) -> None:
-    with pytest.raises(PromptError, match="at least one"):
-        dense_reference(loaded, own_samples(1, answer=0))
-
-
-def test_of_a_long_text_only_the_beginning_is_fed(loaded: LoadedModel) -> None:
-    (sample,) = own_samples(1, answer=MOST_TEXT + 30)
-    whole, cut = (
-        compare(loaded, {"d": PlanMode(sparse_plan(loaded), "decode")}, dense_reference(loaded, [one], greedy=False))[
-            "d"
-        ]
-        for one in (sample, replace(sample, answer_ids=sample.answer_ids[:MOST_TEXT]))
-    )
-    assert whole == cut
-    assert whole.outcomes[0].scored == MOST_TEXT

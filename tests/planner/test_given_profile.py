@@ -5,10 +5,11 @@ import pytest
 from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
 from progress import Counting
 
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import for_profile
-from sparsekv.planner.verify import after_a_missed_gate
+from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 
@@ -81,5 +82,5 @@ def test_what_to_try_after_a_missed_gate_fits_the_options_used(asked, missed, na
 def test_a_profile_is_checked_before_the_device_is_measured(loaded) -> None:
     progress, own = Counting(), PREFILL_ONLY.model_copy(update={"model": loaded.info})
     with pytest.raises(UsageError, match="--only prefill"):
-        compile_plan(loaded, PlanOptions(), profile_in=own, progress=progress)
+        compile_plan(job_of(loaded, PlanOptions(), profile=own), progress=progress)
     assert progress.stages == []

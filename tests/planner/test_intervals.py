@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from sparsekv.planner.eval_results import (
+from sparsekv.planner.evaluation.results import (
     Outcome,
+    TaskResult,
     accuracy_interval,
     agreement_of,
     bootstrap_interval,
@@ -45,12 +46,17 @@ def test_the_interval_of_a_mean_covers_a_known_shift() -> None:
     assert low > 0.0
 
 
-def test_one_sample_has_no_interval_of_its_mean() -> None:
-    assert mean_interval([1.0], [1.1]) is None
+@pytest.mark.parametrize("interval", [bootstrap_interval, lambda values: mean_interval([0.0] * len(values), values)])
+def test_one_value_has_no_interval_and_equal_ones_none_of_any_width(interval) -> None:
+    assert interval([0.1]) is None
+    assert interval([0.1, 0.1]) == (0.1, 0.1)
 
 
-def test_equal_scores_have_an_interval_of_zero_width() -> None:
-    assert mean_interval([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0)
+def test_a_perplexity_has_the_interval_of_its_difference() -> None:
+    dense, sparse = (tuple(Outcome(None, value) for value in side) for side in ((1.0, 1.2, 1.4), (1.08, 1.33, 1.49)))
+    score = TaskResult(dense, sparse).score
+    assert (score.dense, score.sparse) == pytest.approx((math.exp(1.2), math.exp(1.3)))
+    assert score.interval[0] < score.sparse - score.dense < score.interval[1]
 
 
 @pytest.mark.parametrize(("right", "of"), [(50, 50), (47, 50), (0, 7), (1, 1), (120, 400)])
@@ -74,11 +80,6 @@ def test_the_bootstrap_of_a_mean_is_the_same_every_time_and_near_the_normal_one(
     assert (low, high) == bootstrap_interval(values)
     half = 1.96 * np.std(values) / math.sqrt(400)
     assert (low, high) == pytest.approx((np.mean(values) - half, np.mean(values) + half), rel=0.02)
-
-
-def test_a_single_divergence_has_no_interval_and_equal_ones_none_of_any_width() -> None:
-    assert bootstrap_interval([0.1]) is None
-    assert bootstrap_interval([0.1, 0.1]) == (0.1, 0.1)
 
 
 def test_agreement_pools_positions_and_counts_texts() -> None:

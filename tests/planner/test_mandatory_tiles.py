@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from planner_models import quick_options
+from planner_models import bare_job, quick_options
 from progress import Counting, CtrlC
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import search_space
 from sparsekv.planner.settled import settle
-from sparsekv.planner.targets import check_targets, mandatory_a_row, mandatory_density
+from sparsekv.planner.targets import check_targets, mandatory_density
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.load import LoadedModel
 
-ALL = ("a_shape", "vertical_slash", "block_sparse")
+ALL = KNOWN_FAMILIES
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 
 
@@ -27,7 +27,7 @@ def test_the_smallest_pattern_of_each_ray_computes_the_mandatory_tiles(length: i
     chunk = Chunk.uniform(1, 0, length)
     options = PlanOptions(families=ALL).but(tile=tile)
     for ray in search_space(options, length):
-        smallest = ray.pattern(0, mandatory_a_row(tile) * tile.key)
+        smallest = ray.pattern(0, tile.mandatory * tile.key)
         index = build_index((smallest,), q_11LD, q_11LD, chunk, tile, scale=1.0)
         assert mandatory_density(length, tile, ray.family) == pytest.approx(float(density(index, chunk))), ray.name
 
@@ -67,7 +67,7 @@ def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
 def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) -> None:
     progress, options = Counting(), settle(quick_options(target_density=(0.2,)), 4096, "cpu")
     with pytest.raises(UsageError, match=r"found 0\.2"):
-        profile(loaded, options, progress)
+        profile(bare_job(loaded, options), progress)
     assert progress.stages == []
 
 
@@ -75,4 +75,4 @@ def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) ->
 def test_nothing_is_refused_where_no_density_was_asked_for(loaded: LoadedModel, change: dict) -> None:
     asked = quick_options(**{"target_density": (0.2,), "levels": ()} | change)
     with pytest.raises(KeyboardInterrupt):  # profiling has begun
-        profile(loaded, settle(asked, 4096, "cpu"), CtrlC("profile", 0))
+        profile(bare_job(loaded, settle(asked, 4096, "cpu")), CtrlC("profile", 0))

@@ -1,10 +1,9 @@
 """From a model to a plan in one call: the order, the files between, determinism, and no plan that misses its gate."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planner_models import loaded_tiny, made_up_cost, quick_options
+from planner_models import bare_job, loaded_tiny, made_up_cost, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -12,6 +11,7 @@ import sparsekv
 from sparsekv.planner import plan as planning
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.data_files import read_measured
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
@@ -44,7 +44,7 @@ def progress() -> Counting:
 @pytest.fixture(scope="module")
 def planned(loaded: LoadedModel, folder: Path, progress: Counting) -> planning.PlanResult:
     files = {"profile_out": folder / "profile.json", "cost_out": folder / "cost.json"}
-    return compile_plan(loaded, OPTIONS, **files, progress=progress)
+    return compile_plan(job_of(loaded, OPTIONS), **files, progress=progress)
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,15 @@ def test_nothing_but_the_files_asked_for_is_left(planned: planning.PlanResult, f
 
 def test_two_compiles_from_the_same_files_give_the_same_bytes(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
-    first, second = (dump_plan(compile_plan(loaded, OPTIONS, profile_in=profile, cost_in=cost).plan) for _ in range(2))
+    first, second = (
+        dump_plan(compile_plan(job_of(loaded, OPTIONS, profile=profile, cost=cost)).plan) for _ in range(2)
+    )
     assert first == second
 
 
 def test_a_plan_from_files_is_the_plan_from_measuring(loaded: LoadedModel, planned, measured) -> None:
     profile, cost = measured
-    assert compile_plan(loaded, OPTIONS, profile_in=profile, cost_in=cost).plan == planned.plan
+    assert compile_plan(job_of(loaded, OPTIONS, profile=profile, cost=cost)).plan == planned.plan
 
 
 def test_the_plan_runs_on_its_model(loaded: LoadedModel, planned: planning.PlanResult) -> None:
@@ -90,7 +92,7 @@ def test_the_plan_runs_on_its_model(loaded: LoadedModel, planned: planning.PlanR
 def test_another_target_compiles_from_the_same_profile(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
     lower = quick_options(target_density=(0.56,), verify_samples=0)
-    result = compile_plan(loaded, lower, profile_in=profile, cost_in=cost)
+    result = compile_plan(job_of(loaded, lower, profile=profile, cost=cost))
     assert result.prefill_density <= 0.56
     assert result.plan.status == "unverified"
     assert result.plan.quality is None
@@ -99,7 +101,7 @@ def test_another_target_compiles_from_the_same_profile(loaded: LoadedModel, meas
 def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
     only = quick_options(phases=("decode",), decode_kl=100.0, verify_samples=0)
-    result = compile_plan(loaded, only, profile_in=profile, cost_in=cost)
+    result = compile_plan(job_of(loaded, only, profile=profile, cost=cost))
     assert result.plan.prefill is None
     assert result.prefill_density is None
     assert result.plan.decode.bucket(1024).segments
@@ -107,7 +109,7 @@ def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
 
 def test_the_default_density_is_planned_where_prompts_have_fewer_tiles_than_their_length(loaded, measured) -> None:
     shorter = quick_options(lengths=(258,), target_density=(), phases=("prefill",), verify_samples=0)
-    result = compile_plan(loaded, replace(shorter, tasks=("perplexity",)), cost_in=measured[1])
+    result = compile_plan(job_of(loaded, shorter.but(tasks=("perplexity",)), cost=measured[1]))
     assert result.prefill_density == pytest.approx(0.9, abs=0.01)  # of 10 tiles, where the whole length has 15
 
 
@@ -116,7 +118,7 @@ def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(loaded: Load
     progress = Counting()
     options = quick_options(gate=Gate(max_kl=0.0), target_density=(0.56,), decode_loss=1.0)
     with pytest.raises(GateError, match=r"nats.*--target-density"):
-        compile_plan(loaded, options, profile_in=profile, cost_in=cost, progress=progress)
+        compile_plan(job_of(loaded, options, profile=profile, cost=cost), progress=progress)
     attempts = progress.stages.count("evaluate")
     assert 2 <= attempts <= planning.MOST_ATTEMPTS
     assert progress.stages.count("allocate") == attempts
@@ -134,10 +136,10 @@ def test_a_gate_that_nothing_meets_is_an_error_after_a_few_attempts(loaded: Load
     ],
 )
 def test_stages_that_will_not_run_are_not_counted(loaded: LoadedModel, measured, changes, known, first, count) -> None:
-    given = {f"{name}_in": found for name, found in zip(("profile", "cost"), measured, strict=True) if name in known}
+    given = {name: found for name, found in zip(("profile", "cost"), measured, strict=True) if name in known}
     progress = CtrlC(first, steps=0)
     with pytest.raises(KeyboardInterrupt):
-        compile_plan(loaded, OPTIONS.but(**changes), **given, progress=progress)
+        compile_plan(job_of(loaded, OPTIONS.but(**changes), **given), progress=progress)
     assert (progress.stages, progress.numbers) == ([first], [f"1 of {count}"])
 
 
@@ -150,13 +152,13 @@ def test_stages_are_numbered_without_gaps_and_reach_their_totals(planned, progre
 def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, measured) -> None:
     profile, cost = measured
     first = compile_plan(
-        loaded, quick_options(target_density=(0.56,), verify_samples=0), profile_in=profile, cost_in=cost
+        job_of(loaded, quick_options(target_density=(0.56,), verify_samples=0), profile=profile, cost=cost)
     )
     loose = settle(quick_options(phases=("prefill",), gate=LOOSE), 4096, "cpu")
     kl = planning.verify(loaded, first.plan, loose).quality.prefill.kl
     options = quick_options(phases=("prefill",), target_density=(0.56,), gate=LOOSE.but(max_kl=kl * 0.999))
     progress = Counting()
-    result = compile_plan(loaded, options, profile_in=profile, cost_in=cost, progress=progress)
+    result = compile_plan(job_of(loaded, options, profile=profile, cost=cost), progress=progress)
     assert result.attempts == 2
     assert any("missed its gate" in line and "2 of at most 6" in line for line in progress.said)
     assert any("the 0.56" in line for line in result.remarks)
@@ -176,7 +178,7 @@ def test_a_plan_that_misses_is_tightened_until_it_passes(loaded: LoadedModel, me
 def test_what_can_never_be_planned_is_found_out_before_anything_is_measured(loaded, changes, message) -> None:
     progress = Counting()
     with pytest.raises((UsageError, PromptError), match=message):
-        compile_plan(loaded, quick_options(**changes), progress=progress)
+        compile_plan(job_of(loaded, quick_options(**changes)), progress=progress)
     assert progress.stages == []
 
 
@@ -193,14 +195,14 @@ def test_what_a_profile_does_not_hold_is_found_out_before_the_device_is_measured
 ) -> None:
     progress = Counting()
     with pytest.raises(UsageError, match=message):
-        compile_plan(loaded, quick_options(**changes), profile_in=measured[0], progress=progress)
+        compile_plan(job_of(loaded, quick_options(**changes), profile=measured[0]), progress=progress)
     assert progress.stages == []
 
 
 def test_a_device_cost_that_does_not_fit_is_found_out_before_the_model_is_profiled(loaded, measured) -> None:
     progress = Counting()
     with pytest.raises(UsageError, match="device cost"):
-        compile_plan(loaded, quick_options(tile=TileShape()), cost_in=measured[1], progress=progress)
+        compile_plan(job_of(loaded, quick_options(tile=TileShape()), cost=measured[1]), progress=progress)
     assert progress.stages == []
 
 
@@ -209,14 +211,14 @@ def test_a_model_of_windows_alone_is_refused_as_having_nothing_to_plan() -> None
     sliding = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/sliding"))
     progress = Counting()
     with pytest.raises(UsageError, match="128"):
-        compile_plan(sliding, quick_options(), progress=progress)
+        compile_plan(job_of(sliding, quick_options()), progress=progress)
     assert progress.stages == []
 
 
 def test_a_profile_of_another_model_is_refused(measured) -> None:
     profile, cost = measured
     with pytest.raises(PlanMismatchError, match="weights"):
-        compile_plan(loaded_tiny(seed=1), OPTIONS, profile_in=profile, cost_in=cost)
+        compile_plan(job_of(loaded_tiny(seed=1), OPTIONS, profile=profile, cost=cost))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -224,11 +226,14 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     loaded: LoadedModel, measured, tmp_path: Path, stage: str
 ) -> None:
     known, cost = measured
-    given = {} if stage in MEASURING else {"profile_in": known}
-    given |= {} if stage == "cost" else {"cost_in": cost}
+    given = {} if stage in MEASURING else {"profile": known}
+    given |= {} if stage == "cost" else {"cost": cost}
     with pytest.raises(KeyboardInterrupt):
         compile_plan(
-            loaded, OPTIONS_REFINED, **given, profile_out=tmp_path / "p", cost_out=tmp_path / "c", progress=CtrlC(stage)
+            job_of(loaded, OPTIONS_REFINED, **given),
+            profile_out=tmp_path / "p",
+            cost_out=tmp_path / "c",
+            progress=CtrlC(stage),
         )
     is_profiled = stage not in MEASURING
     assert (tmp_path / "p").exists() == is_profiled
@@ -248,11 +253,11 @@ def test_the_facade_plans_a_loaded_model(loaded: LoadedModel) -> None:
 
 def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:
     options = quick_options(preset="minference", tile=None, target_density=(), levels=(), tasks=OPTIONS.tasks)
-    found = profile(loaded, settle(options, 4096, "cpu"))
+    found = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     assert found.preset == "minference"
     assert {candidate.density for candidate in found.lengths[0].candidates} == {1.0}
     plan = compile_plan(
-        loaded, quick_options(verify_samples=0, target_density=()), profile_in=found, cost_in=made_up_cost()
+        job_of(loaded, quick_options(verify_samples=0, target_density=()), profile=found, cost=made_up_cost())
     ).plan
     assert plan.provenance.preset == "minference"
     assert plan.prefill.tile.key == 64

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 from model_folders import save_model
-from planner_models import made_up_cost, quick_options
+from planner_models import bare_job, made_up_cost, quick_options
 from tiny_models import tiny_model
 
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.data_files import read_measured
-from sparsekv.planner.plan import compile_files, compile_plan
+from sparsekv.planner.job import job_of, job_of_files
+from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
@@ -22,7 +23,7 @@ OPTIONS = quick_options(verify_samples=0, decode_loss=1.0)
 
 @pytest.fixture(scope="module")
 def measured(loaded: LoadedModel) -> Profile:
-    return profile(loaded, settle(OPTIONS, 4096, "cpu"))
+    return profile(bare_job(loaded, settle(OPTIONS, 4096, "cpu")))
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +45,16 @@ def test_it_is_the_plan_that_the_loaded_model_gives_twice_the_same_bytes(
 ) -> None:
     options = OPTIONS.but(crossover=crossover)
     launches = cost.model_copy(update={"prefill_sparse": Line(prices=(50.0, 0.0, 1.0, 1.0))})
-    first, second = (dump_plan(compile_files(str(folder), options, measured, launches).plan) for _ in range(2))
-    assert first == second == dump_plan(compile_plan(loaded, options, profile_in=measured, cost_in=launches).plan)
-    lengths = compile_files(str(folder), options, measured, launches).plan.prefill.lengths
+    first, second = (
+        dump_plan(compile_plan(job_of_files(str(folder), options, measured, launches)).plan) for _ in range(2)
+    )
+    assert first == second == dump_plan(compile_plan(job_of(loaded, options, profile=measured, cost=launches)).plan)
+    lengths = compile_plan(job_of_files(str(folder), options, measured, launches)).plan.prefill.lengths
     assert [bucket.dense for bucket in lengths] == [True] * crossover + [False, False]
 
 
 def test_it_says_that_nobody_looked_at_the_weights(measured: Profile, cost: DeviceCost, folder: Path) -> None:
-    result = compile_files(str(folder), OPTIONS, measured, cost)
+    result = compile_plan(job_of_files(str(folder), OPTIONS, measured, cost))
     assert result.plan.status == "unverified"
     assert result.plan.model.fingerprint == measured.model.fingerprint
     assert any("weights" in remark for remark in result.remarks)
@@ -60,20 +63,20 @@ def test_it_says_that_nobody_looked_at_the_weights(measured: Profile, cost: Devi
 def test_a_profile_of_another_architecture_is_refused(measured: Profile, cost: DeviceCost, tmp_path: Path) -> None:
     other = save_model(tiny_model(layers=2), tmp_path / "other")
     with pytest.raises(PlanMismatchError, match="tests/tiny"):
-        compile_files(str(other), OPTIONS, measured, cost)
+        compile_plan(job_of_files(str(other), OPTIONS, measured, cost))
 
 
 def test_a_model_that_cannot_be_reached_is_taken_by_its_name_alone(measured: Profile, cost: DeviceCost) -> None:
-    result = compile_files("tests/tiny", OPTIONS, measured, cost)
+    result = compile_plan(job_of_files("tests/tiny", OPTIONS, measured, cost))
     assert any("not checked" in remark for remark in result.remarks)
     with pytest.raises(UsageError, match="hub"):
-        compile_files("tests/other", OPTIONS, measured, cost)
+        compile_plan(job_of_files("tests/other", OPTIONS, measured, cost))
 
 
 def test_remarks_tell_what_the_crossover_made_dense(measured: Profile, folder: Path, cost: DeviceCost) -> None:
     slow = cost.model_copy(update={"prefill_sparse": Line(prices=(0.0, 0.0, 10.0, 10.0))})
     crossing = quick_options(verify_samples=0, decode_loss=1.0, crossover=True)
-    result = compile_files(str(folder), crossing, measured, slow)
+    result = compile_plan(job_of_files(str(folder), crossing, measured, slow))
     assert "prefill at 1k" in result.remarks[0]
     assert result.prefill_density == 1.0
     assert result.predicted_speedup == 1.0
@@ -81,11 +84,11 @@ def test_remarks_tell_what_the_crossover_made_dense(measured: Profile, folder: P
 
 def test_an_offloaded_plan_says_when_its_decode_has_no_price(measured: Profile, folder: Path, cost: DeviceCost) -> None:
     offloaded = quick_options(verify_samples=0, decode_loss=1.0, offload=True)
-    result = compile_files(str(folder), offloaded, measured, cost)
+    result = compile_plan(job_of_files(str(folder), offloaded, measured, cost))
     assert all(entry.decode is None for entry in result.plan.cost.lengths)
     assert any("no prices" in remark for remark in result.remarks)
     priced = cost.model_copy(update={"decode_host": Line(prices=(5.0, 0.001, 0.01))})
-    result = compile_files(str(folder), offloaded, measured, priced)
+    result = compile_plan(job_of_files(str(folder), offloaded, measured, priced))
     assert all(entry.decode is not None for entry in result.plan.cost.lengths)
 
 
@@ -94,42 +97,42 @@ def test_a_divergence_of_decode_is_refused_where_the_profile_has_no_trials(
 ) -> None:
     options = quick_options(verify_samples=0, decode_kl=0.01)
     with pytest.raises(UsageError, match="--decode-kl"):
-        compile_files(str(folder), options, measured, cost)
+        compile_plan(job_of_files(str(folder), options, measured, cost))
 
 
 def test_verification_and_costs_of_other_heads_are_refused(measured: Profile, cost: DeviceCost, folder: Path) -> None:
     with pytest.raises(UsageError, match="weights"):
-        compile_files(str(folder), quick_options(), measured, cost)
+        compile_plan(job_of_files(str(folder), quick_options(), measured, cost))
     other = made_up_cost(shape=HeadShape(heads=8, kv_heads=2, head_dim=32))
     with pytest.raises(UsageError, match="device cost"):
-        compile_files(str(folder), OPTIONS, measured, other)
+        compile_plan(job_of_files(str(folder), OPTIONS, measured, other))
 
 
 def test_a_cost_without_a_family_that_is_asked_for_says_what_to_do(
     loaded: LoadedModel, cost: DeviceCost, folder: Path
 ) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "block_sparse"))
-    searched = profile(loaded, settle(options, 4096, "cpu"))
+    searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     without = cost.model_copy(update={"index": {"a_shape": cost.index["a_shape"]}})
     with pytest.raises(UsageError, match="block_sparse"):
-        compile_files(str(folder), options, searched, without)
+        compile_plan(job_of_files(str(folder), options, searched, without))
     narrow = options.but(families=("a_shape",))
-    found, same = (compile_files(str(folder), narrow, searched, one).plan for one in (without, cost))
+    found, same = (compile_plan(job_of_files(str(folder), narrow, searched, one)).plan for one in (without, cost))
     assert found.prefill == same.prefill
 
 
 def test_families_that_the_search_dropped_for_heads_are_told(loaded: LoadedModel, folder: Path) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",), families=("a_shape", "vertical_slash"))
-    searched = profile(loaded, settle(options, 4096, "cpu"))
+    searched = profile(bare_job(loaded, settle(options, 4096, "cpu")))
     narrow = options.but(families=("a_shape",))
     with pytest.raises(UsageError, match="a_shape"):
-        compile_files(str(folder), narrow, searched, made_up_cost(tile=searched.tile))
+        compile_plan(job_of_files(str(folder), narrow, searched, made_up_cost(tile=searched.tile)))
 
 
 def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, cost: DeviceCost, folder: Path) -> None:
     options = quick_options(verify_samples=0, phases=("prefill",))
-    searched = profile(loaded, settle(options.but(families=("a_shape",)), 4096, "cpu"))
-    bucket = compile_files(str(folder), options, searched, cost).plan.prefill.bucket(1024)
+    searched = profile(bare_job(loaded, settle(options.but(families=("a_shape",)), 4096, "cpu")))
+    bucket = compile_plan(job_of_files(str(folder), options, searched, cost)).plan.prefill.bucket(1024)
     assert {pattern.pattern for layer in range(3) for pattern in bucket.patterns(layer, 4)} <= {"a_shape", "dense"}
     assert not bucket.dense
 
@@ -137,8 +140,10 @@ def test_without_families_a_plan_has_those_of_its_profile(loaded: LoadedModel, c
 def test_the_files_are_written_again_where_asked_for(
     measured: Profile, cost: DeviceCost, folder: Path, tmp_path: Path
 ) -> None:
-    compile_files(
-        str(folder), OPTIONS, measured, cost, profile_out=tmp_path / "a.profile", cost_out=tmp_path / "a.cost"
+    compile_plan(
+        job_of_files(str(folder), OPTIONS, measured, cost),
+        profile_out=tmp_path / "a.profile",
+        cost_out=tmp_path / "a.cost",
     )
     assert read_measured(Profile, tmp_path / "a.profile") == measured
     assert read_measured(DeviceCost, tmp_path / "a.cost") == cost

@@ -3,18 +3,18 @@
 from collections.abc import Iterator
 
 import pytest
-from planner_models import TILE, made_up_cost
+from planner_models import TILE, bare_job, made_up_cost
 from random_tiles import RandomTiles
 from torch_threads import torch_threads
 
 from sparsekv.planner.cost.device_cost import HeadShape
-from sparsekv.planner.eval_results import EvalResult
 from sparsekv.planner.evaluation import EvalSamples, PlanMode, evaluate
+from sparsekv.planner.evaluation.results import EvalResult
+from sparsekv.planner.gates import misses_of
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.verify import misses_of
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel, load_model
@@ -53,7 +53,7 @@ def plan(reference: LoadedModel) -> Plan:
         "cpu",
     )
     cost = made_up_cost(shape=HeadShape(heads=4, kv_heads=2, head_dim=64))
-    return compile_once(reference.info, options, profile(reference, options), cost)
+    return compile_once(reference.info, options, profile(bare_job(reference, options)), cost)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner_models import made_up_cost, quick_options
+from planner_models import bare_job, made_up_cost, quick_options
 
 from sparsekv.planner.data_files import read_measured, write_measured
+from sparsekv.planner.job import Job
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
 from sparsekv.planner.profile.profiler import profile
@@ -22,7 +23,7 @@ FACTORS = (1 / 30, 1.0, 30.0)
 @pytest.fixture(scope="module")
 def misjudged(loaded: LoadedModel) -> Profile:
     """A profile with the damage of whole layers wrong by a factor each."""
-    measured = profile(loaded, OPTIONS)
+    measured = profile(bare_job(loaded, OPTIONS))
     (entry,) = measured.lengths
     layers = []
     for scores, factor in zip(entry.layers, FACTORS, strict=True):
@@ -34,7 +35,7 @@ def misjudged(loaded: LoadedModel) -> Profile:
 
 @pytest.fixture(scope="module")
 def refined(loaded: LoadedModel, misjudged: Profile) -> Profile:
-    return refine(loaded, misjudged, OPTIONS)
+    return refine(bare_job(loaded, OPTIONS), misjudged)
 
 
 def test_misjudged_layers_get_weights_that_make_up_for_it(misjudged: Profile, refined: Profile) -> None:
@@ -55,14 +56,14 @@ def test_weights_travel_with_the_profile_and_change_the_plan(
 
 
 def test_refining_is_deterministic(loaded: LoadedModel, misjudged: Profile, refined: Profile) -> None:
-    assert refine(loaded, misjudged, OPTIONS) == refined
+    assert refine(bare_job(loaded, OPTIONS), misjudged) == refined
 
 
 def test_layers_are_taken_apart_only_where_a_round_improved(loaded: LoadedModel, refined: Profile) -> None:
     passes = []
     hook = loaded.model.model.layers[-1].register_forward_hook(lambda *_: passes.append(1))
     try:
-        again = refine(loaded, refined, OPTIONS)
+        again = refine(bare_job(loaded, OPTIONS), refined)
     finally:
         hook.remove()
     assert again == refined  # the next round is the one that ended the first run
@@ -71,7 +72,7 @@ def test_layers_are_taken_apart_only_where_a_round_improved(loaded: LoadedModel,
 
 
 def test_the_model_is_as_it_was(loaded: LoadedModel, misjudged: Profile) -> None:
-    refine(loaded, misjudged, OPTIONS)
+    refine(bare_job(loaded, OPTIONS), misjudged)
     assert loaded.model.config._attn_implementation == "sdpa"
     layers = loaded.model.model.layers
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
@@ -83,6 +84,5 @@ def test_the_model_is_as_it_was(loaded: LoadedModel, misjudged: Profile) -> None
     ids=["rounds", "phase", "target"],
 )
 def test_nothing_is_run_where_there_is_nothing_to_refine(misjudged: Profile, changes: dict) -> None:
-    nothing = None  # a model would be used
-    options = OPTIONS.but(is_settled=True, **changes)
-    assert refine(nothing, misjudged, options) is misjudged
+    without_model = Job(misjudged.model, OPTIONS.but(**changes))
+    assert refine(without_model, misjudged) is misjudged

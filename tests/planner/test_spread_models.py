@@ -11,6 +11,7 @@ import torch
 from planner_models import loaded_tiny, made_up_cost, quick_options
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.plan import PlanResult, compile_plan
 from sparsekv.runtime.hf.describe import describe_model
@@ -37,7 +38,7 @@ def planned(model: PreTrainedModel) -> PlanResult:
     loaded = LoadedModel(model, plain.tokenizer, describe_model(model, "tests/tiny"))
     assert loaded.info == plain.info
     short = {"lengths": (512,), "target_density": (0.8,), "decode_loss": 1.0, "gate": ANY}
-    return compile_plan(loaded, quick_options(**short, refine_rounds=1), cost_in=made_up_cost())
+    return compile_plan(job_of(loaded, quick_options(**short, refine_rounds=1), cost=made_up_cost()))
 
 
 def same(one: PlanResult, other: PlanResult) -> bool:

@@ -6,11 +6,13 @@ from planner_models import quick_options
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
-from sparsekv.planner.eval_results import EvalResult, Outcome, Spent, TaskResult
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult
+from sparsekv.planner.gates import misses_of
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import DecodeTrial, for_profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.verify import misses_of, planned_phases, tightened, verify
+from sparsekv.planner.tighten import tightened
+from sparsekv.planner.verify import planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket, PrefillPlan

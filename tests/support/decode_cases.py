@@ -10,7 +10,6 @@ from attention_cases import Comparison
 from sparsekv.kernels.backends import decode_attention
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.keys import KeyView
-from sparsekv.kernels.reference import decode_mask
 from sparsekv.kernels.tiles import AttentionOutput
 
 
@@ -93,10 +92,33 @@ def draw(case: DecodeCase, device: str = "cpu") -> DecodeProblem:
     selection = None if case.chosen is None else _selection(case, generator)
     q_BHQD = torch.randn((len(case.lengths), case.heads, 1, case.dim), generator=generator).to(case.dtype)
     keys = _keys(case, generator)
-    mask_BH1S = decode_mask(keys, selection, case.heads, case.window)
+    mask_BH1S = _mask(keys, selection, case.heads, case.window)
     problem = DecodeProblem(case, q_BHQD, keys, selection, mask_BH1S, case.dim**-0.5)
     poison(problem)
     return moved(problem, device)
+
+
+def _mask(keys: KeyView, selection: Selection | None, heads: int, window: int | None = None) -> torch.Tensor:
+    """Which tokens the newest query of each row sees, straight from the definition in decode/selection.py.
+
+    Returns:
+        bool [B, H, 1, S] for `heads` query heads, S being the capacity of the keys.
+    """
+    mask_BHS = torch.zeros((keys.batch, heads, keys.capacity), dtype=torch.bool, device=keys.k.device)
+    for b, length in enumerate(keys.lengths_B.tolist()):
+        count = ALL if selection is None else int(selection.counts_B[b])
+        for h in range(heads):
+            if selection is None or count == ALL:
+                mask_BHS[b, h, :length] = True
+                continue
+            lists = selection.chosen_BgN.shape[1]
+            chosen = selection.chosen_BgN[b, h * lists // heads, :count].tolist()
+            mask_BHS[b, h, : selection.sink] = True
+            mask_BHS[b, h, [token for token in chosen if token >= 0]] = True
+            mask_BHS[b, h, length - selection.recent : length] = True
+        if window is not None:
+            mask_BHS[b, :, : max(0, length - window)] = False
+    return mask_BHS[:, :, None]
 
 
 def _selection(case: DecodeCase, generator: torch.Generator) -> Selection:

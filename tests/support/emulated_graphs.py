@@ -16,7 +16,10 @@ import pytest
 import torch
 
 from sparsekv.kernels import backends
-from sparsekv.runtime.hf import apply, graphs
+from sparsekv.runtime.hf import engine as plan_engine
+from sparsekv.runtime.hf import graphs
+from sparsekv.runtime.hf.attention import NAME
+from sparsekv.runtime.hf.describe import attention_modules
 
 
 class _Device:
@@ -72,14 +75,19 @@ class _Stream:
         pass
 
 
-def _capture(self: Any, forward: Callable[..., Any], engine: Any, pool: Any, stream: Any) -> None:
+def _capture(self: Any, attached: Any, engine: Any, pool: Any, stream: Any) -> None:
     """As StepGraph.capture, whose graph computes anew into the output of the first time."""
-    step = self.step_of(forward, engine)
+    step = self.step_of(attached, engine)
     step()
     with _DEVICE.capture():
         out = self._out_B1E = step()
-    self.captured_of, this = (forward, engine), weakref.ref(self)  # a graph keeps nothing of Python alive
-    self._graph.run = lambda: out.copy_(this().step_of(*this().captured_of)())
+    self.captured_of, this = (attached.decoder, engine), weakref.ref(self)  # a graph keeps nothing of Python alive
+
+    def run() -> None:
+        decoder, engine = this().captured_of
+        out.copy_(this().step_of(vars(attention_modules(decoder)[0])[NAME], engine)())  # attached anew since, perhaps
+
+    self._graph.run = run
 
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
@@ -96,5 +104,5 @@ def emulate(patch: pytest.MonkeyPatch) -> None:
     )
     patch.setattr(graphs, "torch", _Torch(cuda))
     patch.setattr(graphs.StepGraph, "capture", _capture)
-    patch.setattr(apply, "can_capture", lambda device, backend: backend == "triton")
+    patch.setattr(plan_engine, "can_capture", lambda device, backend: backend == "triton")
     patch.setattr(backends, "_obstacle", lambda name, *rest: None if name in ("triton", "cpu") else "not here")

@@ -1,7 +1,7 @@
 """flash-attn-4 on the CPU, as far as its results go: executes the very lists that the GPU would be given, in float32.
 
-It has the same eyes: whole tiles are taken without a mask whatever they hold, masked ones through the predicate of
-`visible`, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is
+It has the same eyes: whole tiles are taken without a mask whatever they hold, masked ones through the predicates of
+`mask_mod`, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is
 only looked at in the last tile of each list. Slow. Lists are made by torch operations, as lists.py makes them on a GPU.
 
 Shapes: M rows of a query tile, N keys listed for it; else as in call.py and lists.py.
@@ -17,7 +17,7 @@ import torch
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.flash.backend import Passes, run
-from sparsekv.kernels.prefill.flash.call import Part, visible
+from sparsekv.kernels.prefill.flash.call import Part, causal, causal_in_window
 from sparsekv.kernels.prefill.flash.lists import BlockLists, empty_lists
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.kernels.topk import blocks
@@ -39,10 +39,14 @@ def attend_dense(part: Part) -> None:
     """These heads over every causal key of the window."""
     S, K = part.q_BHSD.shape[2], part.k_BGKD.shape[2]
     row_S1 = part.past + torch.arange(S)[:, None]
-    keep_SK = visible(row_S1, torch.arange(K), part.window)
+    keep_SK = _visible(row_S1, torch.arange(K), part.window)
     for b in range(part.q_BHSD.shape[0]):
         for h in range(part.q_BHSD.shape[1]):
             _attend(part, b, h, slice(0, S), torch.arange(K), keep_SK)
+
+
+def _visible(row: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
+    return causal(row, key) if window is None else causal_in_window(row, key, window)
 
 
 def _listed(tiles_W: torch.Tensor, count: torch.Tensor) -> list[int]:
@@ -59,7 +63,7 @@ def _attend_tile(part: Part, b: int, h: int, rows: slice, masked: list[int], who
             key_N = torch.arange(tile * size, (tile + 1) * size)
             keep_MN = torch.ones(len(row_M1), size, dtype=torch.bool)
             if is_masked:
-                keep_MN &= visible(row_M1, key_N, part.window)
+                keep_MN &= _visible(row_M1, key_N, part.window)
             if entry == len(tiles) - 1:
                 keep_MN &= key_N < part.k_BGKD.shape[2]
             keys.append(key_N)

@@ -12,8 +12,11 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from sparsekv.kernels.prefill.dense import dense_attention
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
+from sparsekv.planner.job import Job
 from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.search_space import Prefix
+from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel
@@ -42,6 +45,12 @@ def quick_options(**changes: Any) -> PlanOptions:
         row_stride=2,
     )
     return base.but(**changes)
+
+
+def bare_job(loaded: LoadedModel, options: Settled) -> Job:
+    """A job for the stages that measure, of which nothing is checked."""
+    calibration = Calibration(loaded.tokenizer, options.prompts, options.tasks, options.seed)
+    return Job(loaded.info, options, loaded, calibration)
 
 
 def made_up_cost(**changes: Any) -> DeviceCost:

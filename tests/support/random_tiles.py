@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, TileIndex, computed_tiles
-from sparsekv.planner.eval_results import Spent
+from sparsekv.planner.evaluation.results import Spent
 from sparsekv.plans.phases import PrefillPlan
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 
 class RandomTiles:
-    """A `planner.compare.Mode`: the plan's number of tiles in every row, but any; the mandatory ones stay.
+    """A `planner.evaluation.Mode`: the plan's number of tiles in every row, but any; the mandatory ones stay.
 
     Single columns count by their width, so that nothing is lost in the exchange.
     """

@@ -47,7 +47,7 @@ def triton_index(
 ) -> TileIndex:
     """All heads by a Triton builder; every number of the index is poison before."""
     call, group = call_of(layer, lines), group_of(layer)
-    assert builder.obstacle(group, call) is None
+    assert builder.takes(group, call)
     with poisoned_memory():
         prepared = builder.prepare(group, call, sizes)
         index = empty_index([prepared.widths], call.layout, ())

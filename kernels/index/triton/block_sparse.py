@@ -14,7 +14,6 @@ a step, W listed tiles, D numbers of a head that are multiplied at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, no_type_check
 
@@ -33,7 +32,7 @@ from sparsekv.kernels.index.layout import (
     flat,
     largest,
 )
-from sparsekv.kernels.index.triton.sizes import Sizes, sizes_for, tensor_obstacle
+from sparsekv.kernels.index.triton.sizes import Sizes, sizes_for, takes_tensors
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.kernels.topk import blocks
 from sparsekv.kernels.triton_support import interpreting
@@ -42,42 +41,34 @@ from sparsekv.kernels.triton_support import interpreting
 MOST_SCORES = 1 << 26
 
 
-def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
-    """Why the index of these heads cannot be built here; None when it can."""
-    return tensor_obstacle(call)
+def takes(group: HeadGroup, call: IndexCall) -> bool:
+    """Whether the index of these heads can be built here."""
+    return takes_tensors(call)
 
 
 def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
     """All that the host knows about the index of these heads; arguments as in vertical_slash.py."""
-    plan = _plan(group, call.layout)
-    return PreparedIndex(plan.widths, partial(_fill, plan, call, sizes or sizes_for(call.layout.device)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What follows from patterns and layout, never from tensors."""
-
-    heads: int  # h
-    widths: IndexWidths
-    fields: tuple[tuple[int, ...], ...]  # past, length, zero, head, KV head, tiles a row
+    widths, fields = _plan(group, call.layout)
+    return PreparedIndex(widths, partial(_fill, fields, call, sizes or sizes_for(call.layout.device)))
 
 
 @lru_cache(maxsize=256)
-def _plan(group: HeadGroup, layout: Layout) -> _Plan:
+def _plan(group: HeadGroup, layout: Layout) -> tuple[IndexWidths, tuple[tuple[int, ...], ...]]:
+    """Widths, and past, length, zero, head, KV head, tiles a row: all follow from patterns and layout, not tensors."""
     keep = layout.tile_bounds([pattern.keep for pattern in group.patterns])
     rows = (layout.chunk.past, layout.chunk.lengths, (0,) * layout.batch)
     fields = (*rows, group.heads, tuple(range(layout.kv_heads)), flat(keep))
-    return _Plan(len(group.heads), IndexWidths(layout.most_tiles(largest(keep)), 0), fields)
+    return IndexWidths(layout.most_tiles(largest(keep)), 0), fields
 
 
-def _fill(plan: _Plan, call: IndexCall, sizes: Sizes, into: TileIndex) -> None:
+def _fill(fields: tuple[tuple[int, ...], ...], call: IndexCall, sizes: Sizes, into: TileIndex) -> None:
     """Writes tiles and counts of these heads; `into` is contiguous and of all heads."""
-    layout, h = call.layout, plan.heads
+    layout = call.layout
     with torch.cuda.device_of(call.q_BHSD):
-        past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = fields_on_device(layout.device, plan.fields)
+        past_B, length_B, zero_B, head_h, kv_head_G, keep_Bh = fields_on_device(layout.device, fields)
         q_BhTD = _pool(call.q_BHSD, (past_B, length_B, head_h), layout.row_tiles, layout.tile.query, sizes)
         k_BGMD = _pool(call.k_BGKD, (zero_B, length_B, kv_head_G), layout.key_tiles, layout.tile.key, sizes)
-        for part in blocks(layout.row_tiles, layout.batch * h * layout.key_tiles, MOST_SCORES):
+        for part in blocks(layout.row_tiles, layout.batch * len(head_h) * layout.key_tiles, MOST_SCORES):
             _list_rows(part, q_BhTD, k_BGMD, (past_B, length_B, head_h), keep_Bh, call, sizes, into)
 
 

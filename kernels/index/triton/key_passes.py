@@ -41,7 +41,7 @@ def stacked_rows(slots_ptr, unit, SLOTS: tl.constexpr, ROWS: tl.constexpr):
 @no_type_check
 def load_strips(
     q_base, head_ptr, limits_ptr, own_M, back_M, row_M, q_stride_H, q_stride_S,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STRIPS: tl.constexpr, UPCAST: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STRIPS: tl.constexpr,
 ):  # fmt: skip
     """The queries of every strip, and which of them count; the others are 0."""
     lane_D = tl.arange(0, BLOCK_D)
@@ -56,8 +56,6 @@ def load_strips(
         q_MD = tl.load(
             q_base + at_M[:, None] + lane_D[None, :], mask=used_M[:, None] & (lane_D < D)[None, :], other=0.0
         )
-        if UPCAST:
-            q_MD = q_MD.to(tl.float32)
         q = q + (q_MD,)
         used = used + (used_M,)
     return q, used
@@ -67,7 +65,7 @@ def load_strips(
 @no_type_check
 def load_keys(
     k_base, first_key, length, k_stride_S,
-    MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first_key` on; with a mask, memory from `length` on is not read."""
     lane_N = tl.arange(0, BLOCK_N)
@@ -80,8 +78,6 @@ def load_keys(
         k_ND = tl.load(at_ND)
     else:
         k_ND = tl.load(at_ND, mask=(lane_D < D)[None, :], other=0.0)
-    if UPCAST:
-        k_ND = k_ND.to(tl.float32)
     return k_ND
 
 
@@ -112,11 +108,11 @@ def _join_stats(m_M, l_M, s_MN, scale_log2, MASKED: tl.constexpr):
 def _stats_step(
     q, highest, total, i_M, k_base, first_key, length, k_stride_S, scale_log2, window,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys for every strip."""
     j_N = first_key + tl.arange(0, BLOCK_N)
-    k_ND = load_keys(k_base, first_key, length, k_stride_S, MASKED, D, BLOCK_D, BLOCK_N, UPCAST)
+    k_ND = load_keys(k_base, first_key, length, k_stride_S, MASKED, D, BLOCK_D, BLOCK_N)
     next_highest = ()
     next_total = ()
     for strip in tl.static_range(STRIPS):
@@ -138,7 +134,7 @@ def stats_kernel(
     scale_log2, window, heads, span,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (units, ranges of `span` keys, batch). Units of one KV head run side by side: they share K in cache."""
     unit = tl.program_id(0)
@@ -151,7 +147,7 @@ def stats_kernel(
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B
     q, used = load_strips(
         q_base, head_ptr, limits_ptr + batch * heads, own_M, back_M, i_M - past, q_stride_H, q_stride_S,
-        D, BLOCK_D, ROWS, STRIPS, UPCAST,
+        D, BLOCK_D, ROWS, STRIPS,
     )  # fmt: skip
     kv_head = tl.load(head_ptr + tl.load(slots_ptr + unit * SLOTS)) // GROUP
     k_base = k_ptr + batch.to(tl.int64) * k_stride_B + kv_head.to(tl.int64) * k_stride_G
@@ -170,12 +166,12 @@ def stats_kernel(
     for first_key in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
         highest, total = _stats_step(
             q, highest, total, i_M, k_base, first_key, length, k_stride_S, scale_log2, window,
-            False, WINDOWED, D, BLOCK_D, ROWS, STRIPS, BLOCK_N, PRECISION, UPCAST,
+            False, WINDOWED, D, BLOCK_D, ROWS, STRIPS, BLOCK_N, PRECISION,
         )  # fmt: skip
     for first_key in tl.range(whole, end, BLOCK_N, num_stages=1):
         highest, total = _stats_step(
             q, highest, total, i_M, k_base, first_key, length, k_stride_S, scale_log2, window,
-            True, WINDOWED, D, BLOCK_D, ROWS, STRIPS, BLOCK_N, PRECISION, UPCAST,
+            True, WINDOWED, D, BLOCK_D, ROWS, STRIPS, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     at_M = ((batch * heads + tl.maximum(own_M, 0)).to(tl.int64) * (STRIPS * ROWS) + back_M) * tl.num_programs(1) + part
@@ -217,7 +213,7 @@ def _add_diagonals(p_NM, before_NM, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLO
 @triton.jit
 @no_type_check
 def _pad(plane_P, real_P, length, PADDING: tl.constexpr):
-    """Scores whose bits are -1 up to the next multiple of PADDING; see best_scores.py."""
+    """Scores whose bits are -1 up to the next multiple of PADDING; see choices.py."""
     at_X1 = (length + tl.arange(0, PADDING))[:, None]
     keep_XP = (at_X1 < tl.cdiv(length, PADDING) * PADDING) & real_P[None, :]
     tl.store(plane_P[None, :] + at_X1, tl.full([PADDING, 1], -1, tl.int32).to(tl.float32, bitcast=True), mask=keep_XP)
@@ -239,13 +235,12 @@ def _lines_step(
     first_key, begin, end, length, k_stride_S, scale_log2, window,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, STRIPS: tl.constexpr, BLOCK_N: tl.constexpr, FIRST_ROW: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Stores one block of columns and one of diagonals; returns what waits for the next blocks."""
     # Keys and diagonals are numbered alike: a program owns those with begin <= number < end. Diagonals are counted from
     # the first row of this launch: none that a key lies on is beyond the last offset.
     number_N = first_key + tl.arange(0, BLOCK_N)
-    k_ND = load_keys(k_base, first_key, length, k_stride_S, MASKED, D, BLOCK_D, BLOCK_N, UPCAST)
+    k_ND = load_keys(k_base, first_key, length, k_stride_S, MASKED, D, BLOCK_D, BLOCK_N)
     columns_NP = tl.zeros([BLOCK_N, SLOTS], tl.float32)
     whole_NM = before_NM
     still_waiting = ()
@@ -280,7 +275,7 @@ def lines_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     STRIPS: tl.constexpr, FIRST_ROW: tl.constexpr, ALL_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     MOST_RANGES: tl.constexpr, PADDING: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (units, ranges of `span` keys, batch). A program owns the columns and the diagonals c of its range.
 
@@ -299,7 +294,7 @@ def lines_kernel(
     q_base = q_ptr + batch.to(tl.int64) * q_stride_B
     q, used = load_strips(
         q_base, head_ptr, limits_ptr + batch * heads, own_M, back_M, i_M - past, q_stride_H, q_stride_S,
-        D, BLOCK_D, ROWS, STRIPS, UPCAST,
+        D, BLOCK_D, ROWS, STRIPS,
     )  # fmt: skip
     at_M = (batch * heads + tl.maximum(own_M, 0)).to(tl.int64) * ALL_ROWS + back_M
     log_sum = ()
@@ -333,11 +328,11 @@ def lines_kernel(
         waiting, before_NM = _lines_step(
             waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, real_P,
             first_key, begin, end, length, k_stride_S, scale_log2, window,
-            False, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION, UPCAST,
+            False, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION,
         )  # fmt: skip
     for first_key in tl.range(whole, end, BLOCK_N, num_stages=1):
         waiting, before_NM = _lines_step(
             waiting, before_NM, q, log_sum, i_M, k_base, vertical_P, slash_P, real_P,
             first_key, begin, end, length, k_stride_S, scale_log2, window,
-            True, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION, UPCAST,
+            True, WINDOWED, D, BLOCK_D, SLOTS, ROWS, STRIPS, BLOCK_N, FIRST_ROW, PRECISION,
         )  # fmt: skip

@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 
 from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstacle, interpreting
+from sparsekv.kernels.triton_support import LONGEST_ROW_STRIDE, head_size_obstacle
 
 LARGEST_SAMPLE = 256  # queries of a head: four strips of 64 rows
 LARGEST_HEAD = 128  # with 256, four strips would fill the shared memory of most GPUs
-LONGEST = 2_000_000  # tokens: best_scores.py counts in 21 bits
+LONGEST = 2_000_000  # tokens: choices.py counts in 21 bits
 PADDING = 16  # rows of scores are padded to a multiple of this
 MOST_RANGES = 64  # partial results of a row that the second pass joins
 
@@ -105,56 +105,11 @@ def strips_for(sampled: int) -> Strips:
     return Strips(64, 2 if sampled <= 128 else 4)
 
 
-def tensor_obstacle(call: IndexCall) -> str | None:
-    """Why no index can be built of these tensors here; None when one can."""
+def takes_tensors(call: IndexCall) -> bool:
+    """Whether an index can be built of these tensors here; torch builds it elsewhere."""
     q_BHSD, k_BGKD = call.q_BHSD, call.k_BGKD
-    if not (q_BHSD.is_cuda or interpreting()):
-        return f"it needs tensors on a GPU, found {q_BHSD.device}"
-    if q_BHSD.is_cuda and not _ampere_or_newer(q_BHSD.device):
-        return "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
-    halves = (torch.float16, torch.bfloat16)
-    if q_BHSD.dtype not in (halves if q_BHSD.is_cuda else (*halves, torch.float32)) or k_BGKD.dtype != q_BHSD.dtype:
-        return f"it takes queries and keys in float16 or bfloat16, found {q_BHSD.dtype} and {k_BGKD.dtype}"
-    if q_BHSD.stride(3) != 1 or k_BGKD.stride(3) != 1 or k_BGKD.stride(2) >= LONGEST_ROW_STRIDE:
-        return f"it needs contiguous heads, and tokens less than {LONGEST_ROW_STRIDE} elements apart"
-    if call.layout.row_tiles == 0 or call.layout.chunk.longest == 0:
-        return "there is nothing to build"
-    if q_BHSD.shape[3] > LARGEST_HEAD:
-        return f"it takes head sizes up to {LARGEST_HEAD}, found {q_BHSD.shape[3]}"
-    return head_size_obstacle(q_BHSD.shape[3])
-
-
-@lru_cache
-def _ampere_or_newer(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
-
-
-@dataclass(frozen=True, slots=True)
-class StridedLaunch:
-    """How antidiagonal scores cut their work: strided rows of a program, strided keys of a step, warps, pipeline depth.
-
-    Rows and keys are multiples of the 8 that a tile of 128 has.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# The largest padded head size that a row is for, and its launch. Not tuned on a GPU. As compiled by Triton 3.7 they
-# spill 8 bytes at most and share 192 KiB on Hopper, 48 KiB elsewhere.
-_STRIDED_HOPPER = ((128, StridedLaunch(128, 128, 8, 3)), (256, StridedLaunch(128, 64, 8, 2)))
-_STRIDED_AMPERE = ((128, StridedLaunch(64, 64, 4, 2)), (256, StridedLaunch(64, 32, 8, 2)))
-# Without tensor cores every product is unrolled into registers; this only has to be right.
-_STRIDED_FLOAT32 = ((256, StridedLaunch(32, 32, 4, 1)),)
-
-
-def strided_launch(device: torch.device, dtype: torch.dtype, block_d: int) -> StridedLaunch:
-    """The launch for this GPU, dtype and padded head size; the interpreter takes the smallest, to have many steps."""
-    table: tuple[tuple[int, StridedLaunch], ...] = _STRIDED_FLOAT32
-    if device.type == "cuda" and dtype != torch.float32:
-        # 9 and 10 are the data centre parts; 12 has the shared memory of 8.6.
-        large = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
-        table = _STRIDED_HOPPER if large else _STRIDED_AMPERE
-    return next(launch for limit, launch in table if block_d <= limit)
+    dtypes = (torch.float16, torch.bfloat16, *(() if q_BHSD.is_cuda else (torch.float32,)))
+    contiguous = q_BHSD.stride(3) == k_BGKD.stride(3) == 1 and k_BGKD.stride(2) < LONGEST_ROW_STRIDE
+    size, anything = q_BHSD.shape[3], call.layout.row_tiles > 0 < call.layout.chunk.longest
+    fits = size <= LARGEST_HEAD and head_size_obstacle(size) is None
+    return q_BHSD.dtype in dtypes and k_BGKD.dtype == q_BHSD.dtype and contiguous and anything and fits

@@ -12,7 +12,7 @@ Six launches (or some more, see key_passes.py), whatever the number of heads, an
 The result is that of kernels/index/vertical_slash.py, and the same run to run. Work and memory are linear in the
 length; the scores of query and key are never stored.
 
-Shapes: as in layout.py; E tile diagonals (see slash_tiles.py), M chosen ones, L sampled queries, R key ranges of the
+Shapes: as in layout.py; E tile diagonals (see choices.py), M chosen ones, L sampled queries, R key ranges of the
 first pass, U units (programs' heads) of a pass, P slots (heads) of a unit.
 """
 
@@ -39,7 +39,7 @@ from sparsekv.kernels.index.layout import (
     flat,
     largest,
 )
-from sparsekv.kernels.index.triton.best_scores import select_kernel
+from sparsekv.kernels.index.triton.choices import crossings_kernel, diagonals_kernel, rows_kernel, select_kernel
 from sparsekv.kernels.index.triton.key_passes import lines_kernel, stats_kernel
 from sparsekv.kernels.index.triton.sizes import (
     LARGEST_SAMPLE,
@@ -51,13 +51,10 @@ from sparsekv.kernels.index.triton.sizes import (
     Strips,
     sizes_for,
     strips_for,
-    tensor_obstacle,
+    takes_tensors,
 )
-from sparsekv.kernels.index.triton.slash_tiles import crossings_kernel, diagonals_kernel, rows_kernel
 from sparsekv.kernels.tiles import TileIndex
 from sparsekv.kernels.topk import blocks
-from sparsekv.kernels.triton_support import interpreting
-from sparsekv.plans.patterns import VerticalSlash
 
 _LOG2_E = math.log2(math.e)
 # Scores of columns and diagonals held at once, in elements; a layer that would need more is built in groups of heads.
@@ -66,21 +63,17 @@ NO_HEAD = -1
 _ALIGNED = 16  # elements of 4 bytes: where Triton's usual launch expects pieces of scratch memory, and full rows end
 
 
-def obstacle(group: HeadGroup, call: IndexCall) -> str | None:
-    """Why the index of these heads cannot be built here; None when it can."""
+def takes(group: HeadGroup, call: IndexCall) -> bool:
+    """Whether the index of these heads can be built here."""
     sampled = max(pattern.last_q for pattern in group.unique)
-    if sampled > LARGEST_SAMPLE:
-        return f"it samples at most {LARGEST_SAMPLE} queries, found last_q {sampled}"
-    if call.layout.chunk.longest > LONGEST:
-        return f"it takes up to {LONGEST:,} tokens, found {call.layout.chunk.longest:,}"
-    return tensor_obstacle(call)
+    return sampled <= LARGEST_SAMPLE and call.layout.chunk.longest <= LONGEST and takes_tensors(call)
 
 
 def prepare(group: HeadGroup, call: IndexCall, sizes: Sizes | None = None) -> PreparedIndex:
     """All that the host knows about the index of these heads.
 
     Args:
-        group: heads with VerticalSlash patterns; `obstacle` has found nothing against them.
+        group: heads with VerticalSlash patterns, which `takes` them.
         call: the layer's queries and keys.
         sizes: block sizes to use instead of the table's, for tuning and for tests.
     """
@@ -95,13 +88,13 @@ def _fill(
     """Writes all that belongs to these heads; `into` is contiguous and of all heads."""
     with torch.cuda.device_of(call.q_BHSD):
         for part in parts:
-            launches = Launches(part, call, sizes, part.send(call.layout.device))
-            lines = launches.score() if known is None else _padded(known, part.heads)
-            launches.choose(lines, into)
+            numbers = Numbers(*fields_on_device(call.layout.device, part.fields))
+            lines = score(part, call, numbers) if known is None else _padded(known, part.heads)
+            choose(part, call, sizes, numbers, lines, into)
 
 
 class Numbers(NamedTuple):
-    """What the kernels need to know from the host, int32 on the device."""
+    """What the kernels need to know from the host, int32 on the device; not to be written to."""
 
     past_B: torch.Tensor
     length_B: torch.Tensor
@@ -133,20 +126,10 @@ class HeadsPlan:
     stats: PassPlan
     lines: PassPlan
     sampled_rows: int  # of a head, rounded up to whole strips
-    lines_rows: tuple[int, ...]  # the first row of each launch of the second pass
     stride: int  # numbers of a row of scores
     entries: int  # E
     nearest: int  # M
     shape: Mapping[str, Any]  # the tile, as kernels are compiled for it
-    crossings_grid: tuple[int, int, int]
-    offsets: int  # of a tile, as a power of two
-    rows_grid: tuple[int, int, int]
-    score_pieces: tuple[int, ...]  # elements of scratch memory: maxima, sums, columns, diagonals
-    choice_pieces: tuple[int, ...]  # choices, best, offsets, codes, nearest
-
-    def send(self, device: torch.device) -> Numbers:
-        """The numbers on the device; not to be written to."""
-        return Numbers(*fields_on_device(device, self.fields))
 
 
 @lru_cache(maxsize=256)
@@ -154,75 +137,47 @@ def plan_build(
     group: HeadGroup, layout: Layout, sizes: Sizes, most_scores: int
 ) -> tuple[IndexWidths, tuple[HeadsPlan, ...]]:
     """A whole build, in groups of heads whose scores fit. Follows from patterns and layout, never from tensors."""
-    budgets = _Budgets.of(group.patterns, layout)
-    widths = IndexWidths(layout.most_tiles(budgets.most_tiles(layout)), largest(budgets.columns))
+    columns = layout.resolve([pattern.vertical for pattern in group.patterns])
+    slashes = layout.resolve([pattern.slash for pattern in group.patterns])
+    tiles = layout.tile_bounds([pattern.max_tiles for pattern in group.patterns])
+    sampled = [[min(pattern.last_q, rows) for pattern in group.patterns] for rows in layout.chunk.rows]
+    widths = IndexWidths(layout.most_tiles(layout.slash_tiles(largest(slashes), largest(tiles))), largest(columns))
     parts = blocks(len(group.heads), 2 * layout.batch * layout.chunk.longest, most_scores)
-    plans = (_plan_heads(part, group.heads[part], budgets.part(part), layout, sizes) for part in parts)
+    plans = (
+        _plan_heads(part, group.heads[part], _of(part, sampled, columns, slashes, tiles), layout, sizes)
+        for part in parts
+    )
     return widths, tuple(plans)
 
 
-@dataclass(frozen=True, slots=True)
-class _Budgets:
-    """What each head may spend in each batch row: [B][h]."""
-
-    sampled: list[list[int]]  # queries
-    columns: list[list[int]]
-    slashes: list[list[int]]
-    tiles: list[list[int]]  # in any row, mandatory ones included; at least those
-
-    @classmethod
-    def of(cls, patterns: Sequence[VerticalSlash], layout: Layout) -> _Budgets:
-        return cls(
-            [[min(pattern.last_q, rows) for pattern in patterns] for rows in layout.chunk.rows],
-            layout.resolve([pattern.vertical for pattern in patterns]),
-            layout.resolve([pattern.slash for pattern in patterns]),
-            layout.tile_bounds([pattern.max_tiles for pattern in patterns]),
-        )
-
-    def part(self, heads: slice) -> _Budgets:
-        cut = ([row[heads] for row in rows] for rows in (self.sampled, self.columns, self.slashes, self.tiles))
-        return _Budgets(*cut)
-
-    def most_tiles(self, layout: Layout) -> int:
-        return layout.slash_tiles(largest(self.slashes), largest(self.tiles))
+def _of(heads: slice, *budgets: list[list[int]]) -> list[list[list[int]]]:
+    """What these heads may spend in each batch row."""
+    return [[row[heads] for row in rows] for rows in budgets]
 
 
-def _plan_heads(part: slice, heads: tuple[int, ...], budgets: _Budgets, layout: Layout, sizes: Sizes) -> HeadsPlan:
-    """Deals the heads out to programs."""
-    h, tile, strips = len(heads), layout.tile, strips_for(max(1, largest(budgets.sampled)))
+def _plan_heads(
+    part: slice, heads: tuple[int, ...], budgets: list[list[list[int]]], layout: Layout, sizes: Sizes
+) -> HeadsPlan:
+    """Deals the heads out to programs. The budgets are sampled queries, columns, slashes, and tiles of any row."""
+    sampled, _, slashes, tiles = map(largest, budgets)
+    tile, strips = layout.tile, strips_for(max(1, sampled))
     at_once = Strips(strips.rows, min(strips.count, sizes.lines_at_once))
     first, second = sizes.stats[strips.count], sizes.lines[at_once.count]
     units = [units_of(heads, layout.group_size, _stacked(one, layout)) for one in (first, second)]
-    stats, lines = _pass(first, len(units[0]), strips, layout), _pass(second, len(units[1]), at_once, layout)
-    spent = (budgets.sampled, budgets.columns, budgets.slashes, budgets.tiles)
     right = tile.query // tile.key + 1  # entry of distance 0, one more than any row needs: entry 0 is never chosen
     entries = layout.key_tiles + right + 2
-    nearest = min(layout.most_diagonals(budgets.most_tiles(layout)), entries)
-    stride = ceil_div(layout.chunk.longest, PADDING) * PADDING
-    sampled_rows = strips.rows * strips.count
-    ranges = sampled_rows * stats.grid[1]
     return HeadsPlan(
         heads=part,
-        count=h,
-        fields=(layout.chunk.past, layout.chunk.lengths, heads, *map(flat, (*spent, *units))),
-        stats=stats,
-        lines=lines,
-        sampled_rows=sampled_rows,
-        lines_rows=tuple(range(0, sampled_rows, at_once.rows * at_once.count)),
-        stride=stride,
+        count=len(heads),
+        fields=(layout.chunk.past, layout.chunk.lengths, heads, *map(flat, (*budgets, *units))),
+        stats=_pass(first, len(units[0]), strips, layout),
+        lines=_pass(second, len(units[1]), at_once, layout),
+        sampled_rows=strips.rows * strips.count,
+        stride=ceil_div(layout.chunk.longest, PADDING) * PADDING,
         entries=entries,
-        nearest=nearest,
+        nearest=min(layout.most_diagonals(layout.slash_tiles(slashes, tiles)), entries),
         shape={"QUERY": tile.query, "KEY": tile.key, "RIGHT": right},
-        crossings_grid=(ceil_div(entries, sizes.crossings_block), h, layout.batch),
-        offsets=int(triton.next_power_of_2(tile.query + tile.key - 1)),
-        rows_grid=(ceil_div(layout.row_tiles, sizes.rows_block), h, layout.batch),
-        score_pieces=_pieces(layout.batch * h, (ranges, ranges, stride, stride)),
-        choice_pieces=_pieces(layout.batch * h, (2, entries, entries, entries, nearest)),
     )
-
-
-def _pieces(rows: int, widths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(ceil_div(rows * width, _ALIGNED) * _ALIGNED for width in widths)
 
 
 def _pass(one: Pass, units: int, strips: Strips, layout: Layout) -> PassPlan:
@@ -239,7 +194,6 @@ def _pass(one: Pass, units: int, strips: Strips, layout: Layout) -> PassPlan:
         "STAGES": one.stages,
         "WINDOWED": layout.window is not None and layout.window < keys,
         "PRECISION": "ieee",
-        "UPCAST": interpreting() and layout.dtype == torch.bfloat16,
         "num_warps": one.warps,
     }
     return PassPlan((units, ceil_div(keys, span), layout.batch), span, options)
@@ -265,72 +219,71 @@ def units_of(heads: Sequence[int], group_size: int, slots: int) -> list[list[int
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """The launches for some heads."""
-
-    plan: HeadsPlan
-    call: IndexCall
-    sizes: Sizes
-    numbers: Numbers
-
-    def score(self) -> LineScores:
-        """The two passes over the keys."""
-        call, plan, n = self.call, self.plan, self.numbers
-        q_BHSD, k_BGKD, stats, lines = call.q_BHSD, call.k_BGKD, plan.stats, plan.lines
-        m_BhLR, l_BhLR, vertical, slash = self._scratch(plan.score_pieces, torch.float32)
-        where = (n.past_B, n.length_B, n.head_h, n.sampled_Bh)
-        strides = (*q_BHSD.stride()[:3], *k_BGKD.stride()[:3])
-        numbers = (*strides, call.scale * _LOG2_E, call.layout.window or 0, plan.count)
-        stats_kernel[stats.grid](
-            q_BHSD, k_BGKD, m_BhLR, l_BhLR, *where, n.stats_units, *numbers, stats.range, **stats.options
-        )
-        for first_row in plan.lines_rows:
-            lines_kernel[lines.grid](
-                q_BHSD, k_BGKD, m_BhLR, l_BhLR, vertical, slash, *where, n.lines_units, *numbers, lines.range,
-                stats.grid[1], plan.stride, FIRST_ROW=first_row, ALL_ROWS=plan.sampled_rows,
-                MOST_RANGES=MOST_RANGES, PADDING=PADDING, **lines.options,
-            )  # fmt: skip
-        shape = (call.layout.batch, plan.count, plan.stride)
-        return LineScores(vertical.view(shape), slash.view(shape))
-
-    def choose(self, lines: LineScores, into: TileIndex) -> None:
-        """Lists columns and tiles by these scores."""
-        layout, plan, n, sizes, h = self.call.layout, self.plan, self.numbers, self.sizes, self.plan.count
-        vertical_BhS, slash_BhS = lines.vertical_BhS.view(torch.int32), lines.slash_BhS.view(torch.int32)
-        _, all_heads, row_tiles, width = into.tiles_BHTW.shape
-        columns, words = into.columns_BHC.shape[2], into.live_BHTN.shape[3]
-        # Which slashes are chosen: a threshold, and the last offset equal to it. Then of each tile diagonal its best
-        # slash, that slash's offset, and how many diagonals up to it are chosen; at last the chosen distances.
-        choice_Bh2, best_BhE, offset_BhE, code_BhE, near_BhM = self._scratch(plan.choice_pieces, torch.int32)
-        select_kernel[(h, 2, layout.batch)](
-            vertical_BhS, slash_BhS, into.columns_BHC, choice_Bh2, n.length_B, n.head_h, n.columns_Bh, n.slashes_Bh, h,
-            all_heads, slash_BhS.shape[2], columns,
-            PADDING=PADDING, BLOCK=sizes.select_block, num_warps=sizes.select_warps,
+def score(plan: HeadsPlan, call: IndexCall, numbers: Numbers) -> LineScores:
+    """The two passes over the keys."""
+    n, q_BHSD, k_BGKD, stats, lines = numbers, call.q_BHSD, call.k_BGKD, plan.stats, plan.lines
+    ranges = plan.sampled_rows * stats.grid[1]
+    sizes = (ranges, ranges, plan.stride, plan.stride)
+    m_BhLR, l_BhLR, vertical, slash = _scratch(plan, call.layout, sizes, torch.float32)
+    where = (n.past_B, n.length_B, n.head_h, n.sampled_Bh)
+    strides = (*q_BHSD.stride()[:3], *k_BGKD.stride()[:3])
+    shared = (*strides, call.scale * _LOG2_E, call.layout.window or 0, plan.count)
+    stats_kernel[stats.grid](
+        q_BHSD, k_BGKD, m_BhLR, l_BhLR, *where, n.stats_units, *shared, stats.range, **stats.options
+    )
+    for first_row in range(0, plan.sampled_rows, lines.options["ROWS"] * lines.options["STRIPS"]):
+        lines_kernel[lines.grid](
+            q_BHSD, k_BGKD, m_BhLR, l_BhLR, vertical, slash, *where, n.lines_units, *shared, lines.range,
+            stats.grid[1], plan.stride, FIRST_ROW=first_row, ALL_ROWS=plan.sampled_rows,
+            MOST_RANGES=MOST_RANGES, PADDING=PADDING, **lines.options,
         )  # fmt: skip
-        crossings_kernel[plan.crossings_grid](
-            slash_BhS, choice_Bh2, best_BhE, offset_BhE, n.past_B, n.length_B, h, slash_BhS.shape[2], plan.entries,
-            BLOCK_E=sizes.crossings_block, BLOCK_X=plan.offsets, num_warps=sizes.crossings_warps, **plan.shape,
-        )  # fmt: skip
-        diagonals_kernel[(h, layout.batch)](
-            best_BhE, offset_BhE, code_BhE, near_BhM, n.past_B, n.length_B, n.tiles_Bh, h, plan.entries,
-            plan.nearest, BLOCK=sizes.diagonals_block, num_warps=sizes.diagonals_warps, **plan.shape,
-        )  # fmt: skip
-        rows_kernel[plan.rows_grid](
-            code_BhE, near_BhM, into.columns_BHC, into.tiles_BHTW, into.counts_BHT, into.live_BHTN, n.past_B,
-            n.length_B, n.head_h, layout.window or 0, h, all_heads, row_tiles, plan.entries, plan.nearest, width,
-            columns, words, WINDOWED=layout.window is not None,
-            BLOCK_T=sizes.rows_block, BLOCK_W=sizes.rows_tiles, BLOCK_N=sizes.rows_words, num_warps=sizes.rows_warps,
-            **plan.shape,
-        )  # fmt: skip
+    shape = (call.layout.batch, plan.count, plan.stride)
+    return LineScores(vertical.view(shape), slash.view(shape))
 
-    def _scratch(self, pieces: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Memory for several tensors by one allocation; the kernels know their shapes."""
-        return torch.empty(sum(pieces), dtype=dtype, device=self.call.layout.device).split_with_sizes(pieces)
+
+def choose(
+    plan: HeadsPlan, call: IndexCall, sizes: Sizes, numbers: Numbers, lines: LineScores, into: TileIndex
+) -> None:
+    """Lists columns and tiles by these scores."""
+    layout, n, h, entries = call.layout, numbers, plan.count, plan.entries
+    vertical_BhS, slash_BhS = lines.vertical_BhS.view(torch.int32), lines.slash_BhS.view(torch.int32)
+    _, all_heads, row_tiles, width = into.tiles_BHTW.shape
+    columns, words = into.columns_BHC.shape[2], into.live_BHTN.shape[3]
+    # Which slashes are chosen: a threshold, and the last offset equal to it. Then of each tile diagonal its best
+    # slash, that slash's offset, and how many diagonals up to it are chosen; at last the chosen distances.
+    widths = (2, entries, entries, entries, plan.nearest)
+    choice_Bh2, best_BhE, offset_BhE, code_BhE, near_BhM = _scratch(plan, layout, widths, torch.int32)
+    select_kernel[(h, 2, layout.batch)](
+        vertical_BhS, slash_BhS, into.columns_BHC, choice_Bh2, n.length_B, n.head_h, n.columns_Bh, n.slashes_Bh, h,
+        all_heads, slash_BhS.shape[2], columns,
+        PADDING=PADDING, BLOCK=sizes.select_block, num_warps=sizes.select_warps,
+    )  # fmt: skip
+    crossings_kernel[(ceil_div(entries, sizes.crossings_block), h, layout.batch)](
+        slash_BhS, choice_Bh2, best_BhE, offset_BhE, n.past_B, n.length_B, h, slash_BhS.shape[2], entries,
+        BLOCK_E=sizes.crossings_block, BLOCK_X=triton.next_power_of_2(layout.tile.query + layout.tile.key - 1),
+        num_warps=sizes.crossings_warps, **plan.shape,
+    )  # fmt: skip
+    diagonals_kernel[(h, layout.batch)](
+        best_BhE, offset_BhE, code_BhE, near_BhM, n.past_B, n.length_B, n.tiles_Bh, h, entries,
+        plan.nearest, BLOCK=sizes.diagonals_block, num_warps=sizes.diagonals_warps, **plan.shape,
+    )  # fmt: skip
+    rows_kernel[(ceil_div(row_tiles, sizes.rows_block), h, layout.batch)](
+        code_BhE, near_BhM, into.columns_BHC, into.tiles_BHTW, into.counts_BHT, into.live_BHTN, n.past_B,
+        n.length_B, n.head_h, layout.window or 0, h, all_heads, row_tiles, entries, plan.nearest, width,
+        columns, words, WINDOWED=layout.window is not None,
+        BLOCK_T=sizes.rows_block, BLOCK_W=sizes.rows_tiles, BLOCK_N=sizes.rows_words, num_warps=sizes.rows_warps,
+        **plan.shape,
+    )  # fmt: skip
+
+
+def _scratch(plan: HeadsPlan, layout: Layout, widths: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Memory for several tensors of rows of these widths by one allocation; the kernels know their shapes."""
+    pieces = [ceil_div(layout.batch * plan.count * width, _ALIGNED) * _ALIGNED for width in widths]
+    return torch.empty(sum(pieces), dtype=dtype, device=layout.device).split_with_sizes(pieces)
 
 
 def _padded(lines: LineScores, part: slice) -> LineScores:
-    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see best_scores.py)."""
+    """Rows of a multiple of PADDING; the bits of UNSEEN, and of what is added, become -1 (see choices.py)."""
     missing = -lines.slash_BhS.shape[2] % PADDING
     vertical, slash = (
         torch.nn.functional.pad(x_BhS[:, part].view(torch.int32).clamp(min=-1), (0, missing), value=-1)

@@ -123,8 +123,7 @@ def run(
     if out_BHSD.numel():
         _tiles(Part(q_BHSD, k_BGKD, v_BGKD, out_BHSD, lse_BHS, scale, window), index, chunk, passes)
         if index.columns_BHC.shape[2]:
-            found = AttentionOutput(out_BHSD, lse_BHS)
-            add_columns(found, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
+            add_columns(out_BHSD, lse_BHS, q_BHSD, k_BGKD, v_BGKD, index, chunk, scale=scale, window=window)
     return AttentionOutput(out_BHSD, lse_BHS if want_lse else None)
 
 

@@ -222,14 +222,9 @@ def causal_in_window(row: Any, key: Any, window: Any) -> Any:
     return (key <= row) & (row - key < window)
 
 
-def visible(row: Any, key: Any, window: int | None) -> Any:
-    """What `mask_mod` computes, for the emulator."""
-    return causal(row, key) if window is None else causal_in_window(row, key, window)
-
-
 @lru_cache(maxsize=16)  # the same function object for the same window: flash-attn-4 hashes functions to find its kernel
 def mask_mod(window: int | None) -> Callable[..., Any]:
-    """`visible` as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one element.
+    """What a row sees, as flash-attn-4 wants it: (batch, head, row, key, lengths, aux tensors), vectors of one element.
 
     flash-attn-4 counts the row from the first query row and the key from key 0. Every launch here has its keys cut to
     the length, so the offset is keys - queries, which the kernel knows at run time: no compilation depends on past or

@@ -12,7 +12,6 @@ from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring
 from sparsekv.kernels.tiles import AttentionOutput
-from sparsekv.plans.errors import ShapeError
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 CASES = [
@@ -198,16 +197,3 @@ def test_scores_that_are_no_numbers_or_too_large_stay_within_bounds() -> None:
     one = torch.tensor([100], dtype=torch.int32)
     found = by_radix(scores_gT, Scoring(one * 0, 100, 1), one, one * 0 + 4, capacity=100, most=4, sink=0, recent=1)
     assert found.tolist() == [[[0, 30, 40, 50]]]
-
-
-def test_scores_that_do_not_fit_are_refused() -> None:
-    problem = draw(DecodeCase("x", (300, 20), None))
-    starts = torch.zeros(2, dtype=torch.int32)
-
-    def refuse(message: str, scoring: Scoring, **options) -> None:  # type: ignore[no-untyped-def]
-        with pytest.raises(ShapeError, match=message):
-            decode_attention(problem.q_BHQD, problem.keys, scale=0.1, backend="cpu", scoring=scoring, **options)
-
-    refuse("int32", Scoring(starts[:1], 320, 1))
-    refuse("found 4", Scoring(starts, 320, 4))
-    refuse("no selection", Scoring(starts, 320, 1), window=10)

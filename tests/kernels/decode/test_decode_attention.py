@@ -158,31 +158,22 @@ def test_a_listed_selection_names_every_token_that_a_row_attends_to() -> None:
 
 def test_misfits_are_refused_with_what_was_found() -> None:
     problem = draw(DecodeCase("x"))
-    keys, selection = problem.keys, problem.selection
-    assert selection is not None
+    keys = problem.keys
 
-    def refuse(message: str, *, q=problem.q_BHQD, keys=keys, selection=selection) -> None:
+    def refuse(message: str, *, q=problem.q_BHQD, keys=keys) -> None:
         with pytest.raises(ShapeError, match=message):
-            decode_attention(q, keys, selection, scale=0.1, backend="cpu")
+            decode_attention(q, keys, problem.selection, scale=0.1, backend="cpu")
 
-    chosen, table = selection.chosen_BgN, torch.zeros((1, 30), dtype=torch.int32)
-    refuse("one query", q=problem.q_BHQD.expand(-1, -1, 2, -1))
-    refuse(
-        "chosen tokens",
-        selection=replace(selection, chosen_BgN=chosen.expand(1, 3, -1)),
-    )
-    refuse("must be int32", selection=replace(selection, chosen_BgN=chosen.long()))
-    refuse("stride 1", selection=replace(selection, chosen_BgN=chosen[..., ::2]))
-    refuse("counts must be \\[1\\]", selection=replace(selection, counts_B=torch.zeros(2, dtype=torch.int32)))
-    refuse("negative", selection=replace(selection, recent=-1))
-    refuse("lengths must be int32 \\(1,\\)", keys=KeyView(keys.k, keys.v, keys.lengths_B.long()))
-    refuse("found 300", keys=KeyView(keys.k, keys.v, keys.lengths_B, table))
-    refuse("size", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
-    refuse("head dimension|last dimension", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B))
-    refuse("k must have 4 dimensions", keys=KeyView(keys.k[0], keys.v[0], keys.lengths_B))
+    table = torch.zeros((1, 30), dtype=torch.int32)
+    refuse("found 2", q=problem.q_BHQD.expand(-1, -1, 2, -1))
+    refuse("int32 \\(1,\\)", keys=KeyView(keys.k, keys.v, keys.lengths_B.long()))
+    refuse("300", keys=KeyView(keys.k, keys.v, keys.lengths_B, table))
+    refuse("32\\)", keys=KeyView(keys.k, keys.v[..., :32], keys.lengths_B))
+    refuse("contiguous", keys=KeyView(keys.k.mT, keys.v.mT, keys.lengths_B))
+    refuse("k must", keys=KeyView(keys.k[0], keys.v[0], keys.lengths_B))
     refuse("torch.float32", keys=KeyView(keys.k.half(), keys.v.half(), keys.lengths_B))
     twice = KeyView(*(x.expand(2, -1, -1, -1) for x in (keys.k, keys.v)), keys.lengths_B)
-    refuse("found 2", keys=twice)
+    refuse("\\(2, 2, 300, 64\\)", keys=twice)
     with pytest.raises(ShapeError, match="301 tokens"):
         keys.contiguous(301)
 

@@ -29,16 +29,14 @@ def call_of(layer: Layer) -> IndexCall:
 
 
 def scores_of(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
-    """[B, h, T, key tiles]; every head and row tile must come exactly once."""
+    """[B, h, T, key tiles]; every row tile must come exactly once."""
     call = call_of(layer)
     layout = call.layout
     found_BhTM = torch.full((layout.batch, len(heads), layout.row_tiles, layout.key_tiles), torch.nan)
-    for part in tile_scores(kind, heads, call):
-        into = found_BhTM[:, list(part.heads), part.rows]
-        assert into.isnan().all()
-        into[:] = 0.0
-        into[..., : part.scores_BhRM.shape[-1]] = part.scores_BhRM
-        found_BhTM[:, list(part.heads), part.rows] = into
+    for rows, scores_BhRM in tile_scores(kind, heads, call):
+        assert found_BhTM[:, :, rows].isnan().all()
+        found_BhTM[:, :, rows] = 0.0
+        found_BhTM[:, :, rows, : scores_BhRM.shape[-1]] = scores_BhRM
     return found_BhTM
 
 

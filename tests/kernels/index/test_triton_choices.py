@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from index_cases import TILES, Layer, budgets, make_layer
 from triton_index import SMALL, call_of, differences, group_of, torch_index, triton_index
 
+from sparsekv.kernels.device_cache import fields_on_device
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.index.line_scores import UNSEEN, score_lines
-from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Launches, plan_build, units_of
+from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Numbers, plan_build, score, units_of
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 
@@ -92,7 +93,7 @@ def test_scores_of_columns_and_diagonals_are_those_of_torch(last_q, chunk, windo
     call, heads = call_of(layer), tuple(range(len(last_q)))
     expected = score_lines(heads, last_q, call)
     _, (plan,) = plan_build(group_of(layer), call.layout, SMALL, 1 << 27)
-    found = Launches(plan, call, SMALL, plan.send(call.layout.device)).score()
+    found = score(plan, call, Numbers(*fields_on_device(call.layout.device, plan.fields)))
     for b, length in enumerate(chunk.lengths):
         for name in ("vertical_BhS", "slash_BhS"):
             scores = getattr(found, name)[b, :, :length]

@@ -75,7 +75,8 @@ def test_choosing_tokens_does_not_wait_for_the_device() -> None:
     q = torch.empty(2, 8, 4, 64, device="meta")
     k = torch.empty(2, 2, 1000, 64, device="meta")
     with Watch() as watch:
-        for heads in ("max", "per_kv_head", None):
-            scores = token_scores(q, k, range(996, 1000), torch.ones(4), scale=0.1, heads=heads)
+        positions_1W, weights_W = torch.empty(1, 4, dtype=torch.int64, device="meta"), torch.empty(4, device="meta")
+        for heads in ("max", "per_kv_head"):
+            scores = token_scores(q, k, positions_1W, weights_W, scale=0.1, heads=heads)
             top_ascending(scores, torch.full(scores.shape[:2], 100, device="meta"), 100, -1)
     assert not watch.names & WAITS

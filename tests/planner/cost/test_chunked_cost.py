@@ -18,10 +18,11 @@ from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import Chunks, DeviceCost, Line
 from sparsekv.planner.cost.predict import causal_tiles, predict
 from sparsekv.planner.cost.remarks import plan_remarks
+from sparsekv.planner.job import check_plannable, narrowed
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.plan import check_plannable, compile_once, for_host
+from sparsekv.planner.plan import compile_once
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, in_tokens, of_context, tokens
+from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.schema import Target
 
 NO_DECODE = {"decode_dense": None, "decode_sparse": None, "decode_choose": None}
@@ -77,7 +78,7 @@ def test_a_plan_for_vllm_names_it_and_its_chunks_and_has_no_decode_phase() -> No
     reuse = made_up_reuse(np.eye(3))
     profile = made_up_profile(made_up_length(8192, np.random.default_rng(0)).model_copy(update={"reuse": reuse}))
     cost = engine_cost(2048)
-    options = for_host(options_for(phases=("prefill", "decode"), target_density=(0.3,)), cost)
+    options = options_for(phases=("prefill",), target_density=(0.3,), host="vllm")
     plan = compile_once(profile.model, options, profile, cost)
     expected = Target(device=cost.device, host="vllm", backend="cpu", dtype="float32", chunk=2048)
     assert plan.targets == (expected,)
@@ -90,13 +91,13 @@ def test_a_plan_for_vllm_names_it_and_its_chunks_and_has_no_decode_phase() -> No
 def test_shares_of_the_context_are_the_same_tokens_at_the_planned_length(length: int, counts: tuple[int, ...]) -> None:
     vertical, slash, most = (tokens(min(count, length)) for count in counts)
     pattern = VerticalSlash(vertical=vertical, slash=slash, max_tiles=most)
-    shares = of_context(pattern, length)
-    assert in_tokens(shares, length) == pattern
+    shares = pattern.of_context(length)
+    assert shares.in_tokens(length) == pattern
     for name in ("vertical", "slash", "max_tiles"):
         assert getattr(shares, name).resolve(length) == getattr(pattern, name).resolve(length)
         assert getattr(shares, name).resolve(length // 2) <= getattr(pattern, name).resolve(length) // 2 + 1
     window = AShape(sink=tokens(64), window=tokens(256))
-    assert of_context(window, length) is window
+    assert window.of_context(length) is window
 
 
 def test_a_plan_for_vllm_has_shares_up_to_the_longest_planned_length_and_tokens_beyond() -> None:
@@ -108,12 +109,12 @@ def test_a_plan_for_vllm_has_shares_up_to_the_longest_planned_length_and_tokens_
     for length in (1024, 2048):
         for layer in range(3):
             chosen = whole.bucket(length).patterns(layer, 4)
-            assert cut.bucket(length).patterns(layer, 4) == tuple(of_context(one, length) for one in chosen)
+            assert cut.bucket(length).patterns(layer, 4) == tuple(one.of_context(length) for one in chosen)
 
 
 def test_chunks_of_a_prompt_have_the_density_of_the_whole_by_shares_where_diagonals_scatter() -> None:
     length, lines = 4096, VerticalSlash(vertical=tokens(96), slash=tokens(600), max_tiles=tokens(1024))
-    shares = of_context(lines, length)
+    shares = lines.of_context(length)
     whole, cut = density(lines, [0, length]), range(0, length + 1, 1024)
     assert density(shares, [0, length]) == whole
     assert density(lines, cut) > 1.3 * whole
@@ -135,10 +136,10 @@ def density(pattern: Pattern, ends: Sequence[int]) -> float:
 
 def test_decode_alone_and_options_of_decode_are_refused_for_vllm() -> None:
     with pytest.raises(UsageError, match="--only decode"):
-        for_host(PlanOptions(host="vllm", phases=("decode",)), None)
+        PlanOptions(host="vllm", phases=("decode",))
     with pytest.raises(UsageError, match=r"--decode-loss .*--host vllm"):
-        for_host(PlanOptions(decode_loss=0.1), engine_cost(2048))
-    assert for_host(PlanOptions(host="vllm"), None).phases == ("prefill",)
+        narrowed(PlanOptions(decode_loss=0.1), None, engine_cost(2048))
+    assert narrowed(PlanOptions(host="vllm"), None, None)[0].phases == ("prefill",)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")

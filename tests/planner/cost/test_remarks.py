@@ -13,7 +13,7 @@ from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.verify import tightened_remarks
+from sparsekv.planner.tighten import tightened_remarks
 
 PREFILL = options_for(target_density=(0.3,), phases=("prefill",))
 DECODE = PlanOptions(phases=("decode",))

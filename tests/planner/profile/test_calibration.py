@@ -5,14 +5,16 @@ import pytest
 from task_tokenizers import tokenizer_named
 
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.calibration import CalibrationPrompt, calibration_prompts, digest_of, mix_of, task_of_each
+from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, digest_of, mix_of, task_of_each
 from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import TASKS
 
 
 def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:
     settled = settle(PlanOptions(lengths=(1024,), **options), 4096, "cpu")  # type: ignore[arg-type]
-    return calibration_prompts(tokenizer_named("shipped"), settled)[1024]
+    return Calibration(tokenizer_named("shipped"), settled.prompts, settled.tasks, settled.seed).prompts(
+        1024, settled.samples
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from masks import brute_computed_tiles, brute_heads, brute_mask
-from planner_models import TILE, dense_of, loaded_tiny, made_up_cost, quick_options
+from planner_models import TILE, bare_job, dense_of, loaded_tiny, made_up_cost, quick_options
 from poison import poisoned_memory
 from torch import nn
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.plan import compile_once
-from sparsekv.planner.profile.calibration import calibration_prompts
 from sparsekv.planner.profile.head_errors import CandidateScore, Layer, Rows, score_candidates
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import Prefix
@@ -137,10 +136,10 @@ def test_what_was_scored_is_what_the_plan_says_and_runs(loaded: LoadedModel) -> 
     """The patterns of a plan as it is read back, scored once more on the same prompts: the numbers of its profile."""
     short = {"lengths": (LENGTH,), "target_density": (0.8,), "levels": (0.85, 1.0)}
     options = settle(quick_options(**short, samples=2, phases=("prefill",), families=FAMILIES), 4096, "cpu")
-    measured = profile(loaded, options)
+    measured = profile(bare_job(loaded, options))
     plan = parse_plan(dump_plan(compile_once(loaded.info, options, measured, made_up_cost())))
     again: dict[int, list[CandidateScore]] = {0: [], 1: [], 2: []}
-    for sample, prompt in enumerate(calibration_prompts(loaded.tokenizer, options)[LENGTH]):
+    for sample, prompt in enumerate(bare_job(loaded, options).prompts[LENGTH]):
 
         def score(found: Sensitivity, end: int = prompt.answer_start, tail: int = prompt.tail_start) -> None:
             call = found.call
@@ -239,7 +238,7 @@ def test_a_quantised_projection_gives_the_decode_statistics_of_its_floats(kind: 
                 layer.self_attn.o_proj.weight.data = packed.floats()
             else:
                 layer.self_attn.o_proj = packed
-        found[name] = profile(loaded, options).lengths[0].reuse
+        found[name] = profile(bare_job(loaded, options)).lengths[0].reuse
     floats, packed = found["floats"], found["packed"]
     np.testing.assert_allclose(packed.importance, floats.importance, rtol=1e-5)
     for one, other in zip(packed.kept, floats.kept, strict=True):

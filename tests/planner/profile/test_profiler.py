@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planner_models import loaded_tiny, quick_options
+from planner_models import bare_job, loaded_tiny, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -29,7 +29,7 @@ RANGES = 7  # of the families of OPTIONS, each at two densities
 
 @pytest.fixture(scope="module")
 def whole(loaded: LoadedModel) -> Profile:
-    return profile(loaded, OPTIONS)
+    return profile(bare_job(loaded, OPTIONS))
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     partial = tmp_path_factory.mktemp("profiles") / "profile.partial"
-    return Finished(profile(loaded, QUICK, resume=partial), partial.read_text())
+    return Finished(profile(bare_job(loaded, QUICK), resume=partial), partial.read_text())
 
 
 def test_every_layer_head_and_candidate_is_measured(whole: Profile) -> None:
@@ -90,7 +90,7 @@ def test_a_layer_keeps_its_own_best_tokens_better_than_nothing(whole: Profile) -
 
 
 def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whole: Profile, tmp_path: Path) -> None:
-    for name, found in (("a", whole), ("b", profile(loaded, OPTIONS))):
+    for name, found in (("a", whole), ("b", profile(bare_job(loaded, OPTIONS)))):
         write_measured(found, tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
@@ -101,7 +101,7 @@ def test_long_prompts_have_fewer_candidates_fitted_at_once(length: int, rows: in
 
 
 def test_another_seed_draws_other_prompts(loaded: LoadedModel, finished: Finished) -> None:
-    other = profile(loaded, QUICK.but(seed=5))
+    other = profile(bare_job(loaded, QUICK.but(seed=5)))
     assert other.calibration != finished.profile.calibration
 
 
@@ -111,12 +111,12 @@ def test_an_interrupted_profile_goes_on_to_the_same_result(
 ) -> None:
     partial = tmp_path / "profile.partial"
     with pytest.raises(KeyboardInterrupt):
-        profile(loaded, QUICK, interrupted := CtrlC("profile", layers), resume=partial)
+        profile(bare_job(loaded, QUICK), interrupted := CtrlC("profile", layers), resume=partial)
     assert interrupted.said == []
     assert partial.exists() == bool(layers)
     assert not layers or len(partial.read_text().splitlines()) == 1 + layers
     resumed = Counting()
-    assert profile(loaded, QUICK, resumed, resume=partial) == finished.profile
+    assert profile(bare_job(loaded, QUICK), resumed, resume=partial) == finished.profile
     assert [f"{100 * layers / 6:.3g}%" in line for line in resumed.said] == [True] * bool(layers)
     assert resumed.done == pytest.approx(resumed.total)
     assert resumed.total == pytest.approx(interrupted.total - interrupted.done)
@@ -131,7 +131,7 @@ def test_what_was_measured_before_an_interruption_is_not_measured_again(
     first, *others, last = finished.records.splitlines(keepends=True)[1:]
     told = re.sub(r'"importance":[^,]+', '"importance":0.125', first)
     partial.write_text(finished.records.replace(first, told).replace(last, last[:-100]))
-    found = profile(loaded, QUICK, resume=partial).lengths[0].reuse.importance
+    found = profile(bare_job(loaded, QUICK), resume=partial).lengths[0].reuse.importance
     expected = finished.profile.lengths[0].reuse.importance
     assert found[2] != expected[2]  # the last layer is measured first
     assert found[:2] == expected[:2]
@@ -151,7 +151,7 @@ def test_damaged_records_are_dropped_and_measured_again(
     lines = [finished.records.splitlines()[0], *map(json.dumps, records[:5]), "{", *finished.records.splitlines()[6:]]
     partial.write_text("\n".join(lines) + "\n")
     with pytest.warns(PlanWarning, match="dropped 6"):
-        assert profile(loaded, QUICK, resume=partial) == finished.profile
+        assert profile(bare_job(loaded, QUICK), resume=partial) == finished.profile
     assert sorted(partial.read_text().splitlines()) == sorted(finished.records.splitlines())
 
 
@@ -161,7 +161,7 @@ def test_what_another_run_left_is_not_taken_up(
 ) -> None:
     partial = tmp_path / "profile.partial"
     partial.write_text(finished.records)
-    profile(loaded, QUICK.but(**change), resume=partial)
+    profile(bare_job(loaded, QUICK.but(**change)), resume=partial)
     found = partial.read_text().splitlines()
     assert len(found) == 1 + 6
     assert set(found).isdisjoint(finished.records.splitlines())
@@ -172,7 +172,7 @@ def test_own_prompts_with_another_seed_are_measured_anew(loaded: LoadedModel, tm
     options = quick_options(lengths=(512,), prompts=(text,), families=("a_shape",), levels=(1.0,), phases=("prefill",))
     found = []
     for seed in (0, 1):
-        profile(loaded, settle(options.but(seed=seed), 4096, "cpu"), resume=partial)
+        profile(bare_job(loaded, settle(options.but(seed=seed), 4096, "cpu")), resume=partial)
         found.append(partial.read_text().splitlines())
     assert len(found[0]) == len(found[1]) == 4
     assert set(found[0]).isdisjoint(found[1])
@@ -181,14 +181,14 @@ def test_own_prompts_with_another_seed_are_measured_anew(loaded: LoadedModel, tm
 def test_the_model_is_left_as_it_was_after_an_interruption() -> None:
     model = loaded_tiny(seed=3)
     with pytest.raises(KeyboardInterrupt):
-        profile(model, QUICK, CtrlC("profile"))
+        profile(bare_job(model, QUICK), CtrlC("profile"))
     assert model.model.config._attn_implementation == "sdpa"
     hooks = [hook for module in model.model.modules() for hook in module._forward_pre_hooks]
     assert hooks == []
 
 
 def test_one_phase_is_profiled_alone(loaded: LoadedModel) -> None:
-    only = {phase: profile(loaded, QUICK.but(phases=(phase,))) for phase in ("prefill", "decode")}
+    only = {phase: profile(bare_job(loaded, QUICK.but(phases=(phase,)))) for phase in ("prefill", "decode")}
     assert only["prefill"].lengths[0].reuse is None
     assert only["prefill"].lengths[0].layers
     assert only["decode"].lengths[0].layers == ()
@@ -199,29 +199,29 @@ def test_own_prompts_are_calibrated_on_and_short_ones_refused(loaded: LoadedMode
     text = "The quick brown fox jumps over the lazy dog. " * 40
     own = settle(quick_options(prompts=(text, "short"), samples=3), 4096, "cpu")
     with pytest.warns(PlanWarning, match="1 of 2"):
-        found = profile(loaded, own)
+        found = profile(bare_job(loaded, own))
     assert found.lengths[0].prompt_tokens == (1024,)
     assert found.tasks == ()
     with pytest.raises(PromptError, match="found 5"):
-        profile(loaded, settle(quick_options(prompts=("short",)), 4096, "cpu"))
+        profile(bare_job(loaded, settle(quick_options(prompts=("short",)), 4096, "cpu")))
 
 
 def test_a_sliding_layer_is_left_dense() -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     model = tiny_model("qwen2", use_sliding_window=True, sliding_window=64, layer_types=kinds)
     mixed = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/mixed"))
-    found = profile(mixed, QUICK)
+    found = profile(bare_job(mixed, QUICK))
     assert [scores.layer for scores in found.lengths[0].layers] == [1, 2]
 
 
 def test_progress_reaches_its_total(loaded: LoadedModel) -> None:
     progress = Counting()
-    profile(loaded, QUICK, progress)
+    profile(bare_job(loaded, QUICK), progress)
     assert progress.done == pytest.approx(progress.total)
 
 
 def test_an_unknown_task_and_one_that_does_not_fit_are_named(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="kv_retrieval"):
-        profile(loaded, settle(PlanOptions(lengths=(1024,), tasks=("chess",)), 4096, "cpu"))
+        profile(bare_job(loaded, settle(PlanOptions(lengths=(1024,), tasks=("chess",)), 4096, "cpu")))
     with pytest.raises(PromptError, match="niah_single at 64 tokens"):
-        profile(loaded, settle(PlanOptions(lengths=(64,), tasks=("niah_single",)), 4096, "cpu"))
+        profile(bare_job(loaded, settle(PlanOptions(lengths=(64,), tasks=("niah_single",)), 4096, "cpu")))

@@ -14,21 +14,18 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.resume import LayerRecord, length_means
 from sparsekv.planner.profile.search_space import (
     Aim,
-    PatternRange,
     Patterns,
     Prefix,
-    a_shape_range,
     aims,
-    block_sparse_range,
     fit_to_target,
     screened,
     search_space,
     slots,
-    vertical_slash_range,
 )
 from sparsekv.planner.settled import settle
-from sparsekv.plans.patterns import AShape, BlockSparse, VerticalSlash
+from sparsekv.plans.patterns import AShape, BlockSparse, PatternRange, VerticalSlash
 
+(TILES_KEPT,) = BlockSparse.ranges(TILE, 0)
 LENGTH, SIZE, TARGET = 3072, 64, 0.2
 OPTIONS = quick_options(lengths=(LENGTH,), target_density=(TARGET,), levels=(1.0,), families=PRESET_FAMILIES)
 
@@ -117,7 +114,7 @@ def test_no_head_is_fitted_above_the_target_cost(prefix: Prefix, ray) -> None:
 
 
 def test_one_size_more_would_cost_more_than_the_target(prefix: Prefix) -> None:
-    ray = vertical_slash_range(30, 2048)
+    ray = VerticalSlash.in_ratio(30, 2048)
     target = 0.3 * prefix.causal_tiles
     fitted = fit_all(prefix, ray, target)
     sizes = [next(n for n in range(ray.sizes(LENGTH)) if ray.pattern(n, 64).slash == p.slash) for p in fitted]
@@ -129,7 +126,7 @@ def test_one_size_more_would_cost_more_than_the_target(prefix: Prefix) -> None:
 
 def test_rows_of_another_prompt_cannot_cost_much_more(prefix: Prefix) -> None:
     """Scattered scores elsewhere: the row bound found on the first prompt holds."""
-    fitted = fit_all(prefix, vertical_slash_range(30, 2048), 0.3 * prefix.causal_tiles)
+    fitted = fit_all(prefix, VerticalSlash.in_ratio(30, 2048), 0.3 * prefix.causal_tiles)
     generator = torch.Generator().manual_seed(9)
     other = Prefix(
         torch.randn(prefix.q_BHSD.shape, generator=generator),
@@ -170,11 +167,11 @@ def test_the_published_target_is_its_a_shape() -> None:
 
 
 def test_heads_fitted_together_get_what_each_gets_alone(prefix: Prefix) -> None:
-    ranges = (a_shape_range(64, 4096), vertical_slash_range(30, 2048), block_sparse_range(TILE.key))
+    ranges = (AShape.widening(64, 4096), VerticalSlash.in_ratio(30, 2048), TILES_KEPT)
     targets = [share * prefix.causal_tiles for share in (0.15, 0.3, 0.6)]
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(ranges, targets, strict=True))]
     assert fit_to_target(prefix, ranges, targets) == tuple(alone)
-    mixed = (block_sparse_range(TILE.key), block_sparse_range(TILE.key), vertical_slash_range(4096, 0))
+    mixed = (TILES_KEPT, TILES_KEPT, VerticalSlash.in_ratio(4096, 0))
     alone = [fit_all(prefix, one, target)[head] for head, (one, target) in enumerate(zip(mixed, targets, strict=True))]
     assert fit_to_target(prefix, mixed, targets) == tuple(alone)
 
@@ -234,7 +231,7 @@ def test_a_search_of_one_range_or_one_density_goes_on_with_all_of_it() -> None:
 
 
 def test_candidates_fitted_side_by_side_come_out_as_each_by_itself(prefix: Prefix) -> None:
-    ranges = (vertical_slash_range(1000, 1000), block_sparse_range(TILE.key), a_shape_range(64, 4096))
+    ranges = (VerticalSlash.in_ratio(1000, 1000), TILES_KEPT, AShape.widening(64, 4096))
     prefix = prefix.with_lines([64])
     alone = [fit_all(prefix, one, TARGET * prefix.causal_tiles) for one in ranges]
     beside = [one for _ in range(prefix.heads) for one in ranges]

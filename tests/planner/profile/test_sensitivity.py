@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sparsekv.planner.profile.sensitivity import TEMPERATURE, Sensitivity, walk_layers
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.runtime.hf.capture import AttentionCall
+from sparsekv.runtime.hf.observe import AttentionCall
 
 SCORED, SEED = (30, 41, 42, 49), 3
 MODELS = {

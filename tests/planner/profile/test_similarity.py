@@ -9,7 +9,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.profile.profile_data import TokenChoice
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.hf.capture import AttentionCall
+from sparsekv.runtime.hf.observe import AttentionCall
 
 LENGTH, HEADS, GROUPS, SIZE, WIDTH = 40, 4, 2, 8, 16
 ROWS = (33, 35, 39)

@@ -10,7 +10,7 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import LlamaForCausalLM
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import handed_over
@@ -79,17 +79,14 @@ def of_two_layers(model):
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [(torch.nn.Module.double, "found it float64 on cpu"), (of_two_layers, "2 layers")],
-)
-def test_a_model_that_changed_while_the_plan_was_suspended_is_refused(change, found):
+@pytest.mark.parametrize("change", [torch.nn.Module.double, of_two_layers])
+def test_a_model_that_changed_while_the_plan_was_suspended_is_refused(change):
     model = tiny_model()
     with apply(model, some_plan(model)) as handle:
         handle.suspend()
         change(model)
         before = traces(model)
-        with pytest.raises(UsageError, match=found):
+        with pytest.raises(UsageError):
             handle.resume()
         assert traces(model) == before
 
@@ -127,8 +124,6 @@ def test_a_cache_from_elsewhere_is_refused_where_a_selector_looks_at_older_queri
         layers = handed_over(model(random_tokens(1, 50)).past_key_values, 50)
         with pytest.raises(UnsupportedError, match="layer 0"):
             handle.cache_of(layers)
-    with apply(model, plan_for(model, None, decode_plan(part)), decode=False) as handle:
-        assert handle.takes_over
 
 
 @pytest.mark.parametrize(("count", "found"), [(0, "0"), (2, "2"), (4, "more")])
@@ -150,7 +145,7 @@ def test_an_exception_inside_the_block_restores_the_model():
 def test_an_exception_while_attaching_restores_the_model(monkeypatch):
     model = tiny_model()
     before = traces(model)
-    monkeypatch.setattr("sparsekv.runtime.hf.attach.guarded", lambda model, prompt, turn: 1 / 0)
+    monkeypatch.setattr("sparsekv.runtime.hf.attach.Attached._guarded", lambda self, generate: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         apply(model, some_plan(model))
     assert traces(model) == before
@@ -199,7 +194,7 @@ def test_an_attention_implementation_set_under_a_plan_is_refused_at_the_next_cal
             lambda: model(prompt[:, :1], past_key_values=cache),
             lambda: model.generate(prompt, max_new_tokens=2),
         ):
-            with pytest.raises(UsageError, match="'sdpa'"):
+            with pytest.raises(UsageError, match="layer 0"):
                 call()
     assert model(prompt).logits.shape == (1, 20, 128)
 
@@ -210,7 +205,7 @@ def test_an_attention_implementation_of_inner_configs_is_seen_as_well():
     with torch.no_grad(), apply(model, some_plan(model)):
         model.config._attn_implementation = "eager"
         model.model.config._attn_implementation = "sparsekv"
-        with pytest.raises(UsageError, match="found 'eager'"):
+        with pytest.raises(UsageError, match="layer 0"):
             model(random_tokens(1, 20))
 
 
@@ -231,30 +226,27 @@ def test_layers_replaced_under_a_plan_are_refused_at_the_next_call(change):
     model = tiny_model()
     with torch.no_grad(), apply(model, some_plan(model)):
         change(model.model.layers, tiny_model(seed=1))
-        with pytest.raises(UsageError, match="close"):
+        with pytest.raises(UsageError):
             model(random_tokens(1, 20))
 
 
 @pytest.mark.parametrize("chunking", [None, Chunking(above=10, rows=10)], ids=["short", "long"])
-def test_hooks_cleared_under_a_plan_are_refused_at_the_next_call(chunking):
+def test_hooks_cleared_under_a_plan_change_nothing(chunking):
     model, prompt = tiny_model(), random_tokens(1, 20)
     with torch.no_grad(), apply(model, some_plan(model), chunking=chunking):
-        cache = model(prompt).past_key_values
+        expected = model(prompt).logits
         model.model._forward_pre_hooks.clear()
-        for given in (cache, None):
-            with pytest.raises(UsageError, match="hooks"):
-                model(prompt, past_key_values=given)
+        assert torch.equal(model(prompt).logits, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_model_converted_under_a_plan_is_refused_at_the_next_call(dtype):
+def test_a_cache_of_another_dtype_is_refused_and_a_new_one_serves():
     model, prompt = tiny_model(), random_tokens(1, 20)
     with torch.no_grad(), apply(model, some_plan(model)):
         cache = model(prompt).past_key_values
-        model.to(dtype)
-        for given in (cache, None):
-            with pytest.raises(UsageError, match=r"float32 on cpu"):
-                model(prompt[:, :1], past_key_values=given)
+        model.to(torch.bfloat16)
+        with pytest.raises(ShapeError):
+            model(prompt[:, :1], past_key_values=cache)
+        assert torch.isfinite(model(prompt).logits).all()
         model.float()
         model(prompt[:, :1], past_key_values=cache)
 
@@ -267,14 +259,6 @@ def test_a_module_around_a_layer_goes_there_after_the_plan():
         apply(model, plan)
     model.model.layers[1] = before
     apply(model, plan).close()
-
-
-def test_a_model_moved_under_a_plan_is_refused_at_the_next_call():
-    model = tiny_model()
-    with torch.no_grad(), apply(model, some_plan(model)):
-        model.to("meta")
-        with pytest.raises(UsageError, match="found it float32 on meta"):
-            model(random_tokens(1, 20))
 
 
 def test_a_closed_handle_is_not_entered_again():

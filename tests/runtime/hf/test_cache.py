@@ -192,3 +192,21 @@ def test_a_cache_filled_in_inference_mode_goes_on_without(model, handle, first):
         found = model(text[:, 40:], past_key_values=cache).logits
         assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
         next_logits(model, cache)
+
+
+def test_rows_of_different_lengths_decode_as_each_alone(model):
+    """As behind drafts of which each row has taken another part."""
+    lengths, text, new = (40, 33), random_tokens(2, 40), random_tokens(2, 3, 1)
+    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 12)))):
+        cache = model(text).past_key_values
+        for layer in cache.layers:
+            layer.store.truncate(lengths)
+        found = [model(token, past_key_values=cache).logits for token in new[:, :2].split(1, 1)]
+        found.append(model(new[:, 1:], past_key_values=cache).logits)
+        for row, length in enumerate(lengths):
+            one, alone = slice(row, row + 1), model(text[row : row + 1, :length]).past_key_values
+            expected = [model(token, past_key_values=alone).logits for token in new[one, :2].split(1, 1)]
+            expected.append(model(new[one, 1:], past_key_values=alone).logits)
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours[one], theirs, rtol=1e-4, atol=1e-4)
+    assert {layer.store.lengths for layer in cache.layers} == {(44, 37)}

@@ -17,6 +17,7 @@ from sparsekv.kernels.decode.slots import SlotTable
 from sparsekv.plans.phases import DecodeBucket
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import GraphWarning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.pinned import OUTSIDE_CAPTURES, HostMemory
@@ -25,7 +26,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DTYPE, SIZE = (torch.bfloat16, 64) if CUDA else (torch.float32, 16)
-slow_in_the_interpreter = pytest.mark.skipif(not CUDA, reason="test_captured.py has the stores alone")
+slow_in_the_interpreter = pytest.mark.skipif(not CUDA, reason="test_graph_stores.py has the stores alone")
 SEGMENT = segment(0, (1, 2), 12, sink=4, recent=10)
 STEPS = 150 if CUDA else 2  # the interpreter takes a second for each
 LONG = 130  # tokens of a prompt that lies in host memory: 26 slots and a ring of 74 rows are fewer
@@ -107,6 +108,26 @@ def interleaved(model, offload):
     return torch.cat(seen, 1), replayed
 
 
+@pytest.mark.parametrize("offload", [(1, 2), *([()] if CUDA else [])], ids=str)
+@torch.no_grad()
+def test_a_captured_step_that_failed_in_the_head_leaves_no_trace(model, captured, offload):
+    prompt, new = ids(1, LONG), ids(1, 2, 1)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with applied(model, offload) as handle:
+        expected, _ = steps(model, prompt, new)
+        _, cache = steps(model, prompt, new[:, :1])
+        with model.lm_head.register_forward_pre_hook(fail), pytest.raises(KeyboardInterrupt):
+            model(new[:, 1:], past_key_values=cache)
+        assert cache.get_seq_length() == LONG + 1
+        found, _ = steps(model, new[:, 1:], new[:, :0], cache)
+        assert (handle.steps.replayed, on_host(cache)) == (5, list(offload))
+    assert torch.equal(found, expected[:, 2:])
+    assert cache.get_seq_length() == LONG + 2
+
+
 @slow_in_the_interpreter
 @torch.no_grad()
 def test_caches_take_turns_and_single_launches_go_between(model, captured):
@@ -180,13 +201,13 @@ def test_lengths_that_are_read_as_a_whole_again_run_as_single_launches(model, ca
 def test_a_capture_that_fails_frees_what_it_made_and_the_step_runs_as_single_launches(model, captured, monkeypatch):
     prompt, new, waited = ids(1, LONG), ids(1, 1, 1), []
 
-    def fail(segment, selection):
+    def fail(self, segment, selection):
         raise torch.OutOfMemoryError("of this test")
 
     with applied(model, ()):
         expected, _ = steps(model, prompt, new)
     with applied(model, (1, 2)) as handle:
-        handle.steps.revise = fail
+        monkeypatch.setattr(StepStores, "fetch", fail)
         wait = graphs.torch.cuda.synchronize
         monkeypatch.setattr(graphs.torch.cuda, "synchronize", lambda device=None: waited.append(wait(device)))
         with pytest.warns(match="capturing failed"):
@@ -216,18 +237,6 @@ def test_memory_that_runs_out_as_caches_take_turns_leaves_single_launches(model,
     assert "OutOfMemoryError: of this test" in handle.steps.why_not
     assert handle.steps.replayed == 2
     assert torch.equal(*found)
-
-
-def test_an_error_of_what_revises_choices_is_told_as_its_own(model, captured):
-    def fail(segment, selection):
-        raise ValueError("of this test")
-
-    with applied(model, (1, 2)) as handle, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        handle.steps.revise = fail
-        steps(model, ids(1, LONG), ids(1, 1, 1))
-    assert "filter layer 0" in handle.steps.why_not
-    assert [one.category for one in told] == [GraphWarning]  # attention did not fail
 
 
 @pytest.mark.parametrize("kernel", ["gather.gather_missed", *(["place.place_step"] if CUDA else [])])
@@ -260,19 +269,20 @@ def test_a_kernel_that_fetches_and_fails_is_named_and_attention_goes_on_by_trito
     assert torch.equal(found, expected)
 
 
-def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured):
+def test_garbage_that_waits_for_the_device_does_not_end_a_capture(model, captured, monkeypatch):
     """A GPU refuses to be waited for then, in its own words."""
     memory, ran, seen = HostMemory(), [], []
     blocks = [memory.take(1 << 20, DEVICE) for _ in range(3)]
+    fetch = StepStores.fetch
 
-    def revise(segment, selection):
+    def littering(self, segment, selection):
         blocks[-1:] = []  # is unlocked
         OUTSIDE_CAPTURES.run(lambda: ran.append(CUDA and torch.cuda.synchronize()))
         seen.append(len(ran))
-        return selection
+        fetch(self, segment, selection)
 
+    monkeypatch.setattr(StepStores, "fetch", littering)
     with applied(model, (1, 2)) as handle:
-        handle.steps.revise = revise
         steps(model, ids(1, LONG), ids(1, 1, 1))
         assert (handle.steps.replayed, handle.steps.why_not) == (1, "")
     captures = 3 if CUDA else 2

@@ -12,9 +12,9 @@ from sparsekv.planner.cost.predict import decode_share
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
 from sparsekv.runtime.core.program import Program
+from sparsekv.runtime.hf import attach
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.attach import MaskCheck
-from sparsekv.runtime.hf.capture import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 NEW = 7
 
@@ -289,17 +289,17 @@ def test_no_piece_of_a_turn_of_several_tokens_is_a_decode_step_however_it_is_cut
 
 def test_the_second_cache_of_guidance_decodes_and_its_mask_is_not_waited_for(model, monkeypatch):
     plan, ids, seen = plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4))), random_tokens(1, 80), []
-    real = MaskCheck.check
+    real = attach.check_call
 
-    def check(self, mask, length, *, waits):
-        seen.append((length, waits))
-        real(self, mask, length, waits=waits)
+    def check(decoder, inputs, tokens, past):
+        seen.append((past, tokens.shape[1]))
+        real(decoder, inputs, tokens, past)
 
-    monkeypatch.setattr(MaskCheck, "check", check)
+    monkeypatch.setattr(attach, "check_call", check)
     with torch.no_grad(), apply(model, plan) as handle:
         model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, guidance_scale=1.5)
         assert handle.stats().decode_tokens_cached == 6 * (sum(range(81, 84)) + sum(range(2, 5)))
-    assert seen == [(80, True), *((length, False) for length in range(1, 5))]
+    assert seen == [(0, 80), *((past, 1) for past in range(4))]
 
 
 def behind(cache, ids, **options):
@@ -345,7 +345,7 @@ def test_padding_among_the_cached_tokens_is_refused_whatever_comes_behind_them(m
     with torch.no_grad(), apply(model, plan_for(model)):
         cache = model(ids[:, :-new]).past_key_values
         for given in (ids, ids[:, -new:]):
-            with pytest.raises(UnsupportedError, match="padding in the attention_mask of this call"):
+            with pytest.raises(UnsupportedError, match="padding"):
                 model.generate(given, **behind(cache, ids, attention_mask=padded, max_new_tokens=1))
 
 

@@ -16,9 +16,14 @@ from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.pinned import CopyStream, HostMemory
 
 SMALL = Chunking(above=24, rows=16)
-OPERATIONS = ("append", "room", "commit", "view", "gather")
+OPERATIONS = [
+    *((kind, name) for kind in (DeviceStore, HostStore) for name in ("append", "room", "commit", "view", "gather")),
+    (HostMemory, "take"),
+    (CopyStream, "run"),
+]
 PLANS = {
     "device": decode_plan(segment(0, (1, 2), 12)),
     "host": decode_plan(segment(0, (1, 2), 12), offload=(1, 2)),
@@ -56,9 +61,8 @@ def failing(monkeypatch, number: int, behind: bool):
         return operation
 
     with monkeypatch.context() as patch:
-        for kind in (DeviceStore, HostStore):
-            for name in OPERATIONS:
-                patch.setattr(kind, name, failing_one(getattr(kind, name)))
+        for kind, name in OPERATIONS:
+            patch.setattr(kind, name, failing_one(getattr(kind, name)))
         yield
 
 

@@ -14,6 +14,7 @@ from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
+from sparsekv.runtime.hf.graph_stores import StepStores
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -52,17 +53,17 @@ def one_step(model):
 
 def step_during_whose_capture(happens):
     """A captured step of a new model; its handle."""
-    model, runs = a_model(2), []
+    model, runs, fetch = a_model(2), [], StepStores.fetch
 
-    def revise(segment, selection):
+    def fetching(self, segment, selection):
         runs.append(None)
         if len(runs) == RUNS:
             assert not CUDA or torch.cuda.is_current_stream_capturing()
             happens()
-        return selection
+        fetch(self, segment, selection)
 
-    with apply(model, plan_for(model, None, SPARSE), backend="triton") as handle:
-        handle.steps.revise = revise
+    with apply(model, plan_for(model, None, SPARSE), backend="triton") as handle, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepStores, "fetch", fetching)
         one_step(model)
     return handle.steps
 

@@ -9,8 +9,9 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.hot_set import Reads
 
 pytestmark = pytest.mark.gpu
 FULL = (
@@ -90,22 +91,19 @@ def spread(model, layers, device):
 def test_a_decode_step_on_the_device_does_not_wait_for_it(model):
     plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 60, selector="uniform", window=4)))
     new = random_tokens(1, 4, 1).cuda()
-    masks = [
-        torch.ones((1, 701 + step), dtype=torch.long, device="cuda") for step in range(4)
-    ]  # as generate makes them
     with torch.no_grad(), apply(model, plan):
         cache = model(random_tokens(1, 700).cuda()).past_key_values
-        model(new[:, :1], past_key_values=cache, attention_mask=masks[0])  # kernels compile
+        model(new[:, :1], past_key_values=cache)  # kernels compile
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for token, mask in zip(new[:, 1:].split(1, 1), masks[1:], strict=True):
-                model(token, past_key_values=cache, attention_mask=mask)
+            for token in new[:, 1:].split(1, 1):
+                model(token, past_key_values=cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_padding_in_the_mask_of_a_decode_step_is_refused_one_step_later(model):
+def test_padding_in_the_mask_of_a_decode_step_is_refused(model):
     with torch.no_grad(), apply(model, plan_for(model)):
         cache = model(random_tokens(1, 100).cuda()).past_key_values
         padded = torch.ones((1, 101), dtype=torch.long, device="cuda")

@@ -12,8 +12,9 @@ from sparsekv.kernels.decode.selection import Selection
 from sparsekv.plans.patterns import AShape, Dense, fraction, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.long_inputs import Chunking
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import Layout
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import CudaStream, HostMemory
 
 pytestmark = pytest.mark.gpu

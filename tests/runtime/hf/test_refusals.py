@@ -135,7 +135,7 @@ def test_several_samples_of_one_prompt_are_fine(planned):
 
 def test_an_unsupported_architecture():
     other = BertModel(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
-    with pytest.raises(UnsupportedError, match=r"glm, llama, mistral, qwen2, qwen3\), found 'bert'"):
+    with pytest.raises(UnsupportedError, match="'bert'"):
         apply(other.eval(), None)
 
 

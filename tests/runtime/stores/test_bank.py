@@ -35,8 +35,9 @@ from sparsekv.runtime.hf.cache import reserve
 from sparsekv.runtime.hf.placement import layouts_of
 from sparsekv.runtime.stores import bank as packed
 from sparsekv.runtime.stores import pinned as memory
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import CopyStream, HostMemory, check_room
 
 LEAVING = 64  # tokens that move to the host at a time

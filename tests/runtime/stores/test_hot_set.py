@@ -12,7 +12,8 @@ from kv_stores import GROUPS, SIZE, LateMemory, assert_gathers, holds, rows, sel
 from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.kernels.decode.slots import SlotMap
 from sparsekv.plans.patterns import Budget, fraction, tokens
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.stores.bank import HostStore
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import HostMemory
 from sparsekv.runtime.stores.store import Layout
 

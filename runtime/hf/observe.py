@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.hf.attach import attach
-from sparsekv.runtime.hf.attention import DenseEngine, LayerCall
+from sparsekv.runtime.hf.attention import NAME, DenseEngine, LayerCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,15 @@ def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[No
         yield
     finally:
         undo()
+
+
+def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a decoder layer returns, called by itself and without a cache, as its model's observer has it."""
+    attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)
+    if attention is None:  # nobody observes
+        return layer(*args, **kwargs)
+    with vars(attention)[NAME].alone(attention.layer_idx):
+        return layer(*args, **kwargs)
 
 
 class _Watched(DenseEngine):

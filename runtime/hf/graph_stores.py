@@ -45,13 +45,13 @@ class HotRows(NamedTuple):
         return self.slots + self.ring
 
 
-def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch.Tensor) -> str:
+def obstacle(program: Program, stores: Sequence[Any], lengths: tuple[int, ...], ids_B1: torch.Tensor) -> str:
     """Why a step over these stores has to run as single launches; empty where it does not.
 
     Args:
         program: what the layers compute.
         stores: of all layers.
-        length: tokens of a row, the new one included.
+        lengths: tokens of each row, the new one included.
         ids_B1: of the step.
     """
     rows = ids_B1.shape[0]
@@ -60,12 +60,12 @@ def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch
             return "keys and values do not all lie on the device of the tokens"
         if store.keys.shape[0] != rows:
             return f"the cache holds {store.keys.shape[0]} rows, the step has {rows}"
-        if not isinstance(store, HostStore) or not store.is_long(length):
+        if not isinstance(store, HostStore) or not store.is_long(max(lengths)):
             continue
         segment = layer.follows
         if segment is None or layer.filters is not None:
             return f"layer {layer.layer} reads all of its tokens, which are in host memory"
-        if _reads_all(segment, program, length, rows):
+        if _reads_all(segment, program, lengths):
             return f"layer {layer.layer} reads all of its tokens at this length, which are in host memory"
         if layer.kv_map is not None or layer.window is not None:
             return f"layer {layer.layer} is in host memory and has a head map or a sliding window"
@@ -78,16 +78,16 @@ def obstacle(program: Program, stores: Sequence[Any], length: int, ids_B1: torch
     return ""
 
 
-def _reads_all(segment: SegmentProgram, program: Program, length: int, rows: int) -> bool:
+def _reads_all(segment: SegmentProgram, program: Program, lengths: tuple[int, ...]) -> bool:
     """Whether some row of the segment's layers attends to all of its tokens."""
-    return ALL in counts_of(segment, program, (length,) * rows)
+    return ALL in counts_of(segment, program, lengths)
 
 
 class CapturedStore:
     """Keys and values of one layer on the device."""
 
     def __init__(self, layer: int, step: StepStores) -> None:
-        self.length = 0
+        self.lengths: tuple[int, ...] = ()
         self.bytes = Bytes()
         self._layer = layer
         self._step = step
@@ -223,13 +223,12 @@ class StepStores:
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    def serves(self, stores: Sequence[Any], length: int) -> bool:
+    def serves(self, stores: Sequence[Any], lengths: tuple[int, ...]) -> bool:
         """Whether the next step is of the very stores that it is bound to, these have room for it, and those in host
         memory are read by choice."""
-        if length > self._room or len(stores) != len(self._bound):
+        if max(lengths) > self._room or len(stores) != len(self._bound):
             return False
-        rows = self.lengths_B.shape[0]
-        if any(_reads_all(segment, self._program, length, rows) for segment in self._segments):
+        if any(_reads_all(segment, self._program, lengths) for segment in self._segments):
             return False
         return all(
             store.bound_to is self._binding if hot else store.keys is bound()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsekv.planner.prompts_at_once import bytes_per_token, prompts_at_once
+from sparsekv.planner.evaluation.batches import bytes_per_token, prompts_at_once
 
 GIB = 1 << 30
 
@@ -27,31 +27,22 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch, total: int, vocabulary: int = 50) -
     model = _llama(torch.bfloat16)
     model.config.vocab_size = vocabulary
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
-    return SimpleNamespace(
-        config=model.config, dtype=model.dtype, device=torch.device("cuda", 0), parameters=model.parameters
-    )
+    device = torch.device("cuda", 0)
+    return SimpleNamespace(config=model.config, dtype=model.dtype, device=device, parameters=model.parameters)
 
 
 def test_a_token_costs_its_keys_and_values_and_a_copy_of_them_or_the_widest_layer() -> None:
-    cached = 3 * 2 * 2 * 32
-    widest = 2 * 64 + 2 * 4 * 32 + 3 * 96
+    cached, widest = 3 * 2 * 2 * 32, 2 * 64 + 2 * 4 * 32 + 3 * 96
     assert widest > cached
     assert bytes_per_token(_llama(torch.float32)) == 4 * (cached + widest)
-    assert bytes_per_token(_llama(torch.bfloat16)) == 2 * (cached + widest)
     assert bytes_per_token(_llama(torch.bfloat16, layers=6)) == 2 * 2 * (2 * cached)
-
-
-def test_one_prompt_at_once_on_a_cpu() -> None:
-    assert prompts_at_once(_llama(torch.float32), 128) == 1
 
 
 def test_longer_prompts_are_fewer_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _on_gpu(monkeypatch, 8 * GIB)
-    lengths = (4096, 65536, 262144, 16 << 20)
-    counts = [prompts_at_once(model, length) for length in lengths]
+    counts = [prompts_at_once(model, length) for length in (4096, 65536, 262144, 16 << 20)]
     assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[2] > 1
-    assert counts[-1] == 1
+    assert counts[0] > counts[2] > 1 == counts[-1] == prompts_at_once(_llama(torch.float32), 128)  # on a CPU
     assert all(count.bit_count() == 1 for count in counts)
     assert counts[2] * 262144 * bytes_per_token(model) < 4 * GIB
 
@@ -63,7 +54,7 @@ def test_a_large_vocabulary_counts_where_the_model_is_small(monkeypatch: pytest.
     assert large * 2 * 129 * 152_000 * 4 < 12 * GIB
 
 
-def test_weights_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_on_the_device_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _on_gpu(monkeypatch, 8 * GIB)
     before = prompts_at_once(model, 65536)
     heavy = SimpleNamespace(numel=lambda: 3 * GIB, element_size=lambda: 2, device=model.device)

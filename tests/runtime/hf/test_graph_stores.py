@@ -15,10 +15,11 @@ from sparsekv.kernels.decode.selection import ALL, Selection
 from sparsekv.plans.patterns import tokens
 from sparsekv.plans.phases import DecodeBudget
 from sparsekv.runtime.core.program import Program
-from sparsekv.runtime.hf import captured
-from sparsekv.runtime.hf.captured import StepStores, kinds_of, obstacle
-from sparsekv.runtime.stores.bank import HostStore, Reads
+from sparsekv.runtime.hf import graph_stores
+from sparsekv.runtime.hf.graph_stores import StepStores, kinds_of, obstacle
+from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
+from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.store import HostReads
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
@@ -85,8 +86,8 @@ class Steps:
     def run(self, cache: Cache, seed: int) -> None:
         """One step, without the count of its token."""
         new = cache.new(1, seed)
-        assert not obstacle(self.program, cache.stores, cache.length, IDS)
-        if self.now is None or not self.now.serves(cache.stores, cache.length):
+        assert not obstacle(self.program, cache.stores, even(cache.length), IDS)
+        if self.now is None or not self.now.serves(cache.stores, even(cache.length)):
             for store in cache.stores:
                 store.prepare(cache.length)
             key = kinds_of(cache.stores)
@@ -116,6 +117,11 @@ class Steps:
                 assert torch.equal(rows_BGRD[b][:, at], given_BGSD[b][:, token])
 
 
+def even(length: int) -> tuple[int, ...]:
+    """Rows of one length."""
+    return (length,) * BATCH
+
+
 def step(steps: Steps, cache: Cache, seed: int) -> None:
     steps.run(cache, seed)
     for store in cache.stores:
@@ -131,7 +137,7 @@ OPS = st.sampled_from(
 @given(ops=st.lists(OPS, min_size=4, max_size=9), first=st.sampled_from([40, 120]))
 def test_every_step_reads_what_was_given(ops, first: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured, "stream_for", lambda device: LateStream())
+        patch.setattr(graph_stores, "stream_for", lambda device: LateStream())
         memory = LateMemory()
         caches, steps = [Cache(memory), Cache(memory)], Steps()
         for number, cache in enumerate(caches):
@@ -234,8 +240,8 @@ def test_a_cache_that_is_let_go_of_leaves_nothing_with_the_step() -> None:
 def test_a_bound_step_does_not_serve_lengths_that_are_read_as_a_whole() -> None:
     steps, cache = Steps(), long_cache()
     step(steps, cache, 1)
-    assert steps.now.serves(cache.stores, cache.length + 1)
-    assert not steps.now.serves(cache.stores, SINK + CHOSEN + RECENT)
+    assert steps.now.serves(cache.stores, even(cache.length + 1))
+    assert not steps.now.serves(cache.stores, even(SINK + CHOSEN + RECENT))
 
 
 def test_caches_of_several_capacities_share_a_step_whose_budget_is_a_fraction() -> None:
@@ -262,7 +268,7 @@ def test_where_a_budget_of_longer_contexts_covers_the_capacity_steps_are_not_cap
     for store in cache.stores[1:]:
         store.append(*rows(120, 1))
     assert cache.stores[1].is_long()
-    assert "1 to 32768 slots, found 5 and 0" in obstacle(PROGRAM, cache.stores, 121, IDS)
+    assert "1 to 32768 slots, found 5 and 0" in obstacle(PROGRAM, cache.stores, even(121), IDS)
 
 
 def test_what_is_not_to_be_counted_is_not() -> None:
@@ -276,9 +282,9 @@ def test_what_is_not_to_be_counted_is_not() -> None:
 def test_why_a_step_is_not_captured() -> None:
     cache, short = long_cache(), Cache(LateMemory())
     short.append(30, 0)
-    assert obstacle(PROGRAM, short.stores, 31, IDS) == obstacle(PROGRAM, cache.stores, 121, IDS) == ""
+    assert obstacle(PROGRAM, short.stores, even(31), IDS) == obstacle(PROGRAM, cache.stores, even(121), IDS) == ""
     dense = Program.of(None, None, model_info(layers=3, heads=GROUPS, kv_heads=GROUPS))
-    assert "layer 1" in obstacle(dense, cache.stores, 121, IDS)
-    assert "holds 2" in obstacle(PROGRAM, cache.stores, 121, IDS[:1])
+    assert "layer 1" in obstacle(dense, cache.stores, even(121), IDS)
+    assert "holds 2" in obstacle(PROGRAM, cache.stores, even(121), IDS[:1])
     assert SEGMENT.count(12) == ALL
-    assert "at this length" in obstacle(PROGRAM, cache.stores, 12, IDS)
+    assert "at this length" in obstacle(PROGRAM, cache.stores, even(12), IDS)

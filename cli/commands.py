@@ -64,7 +64,8 @@ def _option(one: Spelled) -> Any:
     """Typer's part of a parameter."""
     if one.flag.is_argument:
         return typer.Argument(metavar=one.flag.metavar, help=one.flag.help, show_default=False)
-    most = {name: getattr(bound, name) for bound in one.field.metadata for name in ("ge", "le") if hasattr(bound, name)}
+    bounds = () if _is_text(one) else one.parts
+    most = {name: getattr(bound, name) for bound in bounds for name in ("ge", "le") if hasattr(bound, name)}
     return typer.Option(
         *one.names,
         metavar=one.flag.metavar,
@@ -77,6 +78,9 @@ def _option(one: Spelled) -> Any:
 
 def _read_type(one: Spelled) -> Any:
     """What the command line reads: numbers, words, files and choices as they are, all else as text."""
-    is_text = any(isinstance(part, BeforeValidator) for part in one.field.metadata)
-    read: Any = one.flag.reads or (str if is_text else one.field.annotation)
+    read: Any = one.flag.reads or (str if _is_text(one) else one.field.annotation)
     return read if one.field.is_required() or get_origin(read) is list else read | None
+
+
+def _is_text(one: Spelled) -> bool:
+    return any(isinstance(part, BeforeValidator) for part in one.parts)

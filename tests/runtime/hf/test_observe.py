@@ -7,7 +7,7 @@ from tiny_plans import plan_for
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.capture import capture_attention
+from sparsekv.runtime.hf.observe import capture_attention
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

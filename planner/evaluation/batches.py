@@ -1,0 +1,127 @@
+"""Held-out samples, and the batches that they run in: of equal shape, as many as surely fit the memory of the device.
+
+Shapes: B batch, S tokens of a prompt, A tokens of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from sparsekv.planner.profile.calibration import held_out
+from sparsekv.planner.tasks import Kit, Sample
+from sparsekv.planner.tasks.text import Ids
+from sparsekv.runtime.model_config import attention_groups
+
+# Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer.
+MOST_TEXT = 64
+# A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
+_MOST = 64
+# Of all prompts together, however much there is: an 8B model with two of 32K tokens stays within 40 GB.
+_MOST_BYTES = 20 << 30
+# Of what the weights leave. The rest is for what is not counted here: indices, what the allocator cannot use.
+_SHARE = 0.4
+_SCORED = MOST_TEXT + 1  # rows that are scored, and the one after
+# Tensors as large as the float32 scores that are alive at once: both models', their logarithms, what divides them.
+_SCORES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSamples:
+    """Samples that neither training nor calibration used, and how they are fed.
+
+    Attributes:
+        lengths: most tokens of prompt and answer together.
+        samples: of each task and length.
+        batch: most samples run at once; None: as many as surely fit. Only samples of equal shape share a batch.
+        prefill_chunk: most tokens of a prompt given to the model at once; None is all.
+    """
+
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    batch: int | None = None
+    seed: int = 0
+    prefill_chunk: int | None = None
+
+    def check_fit(self, kit: Kit) -> None:
+        """Finds out, without running a model, whether every task fits every length.
+
+        Raises:
+            PromptError: one does not.
+            UsageError: an unknown task.
+        """
+        for length, task in product(self.lengths, self.tasks):
+            next(held_out(kit, task, length, 1, self.seed))
+
+    def drawn(self, kit: Kit, length: int) -> list[Sample]:
+        """The samples of one length, those of equal shape together."""
+        each = (held_out(kit, task, length, self.samples, self.seed) for task in self.tasks)
+        return sorted((sample for some in each for sample in some), key=_shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Samples whose prompts are equally long, and whose answers are."""
+
+    samples: tuple[Sample, ...]
+    prompt_BS: torch.Tensor
+    answer_BA: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample], device: torch.device) -> Batch:
+        """The samples as tensors on the model's device."""
+        some = tuple(samples)
+        both = ([sample.prompt_ids for sample in some], [_fed(sample) for sample in some])
+        return cls(some, *(torch.from_numpy(np.stack(rows).astype(np.int64)).to(device) for rows in both))
+
+
+def batches(samples: Iterable[Sample], model: PreTrainedModel, most: int | None = None) -> Iterator[Batch]:
+    """Groups samples of equal shape; the order within a shape is kept.
+
+    Args:
+        most: samples in a batch; None: as many as surely fit beside the longest.
+    """
+    ordered = sorted(samples, key=_shape)
+    size = most or prompts_at_once(model, max((sum(_shape(sample)) for sample in ordered), default=1))
+    for _, group in groupby(ordered, key=_shape):
+        equal = tuple(group)
+        for first in range(0, len(equal), size):
+            yield Batch.of(equal[first : first + size], model.device)
+
+
+def _shape(sample: Sample) -> tuple[int, int]:
+    return len(sample.prompt_ids), len(_fed(sample))
+
+
+def _fed(sample: Sample) -> Ids:
+    return sample.answer_ids if sample.answer else sample.answer_ids[:MOST_TEXT]
+
+
+def prompts_at_once(model: PreTrainedModel, length: int) -> int:
+    """Prompts of `length` tokens that run together, a power of two; one on a CPU, where one keeps all cores busy."""
+    if model.device.type != "cuda":
+        return 1
+    total: int = torch.cuda.get_device_properties(model.device).total_memory
+    here = (weight for weight in model.parameters() if weight.device == model.device)  # others may be elsewhere
+    left = total - sum(weight.numel() * weight.element_size() for weight in here)
+    to_score: int = _SCORES * 4 * _SCORED * cast(Any, model.config).vocab_size
+    fitting: int = min(int(_SHARE * left), _MOST_BYTES) // (length * bytes_per_token(model) + to_score)
+    return 1 << (max(1, min(_MOST, fitting)).bit_length() - 1)
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Keys and values of all layers, and beside them the larger of a copy, as another text is fed, and what the widest
+    layer holds while an unmodified model computes it."""
+    config: Any = model.config
+    cached = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in attention_groups(config))
+    # Two hidden states, queries, the output of attention; then the MLP: what is gated, its gate, their product.
+    held = 2 * config.hidden_size + 2 * config.num_attention_heads * attention_groups(config)[0].head_dim
+    widest: int = held + 3 * config.intermediate_size
+    return (cached + max(cached, widest)) * model.dtype.itemsize

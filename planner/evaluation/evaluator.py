@@ -1,0 +1,349 @@
+"""Dense and modes on the same samples, batch by batch.
+
+Dense prefills the prompts of a batch, continues them greedily, and reads their answers in one pass. Then come the
+modes, those together that go on from one prefill: decode alone from dense's, and a plan's `prefill` from that of
+`both`. What they then predict is what a user gets: tokens are fed one by one under the mode; where its decode is dense,
+the unmodified model reads each text in one pass. Two texts are fed after each prompt, each from a copy of the cache:
+
+1. The sample's answer, or the true text (its first `MOST_TEXT` tokens) where the task is plain text. Divergence, top-1
+   agreement and likelihood are measured on it, and whether the model generates it: its greedy continuation is the
+   answer exactly when, fed the answer, it picks every next token of it.
+2. Dense's own greedy continuation of the prompt, of as many tokens as the answer (at most `MOST_GREEDY`). A sample
+   agrees exactly when the mode picks every token of it. So agreement is known whether or not dense solves the task.
+   Where dense gives the answer, both texts are one.
+
+Logits count from the first row that the mode computed itself: with decode alone, the prompt's last row is dense's own
+and would dilute the divergence. With prefill alone, the rows after the prompt attend to all of a cache that was
+prefilled sparse. At any time there are at most two caches of the prompts of a batch: the last text is fed to the cache
+itself, or to one that takes it over layer by layer.
+
+Shapes: B batch, S tokens of a prompt, A tokens of the answer, G tokens of dense's continuation, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat, starmap
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from sparsekv.planner.evaluation.batches import Batch, EvalSamples, batches
+from sparsekv.planner.evaluation.modes import DENSE, Mode, PlanMode, spent_by
+from sparsekv.planner.evaluation.predictions import (
+    Prefilled,
+    after_prompt,
+    answered,
+    continued,
+    divergence,
+    log_likelihood,
+    prefill,
+    until_end,
+    without_plans,
+)
+from sparsekv.planner.evaluation.results import Comparison, EvalResult, Outcome, Spent
+from sparsekv.planner.progress import Progress, Step, prefill_work
+from sparsekv.planner.tasks import Kit, Sample, Split, prepare
+from sparsekv.plans.errors import PromptError
+from sparsekv.runtime.hf.apply import Handle
+from sparsekv.runtime.hf.cache import handed_over
+from sparsekv.runtime.hf.generate import check_numbers
+from sparsekv.runtime.hf.load import LoadedModel
+from sparsekv.runtime.stores.pinned import HostMemory
+
+MOST_GREEDY = 16  # tokens of dense's own continuation
+_MOST_CAPTURED = 3  # plans whose captured decode steps stay from batch to batch
+
+
+def evaluate(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    asked: EvalSamples,
+    kit: Kit | None = None,
+    progress: Progress | None = None,
+) -> dict[str, tuple[EvalResult, ...]]:
+    """Compares modes with dense on held-out samples of the tasks.
+
+    Args:
+        loaded: the model, with nothing applied to it.
+        modes: what to compare with dense, by name; may be empty.
+        kit: the evaluation split's, `prepare(tokenizer, Split.EVALUATION)`, for those who call this often.
+
+    Returns:
+        A result a length for each mode, and for "dense" with dense on both sides.
+
+    Raises:
+        PromptError: a task does not fit a length.
+        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied.
+    """
+    source = kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    asked.check_fit(source)
+    results: dict[str, list[EvalResult]] = defaultdict(list)
+    total = asked.samples * len(asked.tasks) * (1 + len(modes)) * sum(map(prefill_work, asked.lengths))
+    with (progress or Progress()).stage("evaluate", total=total) as step:
+        for length in asked.lengths:
+            samples = asked.drawn(source, length)
+            found = compare(loaded, modes, samples, batch=asked.batch, chunk=asked.prefill_chunk, step=step)
+            for name, own in found.items():
+                results[name].append(EvalResult.of(length, asked.tasks, samples, found[DENSE], own))
+    return {name: tuple(own) for name, own in results.items()}
+
+
+def compare(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    samples: Sequence[Sample],
+    *,
+    batch: int | None = None,
+    chunk: int | None = None,
+    greedy: bool = True,
+    step: Step | None = None,
+) -> dict[str, Comparison]:
+    """Compares modes with dense on samples of any origin.
+
+    Args:
+        loaded: the model, with nothing applied to it.
+        modes: what to measure, by name, such as `{"both": PlanMode(plan)}`.
+        samples: prompts and answers, of tasks or of the caller: `Sample(prompt_ids, answer_ids, answer, task, length)`
+            with at least one answer token. The answer is the text to measure on; its wording `answer` is "" where no
+            generated text is to be compared with it, and then `MOST_TEXT` tokens of it are measured on.
+        batch: most samples run at once; None: as many as surely fit.
+        chunk: most tokens of a prompt given to the model at once; None is all.
+        greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.
+        step: advanced by the `prefill_work` of each sample, for dense and each mode.
+
+    Returns:
+        By mode, and for "dense": outcomes in the order of the samples, and what was computed.
+
+    Raises:
+        PromptError: a sample without an answer token.
+        PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied; before anything runs.
+        UnsupportedError: the model overflows in its dtype.
+    """
+    if not all(len(sample.answer_ids) for sample in samples):
+        raise PromptError("expected samples with at least one answer token to measure on, found one without")
+    outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
+    spent: dict[str, Spent] = defaultdict(Spent)
+    with closing(_measured(loaded, modes, batches(samples, loaded.model, batch), chunk, greedy)) as measured:
+        for name, some, found, computed in measured:  # closed, it gives the model back
+            outcomes[name].update(zip(map(id, some), found, strict=True))
+            spent[name] += computed
+            for sample in some:
+                (step or Step()).advance(prefill_work(sample.length), f"{sample.length} tokens, {name}")
+    return {
+        name: Comparison(tuple(outcomes[name][id(sample)] for sample in samples), spent[name])
+        for name in (DENSE, *modes)
+    }
+
+
+Measured = tuple[str, tuple[Sample, ...], tuple[Outcome, ...], Spent]
+"""What a mode, or dense, did on a batch."""
+
+
+def _measured(
+    loaded: LoadedModel, modes: Mapping[str, Mode], groups: Iterable[Batch], chunk: int | None, greedy: bool
+) -> Generator[Measured]:
+    with ExitStack() as stack:
+        opened = _applied(modes, loaded.model, stack)
+        for batch in groups:
+            run, outcomes, prompts = _Run.of(loaded, batch, chunk, greedy)
+            yield DENSE, batch.samples, outcomes, Spent()
+            # a layer with a sliding window has dropped the tokens behind it
+            dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in prompts.cache.layers)
+            alike = _prefilled_alike(opened, dense_serves)
+            yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
+            del prompts  # unless a mode went on from it, that cache is there still
+            for some in alike.values():
+                yield from run.through(some)
+
+
+class _Applied:
+    """A plan's mode on a handle that serves all batches, and is suspended in between.
+
+    Args:
+        keeps_steps: captured decode steps stay from batch to batch.
+    """
+
+    stepwise = True
+
+    def __init__(self, mode: PlanMode, handle: Handle, keeps_steps: bool) -> None:
+        handle.suspend()
+        self.prefilled_by, self.dense_prefill = mode.prefilled_by, mode.dense_prefill
+        self.dense_decode = mode.phase == "prefill"
+        self.handle, self._keeps_steps = handle, keeps_steps
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `Mode`; tells what was computed in this block."""
+        self.handle.resume()
+        self.handle.reset_stats()
+        try:
+            yield partial(spent_by, self.handle)
+        finally:
+            self.handle.suspend()
+            if self.handle.steps and not self._keeps_steps:
+                self.handle.steps.release()
+
+
+def _applied(modes: Mapping[str, Mode], model: PreTrainedModel, stack: ExitStack) -> dict[str, Mode]:
+    memory, plans = HostMemory(), [mode for mode in modes.values() if isinstance(mode, PlanMode)]
+    stack.callback(memory.close)
+
+    def applied(mode: PlanMode) -> _Applied:
+        return _Applied(mode, stack.enter_context(mode.applied(model, memory)), len(plans) <= _MOST_CAPTURED)
+
+    return {name: applied(mode) if isinstance(mode, PlanMode) else mode for name, mode in modes.items()}
+
+
+def _prefilled_alike(modes: Mapping[str, Mode], dense_serves: bool) -> dict[Hashable, dict[str, Mode]]:
+    """Groups that share a prefill. Modes whose decode is dense come last: they can go on from any cache."""
+    found: dict[Hashable, dict[str, Mode]] = defaultdict(dict)
+    for name, mode in sorted(modes.items(), key=lambda item: _decodes_densely(item[1])):
+        key: Hashable = mode.prefilled_by if isinstance(mode, _Applied) else name
+        found[key if key != DENSE or dense_serves else name][name] = mode
+    return found
+
+
+def _decodes_densely(mode: Mode) -> bool:
+    return isinstance(mode, _Applied) and mode.dense_decode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """Prefilled prompts, by whom (None: by the unmodified model), and what that computed."""
+
+    prompts: Prefilled
+    owner: Mode | None = None
+    spent: Spent = field(default_factory=Spent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """A batch, and what dense predicts for it.
+
+    Attributes:
+        picked_BA: [B, A + 1], the likeliest tokens on the way through the answer.
+        log_BAV: [B, A + 1, V], log-probabilities, float32.
+        greedy_BG: dense's greedy continuation of the prompts; no token where it is not asked for.
+        counted_BG: which of its tokens count: those up to an end token.
+    """
+
+    loaded: LoadedModel
+    batch: Batch
+    chunk: int | None
+    picked_BA: torch.Tensor
+    log_BAV: torch.Tensor
+    greedy_BG: torch.Tensor
+    counted_BG: torch.Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls, loaded: LoadedModel, batch: Batch, chunk: int | None, greedy: bool
+    ) -> tuple[_Run, tuple[Outcome, ...], Prefilled]:
+        """Prefills the prompts, continues them greedily from a copy of the cache, and reads the answers in one pass.
+
+        Raises:
+            UnsupportedError: the model overflows in its dtype.
+        """
+        model: Any = loaded.model
+        prompts, tokens = prefill(model, batch.prompt_BS, chunk), min(batch.answer_BA.shape[1], MOST_GREEDY)
+        greedy_BG = batch.answer_BA[:, :0]
+        with without_plans():
+            if greedy:
+                greedy_BG = continued(model, deepcopy(prompts) if tokens > 1 else prompts, tokens)
+            logits_BAV = after_prompt(model, prompts, batch.answer_BA, stepwise=False)
+        check_numbers(model, "logits", logits_BAV)
+        log_BAV, counted_BG = logits_BAV.log_softmax(-1), until_end(model, greedy_BG)
+        run = cls(loaded, batch, chunk, logits_BAV.argmax(-1), log_BAV, greedy_BG, counted_BG)
+        exact = True if greedy else None
+        return run, tuple(replace(one, kl=0.0, exact=exact) for one in run.outcomes([logits_BAV])), prompts
+
+    def through(self, modes: Mapping[str, Mode], source: _Source | None = None) -> Iterator[Measured]:
+        """Measures modes that go on from one prefill: the source, which is used up, or that of the first of them."""
+        names = list(modes)
+        for name, mode in modes.items():
+            read, spent, source = self._predicted(mode, source, last=name == names[-1])
+            yield name, self.batch.samples, self.outcomes(read, int(mode.dense_prefill)), spent
+
+    @torch.no_grad()
+    def _predicted(
+        self, mode: Mode, source: _Source | None, *, last: bool
+    ) -> tuple[list[torch.Tensor], Spent, _Source | None]:
+        """Logits for each text, what was computed, and where the next mode goes on from."""
+        model, prompt_BS = self.loaded.model, self.batch.prompt_BS
+        with mode.running(model) as spent:
+            if not mode.stepwise:
+                wholes = [(torch.cat([prompt_BS, text_BA], 1), text_BA.shape[1] + 1) for text_BA in self._texts]
+                read = [prefill(model, ids_BS, self.chunk, keep).logits_BKV.float() for ids_BS, keep in wholes]
+                return read, spent(), None
+            source = source or _Source(prefill(model, prompt_BS, self.chunk), mode, spent())
+            read = [] if _decodes_densely(mode) else self._read(mode, source, last)
+            computed = replace(spent(), tiles=source.spent.tiles, causal_tiles=source.spent.causal_tiles)
+        if _decodes_densely(mode):
+            with without_plans():
+                read = self._read(mode, source, last)
+        return read, computed, source
+
+    @property
+    def _texts(self) -> list[torch.Tensor]:
+        """[B, A] each: what a mode is fed after the prompts; one where the answers begin as dense goes on."""
+        answer_BA, fed_BG = self.batch.answer_BA, self.greedy_BG[:, :-1]
+        tokens = fed_BG.shape[1]
+        same_BG = (answer_BA[:, :tokens] == fed_BG) | ~self.counted_BG[:, :tokens]
+        return [answer_BA] if same_BG.all() else [answer_BA, fed_BG]
+
+    def _read(self, mode: Mode, source: _Source, last: bool) -> list[torch.Tensor]:
+        stepwise, texts = not _decodes_densely(mode), self._texts
+        return [
+            after_prompt(
+                self.loaded.model,
+                Prefilled(source.prompts.logits_BKV, self._cache(mode, source, final=last and text_BA is texts[-1])),
+                text_BA,
+                stepwise=stepwise,
+            )
+            for text_BA in texts
+        ]
+
+    def _cache(self, mode: Mode, source: _Source, *, final: bool) -> Cache:
+        """One to feed a text to; the last one is that of the source itself, or takes it over layer by layer."""
+        given: Cache = source.prompts.cache
+        if source.owner is mode and not _decodes_densely(mode):
+            return given if final else deepcopy(given)
+        layers = handed_over(given if final else copy(given), self.batch.prompt_BS.shape[1])
+        assert isinstance(mode, _Applied)
+        if not mode.dense_decode:
+            return mode.handle.cache_of(layers)
+        config: Any = self.loaded.model.config
+        cache = DynamicCache(config=config)
+        for number, (k_BGSD, v_BGSD) in enumerate(layers):
+            cache.update(k_BGSD, v_BGSD, number)
+        return cache
+
+    def outcomes(self, read: Sequence[torch.Tensor], first: int = 0) -> tuple[Outcome, ...]:
+        """What was predicted for the texts, beside dense; rows before the `first` are dense's own."""
+        picked_BA, log_BAV = read[0].argmax(-1), read[0].log_softmax(-1)
+        agreed_BA = (self.picked_BA == picked_BA)[:, first:]
+        rows = zip(
+            answered(self.loaded, self.batch, picked_BA),
+            log_likelihood(self.batch.answer_BA, log_BAV).tolist(),
+            divergence(self.log_BAV[:, first:], log_BAV[:, first:]).tolist(),
+            agreed_BA.sum(1).tolist(),
+            repeat(agreed_BA.shape[1]),
+            self._exact(read[-1]),
+        )
+        return tuple(starmap(Outcome, rows))
+
+    def _exact(self, logits_BAV: torch.Tensor) -> list[bool | None]:
+        tokens = self.greedy_BG.shape[1]
+        if not tokens:
+            return [None] * len(self.batch.samples)
+        picked_BG = logits_BAV[:, :tokens].argmax(-1)
+        same: list[bool | None] = ((picked_BG == self.greedy_BG) | ~self.counted_BG).all(1).tolist()
+        return same

@@ -1,0 +1,86 @@
+"""What can be compared with dense: a plan, or some phases of it, or any other way of attending."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from transformers import PreTrainedModel
+
+from sparsekv.planner.evaluation.results import Spent
+from sparsekv.plans.schema import Plan
+from sparsekv.runtime.hf.apply import Handle, apply
+from sparsekv.runtime.stores.pinned import HostMemory
+
+PhaseName = Literal["prefill", "decode", "both"]
+DENSE = "dense"  # beside the names of modes
+
+
+class Mode(Protocol):
+    """Something to compare with dense."""
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether answers are fed token by token, as decode does; otherwise they are part of the prefill."""
+
+    @property
+    def dense_prefill(self) -> bool:
+        """Whether prompts run dense, so that the logits of their last row are no result of the mode."""
+
+    def running(self, model: PreTrainedModel) -> AbstractContextManager[Callable[[], Spent]]:
+        """Switches it on for the length of a `with` block, which gets what tells what was computed so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMode:
+    """A plan at work: prefill alone, decode alone, or both."""
+
+    plan: Plan
+    phase: PhaseName = "both"
+    backend: str = "auto"
+    allow_mismatch: bool = False  # take a plan of another architecture, see `apply`
+    stepwise: ClassVar[bool] = True  # what is generated is decoded, whichever phase is sparse
+
+    @property
+    def dense_prefill(self) -> bool:
+        """See `Mode`."""
+        return self.phase == "decode"
+
+    @property
+    def prefilled_by(self) -> Hashable:
+        """Modes with equal ones can go on from one prefill; "dense" is that of the unmodified model.
+
+        A selector that looks at older queries than the newest has them from its own prefill alone.
+        """
+        if self.phase != "decode":
+            return id(self.plan), self.backend, self.allow_mismatch
+        buckets = self.plan.decode.lengths if self.plan.decode else ()
+        newest_alone = all(segment.selector == "last" for bucket in buckets for segment in bucket.segments)
+        return DENSE if newest_alone else id(self)
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """See `Mode`."""
+        with self.applied(model) as handle:
+            yield lambda: spent_by(handle)
+
+    def applied(self, model: PreTrainedModel, memory: HostMemory | None = None) -> Handle:
+        """The plan applied; arguments as in `apply`."""
+        return apply(
+            model,
+            self.plan,
+            prefill=self.phase != "decode",
+            decode=self.phase != "prefill",
+            backend=self.backend,
+            allow_mismatch=self.allow_mismatch,
+            memory=memory,
+        )
+
+
+def spent_by(handle: Handle) -> Spent:
+    """What a handle computed."""
+    found = handle.stats()
+    prefill = found.prefill_tiles_computed, found.prefill_tiles_causal
+    return Spent(*prefill, found.decode_tokens_attended, found.decode_tokens_cached)

@@ -1,0 +1,295 @@
+"""What a comparison found: the same samples, dense and sparse, and 95% intervals of what was measured."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from sparsekv.planner.tasks import Sample
+from sparsekv.plans.schema import Agreement, LengthMeasurement, Measurement, Score
+
+LEVEL = 0.95
+_RESAMPLES = 9999  # of a bootstrap; its generator is the same every time
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One sample.
+
+    Attributes:
+        correct: whether greedy generation gives the answer; None where there is no text to compare (perplexity).
+        nll: mean negative log-likelihood over the answer's tokens, in nats.
+        kl: mean divergence KL(dense || sparse) over the scored positions, in nats.
+        agreed: scored positions at which the likeliest token is dense's.
+        scored: positions at which next-token distributions were compared.
+        exact: whether every token of dense's own greedy continuation was picked; None where that was not measured.
+    """
+
+    correct: bool | None
+    nll: float
+    kl: float = 0.0
+    agreed: int = 0
+    scored: int = 0
+    exact: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a mode computed: tiles of prefill, tokens of decode, against what dense would have."""
+
+    tiles: float = 0.0
+    causal_tiles: float = 0.0
+    attended: float = 0.0
+    cached: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*map(operator.add, astuple(self), astuple(other)))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One mode on some samples.
+
+    Attributes:
+        outcomes: a sample each, in the order of the caller.
+        spent: what the mode computed, over all samples.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    spent: Spent
+
+    @property
+    def kl(self) -> tuple[float, ...]:
+        """Mean divergence from dense of each sample, in nats."""
+        return tuple(outcome.kl for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """One task, sample by sample."""
+
+    dense: tuple[Outcome, ...]
+    sparse: tuple[Outcome, ...]
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether the task has right answers; otherwise it has a perplexity."""
+        return all(outcome.correct is not None for outcome in self.dense)
+
+    @property
+    def answers(self) -> tuple[list[bool], list[bool]]:
+        """Which answers were right, of dense and of the plan."""
+        before, after = ([bool(outcome.correct) for outcome in side] for side in (self.dense, self.sparse))
+        return before, after
+
+    @property
+    def score(self) -> Score:
+        """As plans record it: shares of right answers, or perplexities, and the interval of their difference."""
+        dense, sparse, interval = self._accuracies() if self.is_accuracy else self._perplexities()
+        agreement, samples = agreement_of(self.sparse), len(self.dense)
+        return Score(dense=dense, sparse=sparse, samples=samples, interval=interval, agreement=agreement)
+
+    def _accuracies(self) -> tuple[float, float, Interval | None]:
+        before, after = self.answers
+        return float(np.mean(before)), float(np.mean(after)), accuracy_interval(before, after)
+
+    def _perplexities(self) -> tuple[float, float, Interval | None]:
+        before, after = ([outcome.nll for outcome in side] for side in (self.dense, self.sparse))
+        dense, sparse = (math.exp(min(700.0, float(np.mean(nll)))) for nll in (before, after))
+        moved = mean_interval(before, after)
+        return dense, sparse, moved and (dense * math.expm1(moved[0]), dense * math.expm1(moved[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """A plan, some of its phases, on all tasks at some lengths."""
+
+    lengths: tuple[int, ...]
+    tasks: Mapping[str, TaskResult]
+    spent: Spent
+
+    @classmethod
+    def of(
+        cls, length: int, tasks: Iterable[str], samples: Sequence[Sample], dense: Comparison, own: Comparison
+    ) -> EvalResult:
+        """The samples of one length, by task."""
+
+        def of_task(task: str, side: Comparison) -> tuple[Outcome, ...]:
+            both = zip(samples, side.outcomes, strict=True)
+            return tuple(outcome for sample, outcome in both if sample.task == task)
+
+        return cls((length,), {task: TaskResult(of_task(task, dense), of_task(task, own)) for task in tasks}, own.spent)
+
+    @property
+    def prefill_density(self) -> float:
+        """Computed tiles over causal tiles; 1 where prefill ran dense."""
+        return self.spent.tiles / self.spent.causal_tiles if self.spent.causal_tiles else 1.0
+
+    @property
+    def decode_share(self) -> float:
+        """Tokens attended to over tokens cached, in decode; 1 where decode ran dense or not at all."""
+        return self.spent.attended / self.spent.cached if self.spent.cached else 1.0
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Of the plan, over all tasks."""
+        return pooled(self.tasks.values()).sparse
+
+    @property
+    def kl(self) -> float:
+        """Mean divergence over all samples, in nats."""
+        return float(np.mean([outcome.kl for outcome in self.outcomes])) if self.outcomes else 0.0
+
+    @property
+    def agreement(self) -> Agreement:
+        """Over all tasks."""
+        return agreement_of(self.outcomes)
+
+
+def pooled(tasks: Iterable[TaskResult]) -> TaskResult:
+    """The samples of all of them."""
+    found = list(tasks)
+    dense, sparse = (tuple(chain.from_iterable(getattr(one, side) for one in found)) for side in ("dense", "sparse"))
+    return TaskResult(dense, sparse)
+
+
+def merged(results: Iterable[EvalResult]) -> EvalResult:
+    """Results of one mode at several lengths, pooled."""
+    parts = list(results)
+    names = dict.fromkeys(chain.from_iterable(part.tasks for part in parts))
+    tasks = {name: pooled(part.tasks[name] for part in parts if name in part.tasks) for name in names}
+    lengths = tuple(sorted({length for part in parts for length in part.lengths}))
+    return EvalResult(lengths, tasks, sum((part.spent for part in parts), Spent()))
+
+
+def measurement_of(results: Sequence[EvalResult], phase: str, chunk: int | None) -> Measurement:
+    """The results of one phase, one a length, as plans record them.
+
+    Args:
+        phase: the phases that followed the plan: of "decode" alone, the density is that of decode.
+        chunk: most tokens of a prompt that were prefilled at once; None is all.
+    """
+
+    def density(result: EvalResult) -> float:
+        return result.decode_share if phase == "decode" else result.prefill_density
+
+    whole = merged(results)
+    return Measurement(
+        lengths=whole.lengths,
+        density=density(whole),
+        kl=whole.kl,
+        chunk=chunk,
+        agreement=whole.agreement,
+        by_length=tuple(
+            LengthMeasurement(length=result.lengths[0], density=density(result), agreement=result.agreement)
+            for result in results
+        ),
+        tasks={name: task.score for name, task in whole.tasks.items()},
+    )
+
+
+def agreement_of(outcomes: Sequence[Outcome]) -> Agreement:
+    """Divergence, top-1 and exact agreement over some samples, as plans record them."""
+    kl = [outcome.kl for outcome in outcomes]
+    measured: dict[str, Any] = {"samples": len(kl), "kl": float(np.mean(kl)), "kl_interval": bootstrap_interval(kl)}
+    agreed, scored = [outcome.agreed for outcome in outcomes], [outcome.scored for outcome in outcomes]
+    if all(scored):
+        measured |= {"top1": sum(agreed) / sum(scored), "top1_interval": share_interval(agreed, scored)}
+    exact = [int(outcome.exact) for outcome in outcomes if outcome.exact is not None]
+    if len(exact) == len(outcomes):
+        measured |= {"exact": float(np.mean(exact)), "exact_interval": share_interval(exact, [1] * len(exact))}
+    return Agreement(**measured)
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def accuracy_interval(dense: Sequence[bool], sparse: Sequence[bool]) -> Interval:
+    """The 95% interval of the difference of two paired proportions, sparse - dense.
+
+    Newcombe's hybrid score interval for paired data (Statistics in Medicine 17, 1998, method 10), from Wilson's
+    intervals. Unlike a bootstrap, it does not collapse to zero when no sample changed.
+    """
+    before, after = np.asarray(dense, bool), np.asarray(sparse, bool)
+    p_before, p_after = float(before.mean()), float(after.mean())
+    (low_b, high_b), (low_a, high_a) = (_wilson(share, len(before)) for share in (p_before, p_after))
+    phi, difference = _correlation(before, after), p_after - p_before
+    down = _hybrid(p_after - low_a, high_b - p_before, phi)
+    up = _hybrid(high_a - p_after, p_before - low_b, phi)
+    return max(-1.0, difference - down), min(1.0, difference + up)
+
+
+def _hybrid(a: float, b: float, phi: float) -> float:
+    return math.sqrt(max(0.0, a * a - 2.0 * phi * a * b + b * b))
+
+
+def _correlation(before: np.ndarray, after: np.ndarray) -> float:
+    sides = ((before, after), (~before, ~after), (before, ~after), (~before, after))
+    both, neither, lost, won = (float((one & other).sum()) for one, other in sides)
+    margins = (both + lost) * (won + neither) * (both + won) * (lost + neither)
+    if margins == 0.0:
+        return 0.0
+    agreement = both * neither - lost * won
+    if agreement > 0.0:
+        agreement = max(agreement - len(before) / 2.0, 0.0)  # Newcombe's continuity correction
+    return agreement / math.sqrt(margins)
+
+
+def share_interval(agreed: Sequence[int], scored: Sequence[int]) -> Interval:
+    """The 95% interval of a share of positions that come in samples: agreed[i] of scored[i] in sample i.
+
+    Wilson's score interval at the effective number of positions: positions of one sample agree or disagree together,
+    so that they count as fewer (Dean and Pagano, Survey Methodology 41, 2015). Unlike a bootstrap, it does not
+    collapse to zero where all agree.
+    """
+    hits, counts = np.asarray(agreed, float), np.asarray(scored, float)
+    positions = float(counts.sum())
+    share = float(hits.sum()) / positions
+    variance = float((((hits - share * counts) / positions) ** 2).sum())  # linearised, of a ratio between samples
+    return _wilson(share, min(positions, share * (1.0 - share) / variance) if variance > 0.0 else positions)
+
+
+def _wilson(share: float, count: float) -> Interval:
+    """Wilson's score interval of a share of so many independent positions."""
+    from scipy.stats import norm
+
+    z2 = float(norm.ppf(0.5 + LEVEL / 2.0)) ** 2
+    centre = (share + z2 / (2.0 * count)) / (1.0 + z2 / count)
+    spread = math.sqrt(z2 * (share * (1.0 - share) / count + z2 / (4.0 * count**2))) / (1.0 + z2 / count)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
+
+
+def mean_interval(dense: Sequence[float], sparse: Sequence[float]) -> Interval | None:
+    """The 95% interval of the mean of paired differences, sparse - dense (Student's t); None of fewer than two."""
+    from scipy.stats import ttest_1samp
+
+    return _of_mean(
+        np.asarray(sparse, float) - dense, lambda values: ttest_1samp(values, 0.0).confidence_interval(LEVEL)
+    )
+
+
+def bootstrap_interval(values: Sequence[float]) -> Interval | None:
+    """The 95% interval of a mean of skewed values (percentile bootstrap over samples); None of fewer than two."""
+    from scipy.stats import bootstrap
+
+    def resampled(values: np.ndarray) -> Any:
+        how: dict[str, Any] = {"n_resamples": _RESAMPLES, "batch": 256, "method": "percentile"}
+        return bootstrap((values,), np.mean, random_state=np.random.default_rng(0), **how).confidence_interval
+
+    return _of_mean(np.asarray(values, float), resampled)
+
+
+def _of_mean(values: np.ndarray, interval: Callable[[np.ndarray], Any]) -> Interval | None:
+    if len(values) < 2:
+        return None
+    if float(np.ptp(values)) == 0.0:
+        return (mean := float(values.mean())), mean
+    found = interval(values)
+    return float(found.low), float(found.high)

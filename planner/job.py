@@ -1,0 +1,237 @@
+"""A plan to be made: the model, options with nothing left open, the samples, and what was measured before.
+
+A job is made at one of two doors, where everything is checked that can be found out before anything is measured. With
+a model, `job_of`; from a profile and a device cost alone, for another budget or another GPU, `job_of_files`, which
+needs neither the weights of the model nor its device. The architecture is checked against the model's config; the
+weights cannot be, so the plan carries the fingerprint of the weights that were profiled, and applying it to others
+warns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparsekv.planner.allocate import check_profiled
+from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
+from sparsekv.planner.cost.measure import PrefillHost
+from sparsekv.planner.data_files import check_model
+from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
+from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt
+from sparsekv.planner.profile.mix import with_tasks
+from sparsekv.planner.profile.profile_data import Profile, for_profile
+from sparsekv.planner.progress import Progress
+from sparsekv.planner.settled import Settled, held_out_count, settle
+from sparsekv.planner.tasks import Kit, Split, prepare
+from sparsekv.planner.verify import held_out_samples
+from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.runtime.hf.load import LoadedModel, load_config
+from sparsekv.runtime.model_config import describe_config
+from sparsekv.runtime.vllm.engine_facts import check_installed
+
+_NO_WEIGHTS = "the weights of {name} were not read: the plan is for those that were profiled, and warns on others"
+_NO_CONFIG = "{name} cannot be reached and was not checked: the plan is for the model of that name that was profiled"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """What every stage of planning is a function of, beside what earlier stages found.
+
+    Attributes:
+        model: what the plan is for.
+        loaded: the model itself, with nothing applied to it; None where a profile and a cost are all there is.
+        calibration: the prompts that it is profiled on.
+        kit: what held-out samples are drawn from; None where nothing is verified.
+        given: an earlier profile, whole; `profile` is that of the lengths that are planned.
+        cost: an earlier device cost.
+        host: what times prefill, where that is not transformers.
+        remarks: what was found out about the model.
+    """
+
+    model: ModelInfo
+    options: Settled
+    loaded: LoadedModel | None = None
+    calibration: Calibration | None = None
+    kit: Kit | None = None
+    given: Profile | None = None
+    profile: Profile | None = None
+    cost: DeviceCost | None = None
+    host: PrefillHost | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def subject(self) -> LoadedModel:
+        """The model, in stages that need it."""
+        assert self.loaded is not None, "a job from files has its profile and its cost, and verifies nothing"
+        return self.loaded
+
+    @property
+    def prompts(self) -> dict[int, tuple[CalibrationPrompt, ...]]:
+        """The calibration prompts of every length."""
+        samples_at = self.options.samples_at
+        return {length: self.calibration_prompts(length, samples_at(length)) for length in self.options.lengths}
+
+    def calibration_prompts(self, length: int, samples: int) -> tuple[CalibrationPrompt, ...]:
+        """So many of a length; see `Calibration`."""
+        assert self.calibration is not None, "a job from files has its profile"
+        return self.calibration.prompts(length, samples)
+
+
+def job_of(
+    loaded: LoadedModel,
+    options: PlanOptions,
+    profile: Profile | None = None,
+    cost: DeviceCost | None = None,
+    progress: Progress | None = None,
+) -> Job:
+    """A job for a model.
+
+    Args:
+        profile: an earlier profile, instead of profiling.
+        cost: an earlier device cost, instead of measuring.
+        progress: told when tasks are tried out.
+
+    Raises:
+        PlanMismatchError: the profile is of another model.
+        UsageError, PromptError, BackendError, UnsupportedError: what was asked for cannot be done.
+    """
+    device = loaded.model.device
+    if profile is not None:
+        check_model(profile, loaded.info)
+    asked, own = narrowed(options, profile, cost)
+    host = _vllm(asked, device) if asked.host == "vllm" and cost is None else None
+    if asked.prefill_chunk is None and (times := host or cost):
+        # Verification cuts prompts as what was measured does: what a plan keeps depends on the cuts.
+        asked = asked.but(prefill_chunk=times.chunk)
+    settled = settle(asked, loaded.info.context_length, device.type)
+    _check(loaded.info, settled, own, cost)
+    if settled.verify_samples or not (own or settled.prompts):
+        settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
+        settled = settled.but(verify_samples=held_out_count(asked, settled.tasks, device.type))
+    kit = prepare(loaded.tokenizer, Split.EVALUATION) if settled.verify_samples else None
+    if kit is not None:
+        held_out_samples(settled).check_fit(kit)
+    calibration = Calibration(loaded.tokenizer, settled.prompts, settled.tasks, settled.seed)
+    return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host)
+
+
+def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: DeviceCost) -> Job:
+    """A job without its model, which leaves the plan unverified.
+
+    Args:
+        name: the model: an alias, hub id or folder.
+        options: what to plan, with `verify_samples` 0.
+
+    Raises:
+        PlanMismatchError: the profile is of another architecture.
+        UsageError: the profile does not reach what was asked for, or there is no such model.
+    """
+    if options.verify_samples != 0:
+        raise UsageError("expected no verification without the model's weights, found some; leave it out, or load it")
+    remark = _checked(name, profile)
+    asked, own = narrowed(options, profile, cost)
+    settled = settle(asked, profile.model.context_length, "cpu" if cost.backend == "cpu" else "cuda")
+    _check(profile.model, settled, own, cost)
+    return Job(profile.model, settled, given=profile, profile=own, cost=cost, remarks=(remark,))
+
+
+def check_plannable(
+    model: ModelInfo, options: PlanOptions, device_type: str, profile: Profile | None, cost: DeviceCost | None
+) -> None:
+    """Finds out what `job_of` refuses of a model from its description alone, before its weights are read.
+
+    Raises:
+        PlanMismatchError, UsageError: see `job_of`.
+    """
+    if profile is not None:
+        check_model(profile, model, weights=False)
+    asked, own = narrowed(options, profile, cost)
+    if asked.host == "vllm" and cost is None:
+        check_installed()
+    _check(model, settle(asked, model.context_length, device_type), own, cost)
+
+
+def head_shape(model: ModelInfo) -> HeadShape:
+    """The heads whose attention is timed."""
+    group = model.group_of(model.full_layers[0])
+    return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
+
+
+def narrowed(
+    options: PlanOptions, profile: Profile | None, cost: DeviceCost | None
+) -> tuple[PlanOptions, Profile | None]:
+    """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
+    for. vLLM runs decode dense: only prefill is planned for it.
+
+    Raises:
+        UsageError: something was asked for that the files do not have, or contradict.
+    """
+    asked = options if cost is None else options.but(host=cost.host)
+    if asked.host == "vllm":
+        asked = asked.but(phases=("prefill",))
+    return (asked, None) if profile is None else for_profile(asked, profile)
+
+
+def _vllm(options: PlanOptions, device: Any) -> PrefillHost:
+    from sparsekv.planner.cost.vllm_host import VllmHost
+
+    return VllmHost(options.prefill_chunk, device)
+
+
+def _check(model: ModelInfo, options: Settled, profile: Profile | None, cost: DeviceCost | None) -> None:
+    """What can be found out before anything is measured.
+
+    Raises:
+        UsageError: the model has nothing to plan, or lacks a layer, or what is given does not go with the options.
+    """
+    if not model.full_layers:
+        windows = ", ".join(sorted({str(group.window) for group in model.attention}))
+        raise UsageError(
+            f"expected a model with layers of full attention, found that each layer of {model.id} attends to "
+            f"a window of {windows:.200} tokens: there is nothing to make sparse; run it without a plan"
+        )
+    if "decode" in options.phases:
+        check_filters(model, options)
+        if profile is not None:
+            check_budget(profile, options)
+            check_trials(profile, options)
+    if "prefill" in options.phases and profile is not None and options.target_speedup is None:
+        check_profiled(profile, options)
+    if cost is not None:
+        _check_cost(cost, model, options)
+
+
+def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
+    """Refuses prices that are not of this model's heads and these tiles, or lack a family of the plan.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    expected, found = (head_shape(model), options.tile), (cost.shape, cost.tile)
+    if expected != found:
+        raise UsageError(
+            f"expected a device cost measured for {expected[0]!r} and {expected[1]!r}, found {found[0]!r} and "
+            f"{found[1]!r}; measure again (leave --cost out)"
+        )
+    missing = [family for family in options.families if family not in cost.index]
+    if missing and "prefill" in options.phases:
+        raise UsageError(
+            f"expected a device cost with prices of {', '.join(options.families)}, found none of {', '.join(missing)}; "
+            f"measure again with the same --families (leave --cost out), or leave {missing[0]} out of --families"
+        )
+
+
+def _checked(name: str, profile: Profile) -> str:
+    """Compares the model of that name with the profile's, as far as can be told; a remark on how far that is."""
+    source = resolve_model(name)
+    try:
+        config = load_config(source)
+    except UsageError:
+        if source.path_or_id != profile.model.id:
+            raise
+        return _NO_CONFIG.format(name=name)
+    check_model(profile, describe_config(config, source.path_or_id), weights=False)
+    return _NO_WEIGHTS.format(name=name)

@@ -1,0 +1,163 @@
+"""All that the program asks a pattern about itself: bounds, what to search, what to time, what to plant.
+
+A pattern (patterns.py) answers what is not so for it; nothing else asks which family it has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Literal, Self, TypeVar
+
+from sparsekv.plans.budget import Budget, TileShape, fraction, tokens
+from sparsekv.plans.types import Part
+
+P_co = TypeVar("P_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The sizes that the largest part of a pattern may take, ascending.
+
+    With a step they run through `start`, so that a search that need not move lands on the published value. Without
+    one they grow by a sixteenth of an octave: as fine at 50 diagonals as at 5000.
+    """
+
+    start: int
+    step: int | None
+
+    def count(self, most: int) -> int:
+        """How many sizes there are up to the first that reaches `most`."""
+        if self.step is None:
+            return min(len(_OCTAVES), bisect_left(_OCTAVES, most) + 1)
+        return max(0, most - self.start % self.step) // self.step + 2
+
+    def value(self, size: int) -> int:
+        """The size of that number, from 0 on."""
+        return _OCTAVES[size] if self.step is None else self.start % self.step + size * self.step
+
+
+_OCTAVES = (0, *sorted({round(2.0 ** (n / 16)) for n in range(16 * 30)}))
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRange(Generic[P_co]):
+    """Patterns of one family ordered by size; a larger size never computes less.
+
+    Attributes:
+        name: what profiles call it.
+        sizes: how many sizes make a difference at a length: 0 to sizes - 1.
+        pattern: the pattern of a size, with at most so many tokens of tiles in a row where the family can bound it.
+        last_q: queries that its index samples; None: it samples none.
+    """
+
+    family: str
+    name: str
+    sizes: Callable[[int], int]
+    pattern: Callable[[int, int], P_co]
+    last_q: int | None = None
+
+
+# Where a bench makes attention go: a local window; columns and diagonals; some tiles of every row.
+Planting = Literal["window", "lines", "tiles"]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What was planted in a head: the part of it that a pattern may need to know to find it.
+
+    Attributes:
+        density: of the causal tiles, that a pattern for it computes.
+        row_tokens: of the tiles of a row at most, with room to spare.
+        columns, diagonals: those of the sinks included; 0 where none were planted.
+        last_q: queries to sample, where that was asked for.
+    """
+
+    length: int
+    density: float
+    tile: TileShape
+    row_tokens: int
+    columns: int = 0
+    diagonals: int = 0
+    last_q: int | None = None
+
+
+class PatternFamily(Part):
+    """What a pattern is asked. A family answers for itself what is not so for it.
+
+    Attributes:
+        growing: budgets that grow with the context; sinks and windows do not.
+        by_default: whether it is searched when nobody names families; all with `ranges` are when named.
+        planting: what a bench plants for it; None: it is not for the bench of kernels.
+    """
+
+    growing: ClassVar[tuple[str, ...]] = ()
+    by_default: ClassVar[bool] = False
+    planting: ClassVar[Planting | None] = None
+
+    def tile_tokens(self, length: int) -> int:
+        """Most tokens of the tiles of a row, before they are rounded outward."""
+        raise NotImplementedError
+
+    def most_columns(self, length: int) -> int:
+        """Most columns computed singly."""
+        return 0
+
+    def listed_tiles(self, length: int, tile: TileShape) -> int:
+        """Most entries in the list of a row's tiles."""
+        return min(tile.key_tiles(self.tile_tokens(length)) + 2, tile.key_tiles(length))
+
+    @classmethod
+    def least_tiles(cls, first: int, last: int, tile: TileShape) -> int:
+        """Least tiles of the row tile of these tokens: the mandatory ones that it has."""
+        base, seen = first // tile.key, last // tile.key + 1
+        return seen - max(base - 1, 0) + int(base > 1)
+
+    def of_context(self, length: int) -> Self:
+        """The same pattern with its growing budgets as shares of the context, the same tokens at `length` of them.
+
+        Where a host cuts prompts, a chunk chooses among the lines of its own context. The number that is right at the
+        end of a prompt would be a larger share of an early chunk: by shares, the chunks of a prompt have about the
+        density of the whole.
+        """
+        counts = {name: getattr(self, name).tokens or 0 for name in self.growing}
+        # Budgets round up: half a token less gives the number itself, also once a file has rounded the share.
+        shares = {name: fraction((count - 0.5) / length) for name, count in counts.items() if 0 < count <= length}
+        return self.model_copy(update=shares) if shares else self
+
+    def in_tokens(self, length: int) -> Self:
+        """What `of_context` was called on: the same pattern with its shares as tokens of a context of `length`."""
+        budgets: dict[str, Budget] = {name: getattr(self, name) for name in self.growing}
+        shares = {name: one for name, one in budgets.items() if one.fraction is not None}
+        return self.model_copy(update={name: tokens(one.resolve(length)) for name, one in shares.items()})
+
+    @classmethod
+    def ranges(cls, tile: TileShape, length: int) -> tuple[SizeRange[Self], ...]:
+        """What the planner tries; a family without is executed, never searched."""
+        return ()
+
+    @classmethod
+    def published(cls, tile: TileShape) -> tuple[SizeRange[Self], ...]:
+        """What the search of MInference 1.0 tries, with the numbers of the paper."""
+        return ()
+
+    @classmethod
+    def timed(cls, length: int) -> tuple[Self, ...]:
+        """A few that the cost of a device is measured with: sparse and less so. Needed by a family with `ranges`."""
+        return ()
+
+    @classmethod
+    def at_density(cls, length: int, density: float, tile: TileShape) -> Self | None:
+        """One that computes about this share of the causal tiles, also where attention is diffuse.
+
+        None: attention decides how much it computes.
+        """
+        return None
+
+    @classmethod
+    def covering(cls, planted: Structure) -> Self:
+        """One with budgets for what was planted for it."""
+        found = cls.at_density(planted.length, planted.density, planted.tile)
+        assert found is not None, "a family with a planting and no density says what covers it"
+        return found

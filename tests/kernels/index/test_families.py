@@ -1,0 +1,61 @@
+"""What a pattern says about itself must hold of the index that is built from it, whatever the family."""
+
+import pytest
+import torch
+
+from sparsekv.kernels.index.build import BUILDERS, build_index
+from sparsekv.kernels.tiles import Chunk, TileIndex, density
+from sparsekv.plans.patterns import PATTERNS, Pattern, TileShape
+
+TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
+SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
+SIZED = [name for name, kind in PATTERNS.items() if kind.at_density(4096, 0.5, TileShape())]
+
+
+def diffuse_index(pattern: Pattern, length: int, tile: TileShape) -> TileIndex:
+    """Of one head whose attention goes nowhere in particular."""
+    random = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, length, 32, generator=random) for _ in range(2))
+    return build_index([pattern], q, k, Chunk.uniform(1, 0, length), tile, scale=32**-0.5, builder="torch")
+
+
+def test_every_pattern_that_a_plan_may_hold_has_a_builder() -> None:
+    assert set(BUILDERS) == set(PATTERNS.values())
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("length", [200, 1024, 3000])
+@pytest.mark.parametrize("family", SEARCHED)
+def test_no_index_is_wider_than_memory_was_estimated_for(family: str, length: int, tile: TileShape) -> None:
+    for pattern in PATTERNS[family].timed(length):
+        index = diffuse_index(pattern, length, tile)
+        assert index.tiles_BHTW.shape[-1] <= pattern.listed_tiles(length, tile)
+        assert index.columns_BHC.shape[-1] <= pattern.most_columns(length)
+
+
+@pytest.mark.parametrize("family", SEARCHED)
+def test_a_larger_size_of_a_range_never_computes_less(family: str) -> None:
+    length, tile = 2048, TILES[0]
+    for one in PATTERNS[family].ranges(tile, length):
+        assert one.family == family
+        sizes = [one.sizes(length) * part // 8 for part in range(8)]
+        computed = [
+            density(diffuse_index(one.pattern(n, length), length, tile), Chunk.uniform(1, 0, length)) for n in sizes
+        ]
+        assert computed == sorted(computed)
+
+
+@pytest.mark.parametrize("family", SEARCHED)
+def test_the_timed_patterns_cost_differently_else_no_line_can_be_fitted(family: str) -> None:
+    found = [diffuse_index(pattern, 8192, TileShape()) for pattern in PATTERNS[family].timed(8192)]
+    assert len({(int(index.counts_BHT.sum()), index.columns_BHC.shape[-1]) for index in found}) > 1
+
+
+@pytest.mark.parametrize("family", SIZED)
+def test_a_pattern_of_a_density_computes_about_that_share(family: str) -> None:
+    length, share, tile = 4096, 0.3, TILES[0]
+    pattern = PATTERNS[family].at_density(length, share, tile)
+    assert pattern is not None
+    assert float(density(diffuse_index(pattern, length, tile), Chunk.uniform(1, 0, length))) == pytest.approx(
+        share, rel=0.2
+    )
