@@ -1,0 +1,33 @@
+"""What the documents point at is there, and the page of commands says what the command line does."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_between_pages_leads_somewhere(page: Path) -> None:
+    for place, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / place) if place else page
+        assert target.exists(), place
+        assert not anchor or anchor in anchors(target), f"{place}#{anchor}"
+
+
+def test_the_page_of_commands_is_what_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.delitem(sys.modules, "build_command_page", raising=False)
+    from build_command_page import PAGE, page
+
+    assert PAGE.read_text() == page(), "run python tools/build_command_page.py"
