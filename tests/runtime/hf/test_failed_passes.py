@@ -140,3 +140,34 @@ def test_the_decoder_alone_ends_its_passes(model):
         expected, _ = steps(model, prompt, new)
     assert cache.get_seq_length() == 63
     torch.testing.assert_close(model.lm_head(last), expected[:, -1:])
+
+
+def test_a_forward_of_the_model_that_runs_the_decoder_in_pieces_keeps_every_piece(model):
+    prompt, failing_at = random_tokens(1, 90), []
+
+    def in_pieces(input_ids, past_key_values, **options):
+        for number, piece in enumerate(input_ids.split(30, 1)):
+            try:
+                if number in failing_at:
+                    failing_at.clear()
+                    with model.model.norm.register_forward_pre_hook(fail):
+                        own(input_ids=piece, past_key_values=past_key_values, **options)
+            except Failed:
+                pass
+            out = own(input_ids=piece, past_key_values=past_key_values, **options)
+        return out
+
+    own = model.forward
+    with torch.no_grad():
+        with apply(model, plan_for(model, None, PLANS["device"])):
+            cache = DynamicCache()
+            expected = [model(piece, past_key_values=cache).logits[:, -1:] for piece in prompt.split(30, 1)][-1]
+        model.forward = in_pieces
+        try:
+            with apply(model, plan_for(model, None, PLANS["device"])):
+                for failing_at in ([], [1]):
+                    cache = DynamicCache()
+                    assert torch.equal(model(prompt, past_key_values=cache).logits[:, -1:], expected)
+                    assert cache.get_seq_length() == 90
+        finally:
+            del model.forward
