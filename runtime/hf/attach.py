@@ -176,8 +176,8 @@ class Attached:
         finally:
             vars(module)["__deepcopy__"] = own
         for placed, name, value, former in self._placed:
-            if id(placed) in memo:
-                _restore(memo[id(placed)], name, value, former)
+            if id(placed) in memo:  # what was there before may hold the module that was copied
+                _restore(memo[id(placed)], name, value, former if former is _ABSENT else deepcopy(former, memo))
         _restore_implementations([(memo[id(config)], was) for config, was in self._configs if id(config) in memo])
         return twin
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -183,6 +184,16 @@ def test_a_deep_copy_of_a_planned_model_generates_with_its_own_weights():
         twin.load_state_dict(other.state_dict())
         assert torch.equal(twin.generate(prompt, max_new_tokens=5), expected)
     assert torch.equal(twin.generate(prompt, max_new_tokens=5), expected)
+
+
+def test_a_deep_copy_of_a_planned_model_with_a_forward_of_its_own_has_its_own_weights():
+    model, prompt = tiny_model(), random_tokens(1, 20)
+    model.model.forward = partial(type(model.model).forward, model.model)
+    with apply(model, some_plan(model)), torch.no_grad():
+        twin = copy.deepcopy(model)
+        before = twin(prompt).logits
+        twin.model.embed_tokens.weight.zero_()
+        assert not torch.equal(twin(prompt).logits, before)
 
 
 def test_an_attention_implementation_set_under_a_plan_is_refused_at_the_next_call():
