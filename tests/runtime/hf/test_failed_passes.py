@@ -142,32 +142,24 @@ def test_the_decoder_alone_ends_its_passes(model):
     torch.testing.assert_close(model.lm_head(last), expected[:, -1:])
 
 
-def test_a_forward_of_the_model_that_runs_the_decoder_in_pieces_keeps_every_piece(model):
-    prompt, failing_at = random_tokens(1, 90), []
+@pytest.mark.parametrize("fails_at", [None, 1])
+def test_a_forward_of_the_model_that_runs_the_decoder_in_pieces_keeps_every_piece(fails_at: int | None):
+    model, prompt = tiny_model(head_dim=16), random_tokens(1, 90)
+    own, plan = model.forward, plan_for(model, None, PLANS["device"])
 
-    def in_pieces(input_ids, past_key_values, **options):
+    def in_pieces(input_ids, **options):
         for number, piece in enumerate(input_ids.split(30, 1)):
-            try:
-                if number in failing_at:
-                    failing_at.clear()
-                    with model.model.norm.register_forward_pre_hook(fail):
-                        own(input_ids=piece, past_key_values=past_key_values, **options)
-            except Failed:
-                pass
-            out = own(input_ids=piece, past_key_values=past_key_values, **options)
+            if number == fails_at:
+                with model.model.norm.register_forward_pre_hook(fail), pytest.raises(Failed):
+                    own(input_ids=piece, **options)
+            out = own(input_ids=piece, **options)
         return out
 
-    own = model.forward
-    with torch.no_grad():
-        with apply(model, plan_for(model, None, PLANS["device"])):
-            cache = DynamicCache()
-            expected = [model(piece, past_key_values=cache).logits[:, -1:] for piece in prompt.split(30, 1)][-1]
-        model.forward = in_pieces
-        try:
-            with apply(model, plan_for(model, None, PLANS["device"])):
-                for failing_at in ([], [1]):
-                    cache = DynamicCache()
-                    assert torch.equal(model(prompt, past_key_values=cache).logits[:, -1:], expected)
-                    assert cache.get_seq_length() == 90
-        finally:
-            del model.forward
+    with torch.no_grad(), apply(model, plan):
+        cache = DynamicCache()
+        expected = [model(piece, past_key_values=cache).logits for piece in prompt.split(30, 1)][-1]
+    model.forward = in_pieces
+    with torch.no_grad(), apply(model, plan):
+        cache = DynamicCache()
+        assert torch.equal(model(prompt, past_key_values=cache).logits, expected)
+    assert cache.get_seq_length() == 90
