@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.attention import NAME, Engine, Executor, Pass, Phase, check_layer, register
-from sparsekv.runtime.hf.cache import Progress, begin_pass, sparse_cache
+from sparsekv.runtime.hf.cache import Progress, begin_pass, progress_of, sparse_cache
 from sparsekv.runtime.hf.calls import check_call, check_generate, prompt_end
 from sparsekv.runtime.hf.describe import attention_modules, decoder_of
 from sparsekv.runtime.hf.long_inputs import Chunking, LongInputs
@@ -137,7 +137,8 @@ class Attached:
         self._prompt: Prompt | None = None
         self._turn = RLock()
         self._depth = 0
-        self._begun: list[Progress] = []
+        self._ran: list[Progress] = []  # of passes that only the outermost forward has not left yet
+        self._is_on = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         """Itself: a copied module that still refers to it is called outside of any pass."""
@@ -159,7 +160,8 @@ class Attached:
             self._put(module, "__deepcopy__", partial(self._copied, module))
 
     def take_off(self) -> None:
-        """Restores the modules, but for what somebody has put in front since."""
+        """Restores the modules, but for what somebody has put in front since: that calls what was there before."""
+        self._is_on = False
         for module, name, value, former in self._placed:
             _restore(module, name, value, former)
 
@@ -174,8 +176,8 @@ class Attached:
         finally:
             vars(module)["__deepcopy__"] = own
         for placed, name, value, former in self._placed:
-            if id(placed) in memo:
-                _restore(memo[id(placed)], name, value, former)
+            if id(placed) in memo:  # what was there before may hold the module that was copied
+                _restore(memo[id(placed)], name, value, former if former is _ABSENT else deepcopy(former, memo))
         _restore_implementations([(memo[id(config)], was) for config, was in self._configs if id(config) in memo])
         return twin
 
@@ -184,6 +186,8 @@ class Attached:
     def _guarded(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(generate)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return generate(*args, **kwargs)
             check_generate(self._model.generation_config, args, kwargs)
             with self._one_thread(_PATIENCE):
                 before, end = self._prompt, prompt_end(args, kwargs)
@@ -196,24 +200,26 @@ class Attached:
         return guarded
 
     def _inside(self, forward: Callable[..., Any], run: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """A forward in whose midst passes run. They end when the outermost one returns: what fails in the head of the
-        model leaves nothing of the pass behind either."""
+        """A forward in whose midst passes run. The last one over a cache ends when the outermost forward returns: what
+        fails in the head of the model leaves nothing of the pass behind either."""
         run = run or forward
 
         @wraps(forward)
         def inside(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return forward(*args, **kwargs)
             with self._one_thread():
                 self._depth += 1
                 try:
                     found = run(*args, **kwargs)
                     if self._depth == 1:
-                        for progress in self._begun:
+                        for progress in self._ran:
                             progress.end()
                     return found
                 finally:
                     self._depth -= 1
                     if not self._depth:
-                        self._begun.clear()
+                        self._ran.clear()
 
         return inside
 
@@ -238,10 +244,11 @@ class Attached:
         """A forward pass of the decoder."""
         inputs = dict(zip(self._names, args, strict=False)) | kwargs
         under_way = self._begin(inputs)
-        for executor in self._executors:
-            if executor.takes(self, under_way, inputs):
-                return executor.run(self, under_way, inputs)
-        return self.run_own(under_way, inputs)
+        executor = next((one for one in self._executors if one.takes(self, under_way, inputs)), None)
+        found = self.run_own(under_way, inputs) if executor is None else executor.run(self, under_way, inputs)
+        if under_way.cache is not None:
+            self._ran.append(progress_of(under_way.cache))
+        return found
 
     def run_own(self, under_way: Pass, inputs: dict[str, Any]) -> Any:
         """The decoder's own forward, whose layers attend as the pass says."""
@@ -281,8 +288,11 @@ class Attached:
         config: Any = self.decoder.config
         if cache is not None or (config.use_cache if use_cache is None else use_cache):
             cache = inputs["past_key_values"] = sparse_cache(cache, self._engine, len(self._attentions))
-            progress, lengths = begin_pass(cache, config.num_hidden_layers)
-            self._begun.append(progress)
+            progress = progress_of(cache)
+            if progress in self._ran:  # the model's forward runs the decoder once more
+                self._ran.remove(progress)
+                progress.end()
+            lengths = begin_pass(cache, config.num_hidden_layers)
         past, prompt = max(lengths, default=0), self._prompt
         if prompt is None or not prompt.ran(cache, past):
             check_call(self.decoder, inputs, tokens, past)

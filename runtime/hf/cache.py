@@ -241,16 +241,21 @@ def check_owner_open(owner: CacheOwner) -> None:
         )
 
 
-def begin_pass(cache: Cache, layers: int) -> tuple[Progress, tuple[int, ...]]:
-    """The progress of a cache whose first `layers` are about to run, and the tokens of its rows; what a failed pass
-    left in it is gone.
+def progress_of(cache: Cache) -> Progress:
+    """What the layers of one of our caches share."""
+    first = cache.layers[0]
+    assert isinstance(first, SparseLayer)
+    return first.progress
+
+
+def begin_pass(cache: Cache, layers: int) -> tuple[int, ...]:
+    """The tokens of the rows of a cache whose first `layers` are about to run; what a failed pass left in it is gone.
 
     Raises:
         UsageError: their rows are not equally long, as when fewer layers ran before.
     """
     ours = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
-    progress = ours[0].progress
-    progress.begin(ours)
+    progress_of(cache).begin(ours)
     found = {layer.store.lengths for layer in ours[:layers]}
     if len(found) > 1:
         tokens = [max(lengths, default=0) for lengths in found]
@@ -258,7 +263,7 @@ def begin_pass(cache: Cache, layers: int) -> tuple[Progress, tuple[int, ...]]:
             f"expected a cache with the same tokens in every layer, found {min(tokens)} to {max(tokens)} of them: not "
             f"all layers ran before; reset() the cache, or start a new one, and run the whole prompt again"
         )
-    return progress, ours[0].store.lengths
+    return ours[0].store.lengths
 
 
 def _check_owned(cache: Cache, owner: CacheOwner) -> None:

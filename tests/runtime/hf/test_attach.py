@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -185,6 +186,16 @@ def test_a_deep_copy_of_a_planned_model_generates_with_its_own_weights():
     assert torch.equal(twin.generate(prompt, max_new_tokens=5), expected)
 
 
+def test_a_deep_copy_of_a_planned_model_with_a_forward_of_its_own_has_its_own_weights():
+    model, prompt = tiny_model(), random_tokens(1, 20)
+    model.model.forward = partial(type(model.model).forward, model.model)
+    with apply(model, some_plan(model)), torch.no_grad():
+        twin = copy.deepcopy(model)
+        before = twin(prompt).logits
+        twin.model.embed_tokens.weight.zero_()
+        assert not torch.equal(twin(prompt).logits, before)
+
+
 def test_an_attention_implementation_set_under_a_plan_is_refused_at_the_next_call():
     model, prompt = tiny_model(), random_tokens(1, 20)
     with torch.no_grad(), apply(model, some_plan(model)):
@@ -259,6 +270,29 @@ def test_a_module_around_a_layer_goes_there_after_the_plan():
         apply(model, plan)
     model.model.layers[1] = before
     apply(model, plan).close()
+
+
+@pytest.mark.parametrize("part", ["model", "decoder"])
+def test_a_forward_put_around_a_planned_one_stays_and_works_when_the_plan_is_gone(part: str):
+    model, prompt = tiny_model(), random_tokens(1, 200)
+    module, dense = (model if part == "model" else model.model), model(prompt).logits
+    handle = apply(model, some_plan(model))
+    sparse, inner = model(prompt).logits, module.forward
+    module.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    handle.suspend()
+    assert torch.equal(model(prompt).logits, dense)
+    handle.resume()
+    assert torch.equal(model(prompt).logits, sparse)
+    handle.close()
+    assert torch.equal(model(prompt).logits, dense)
+
+
+def test_a_generate_put_around_a_planned_one_refuses_nothing_when_the_plan_is_gone():
+    model = tiny_model()
+    with apply(model, some_plan(model)):
+        inner = model.generate
+        model.generate = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert model.generate(random_tokens(1, 20), num_beams=2, max_new_tokens=3).shape == (1, 23)
 
 
 def test_a_closed_handle_is_not_entered_again():
