@@ -6,14 +6,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import PlanFiles
-from sparsekv.planner.flags import Flag
-from sparsekv.planner.options import DecodeSearch, Gate, Hardware, PlanOptions, Search
+from sparsekv.planner.flags import MOST, Flag
+from sparsekv.planner.options import HELD_OUT, DecodeSearch, Gate, Hardware, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
 
     model: Annotated[str, Flag("Alias, hub id or folder.", metavar="MODEL", is_argument=True)]
     no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
+    verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, metavar="N")] = None
 
     @property
     def needs_model(self) -> bool:
@@ -57,7 +58,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
         if self.no_verify and self.profile:
             self.refuse(("tasks", "seed"), "no prompts are drawn", "profile", "no_verify")
         if self.no_verify and self.prompts_file:
-            self.refuse(("tasks",), "no tasks are drawn from", "prompts_file", "no_verify")
+            self.refuse(("tasks", "seed"), "no tasks are drawn from", "prompts_file", "no_verify")
         if not self.needs_model:
             machine = (*Hardware.model_fields, "device_map")
             self.refuse(machine, "no model runs", "profile", "cost", "no_verify")

@@ -286,7 +286,8 @@ def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Pr
     """
     reuse = next((entry.reuse for entry in profile.lengths if entry.reuse), None)
     fixed: dict[str, Any] = {"tile": profile.tile, "preset": profile.preset}
-    fixed |= {"decode_sink": reuse.sink, "decode_recent": reuse.recent} if reuse else {}
+    if reuse and "decode" in options.phases:
+        fixed |= {"decode_sink": reuse.sink, "decode_recent": reuse.recent}
     searched = {candidate.family for entry in profile.lengths for candidate in entry.candidates}
     _check_agrees(options, profile, fixed)
     _check_holds(options, profile, searched)

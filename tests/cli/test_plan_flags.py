@@ -86,6 +86,7 @@ def refused(sparsekv, model, out):
         (("--tile", "96"), "128"),
         (("--seed", "-1"), "--seed"),
         (("--samples", "0"), "--samples"),
+        (("--verify-samples", "0"), "--verify-samples"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_before_any_work(refused, arguments, word):
@@ -106,6 +107,7 @@ def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, mod
         ("--profile", "a.profile", "--samples", "2"),
         ("--profile", "a.profile", "--no-verify", "--seed", "0"),  # typed, though it is the default
         ("--no-verify", "--verify-samples", "2"),
+        ("--prompts", "a.txt", "--no-verify", "--seed", "3"),
         ("--no-verify", "--max-accuracy-drop", "1"),
         ("--no-verify", "--prefill-chunk", "512"),
         ("--only", "prefill", "--decode-budget", "10%"),

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from planner_models import made_up_cost
 from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
 from progress import Counting
 
-from sparsekv.planner.job import job_of
+from sparsekv.planner.job import job_of, narrowed
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import for_profile
@@ -57,6 +58,12 @@ def test_saying_again_what_the_profile_says_is_fine() -> None:
     assert for_profile(options, PROFILE)[0].tile == PROFILE.tile
     assert for_profile(PlanOptions(preset="minference"), PRESET)[0].preset == "minference"
     assert for_profile(PlanOptions(phases=("prefill",)), PREFILL_ONLY)[0].phases == ("prefill",)
+
+
+def test_a_profile_of_both_phases_serves_a_device_cost_of_vllm() -> None:
+    cost = made_up_cost(tile=PROFILE.tile).model_copy(update={"host": "vllm", "chunk": 2048})
+    asked, _ = narrowed(PlanOptions(), PROFILE, cost)
+    assert (asked.host, asked.phases) == ("vllm", ("prefill",))
 
 
 @pytest.mark.parametrize(
