@@ -61,14 +61,18 @@ def token_scores(
     # A query that does not count sees the first key: its softmax stays finite whatever memory holds beyond a row.
     hidden_BWS = torch.arange(keys, device=q_BHWD.device) > positions_BW.clamp(min=0)[..., None]
     weights_BW1 = (weights_W * (positions_BW >= 0))[..., None]
-    best = []
+    best_BWS: torch.Tensor | None = None
+    rows: list[torch.Tensor] = []
     for part in blocks(groups, batch * per_group * window * keys):
         scores_BGNS = scaled_scores(q_BGND[:, part], k_BGSD[:, part], scale)
         scores_BGNWS = torch.unflatten(scores_BGNS, 2, (per_group, window))
         weights_BGNWS = scores_BGNWS.masked_fill_(hidden_BWS[:, None, None], -torch.inf).softmax(-1)
-        best.append(weights_BGNWS.amax((1, 2))[:, None] if heads == "max" else weights_BGNWS.amax(2))
-    best_BgWS = torch.cat(best, 1)
-    if heads == "max":
-        best_BgWS = best_BgWS.amax(1, keepdim=True)
-        best_BgWS = best_BgWS if reduce_max is None else reduce_max(best_BgWS)
-    return (best_BgWS * weights_BW1[:, None]).sum(-2)
+        if heads == "per_kv_head":  # summed here: the windows of all heads together would be as large as the scores
+            rows.append((weights_BGNWS.amax(2) * weights_BW1[:, None]).sum(-2))
+        else:
+            top_BWS = weights_BGNWS.amax((1, 2))
+            best_BWS = top_BWS if best_BWS is None else torch.maximum(best_BWS, top_BWS)
+    if best_BWS is None:
+        return torch.cat(rows, 1)
+    best_B1WS = best_BWS[:, None] if reduce_max is None else reduce_max(best_BWS[:, None])
+    return (best_B1WS * weights_BW1[:, None]).sum(-2)
