@@ -95,7 +95,7 @@ def _text(result: EvalResult, samples: int, phase: PhaseName, measured: Measurem
     parts = [columns([tuple(map(str.lower, SCORE_HEADER)), *rows], right=(1, 2))]
     facts = f"{samples} {'sample' if samples == 1 else 'samples'} a task at {result.lengths[0]:,} tokens"
     if measured is not None:
-        parts.append(agreement_table(Quality(**{phase: measured})))
+        parts.append(agreement_table(Quality.model_validate({phase: measured})))
         facts += f"; prefill computed {result.prefill_density:.3f} of the tiles"
         facts += f", decode attended to {result.decode_share:.3f} of the tokens; KL {result.kl:.3g}"
     return "\n\n".join((*parts, facts))

@@ -12,7 +12,7 @@ from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
 from sparsekv.planner.flags import MOST, Flag, Lengths
-from sparsekv.planner.options import HELD_OUT, TASKS, Drawn, Gated, Hardware, PlanOptions
+from sparsekv.planner.options import HELD_OUT, TASKS, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
     verify_samples: Annotated[
         int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples", "--verify-samples"), "N")
     ] = None
+    verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     write: Annotated[bool, Flag("If the gate is met, put this quality and status in place of the plan's own.")] = False
 
     def options(self, plan: Plan) -> PlanOptions:
@@ -42,7 +43,8 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
             tasks=self.tasks or TASKS,
             verify_samples=self.verify_samples,
             gate=self.gate,
-            seed=self.seed,
+            verify_time=self.verify_time,
+            verify_seed=self.seed if self.is_given("seed") else None,
             batch=self.batch,
             prefill_chunk=self.prefill_chunk,
             backend=settings_of(self).backend,
@@ -78,7 +80,9 @@ def verify(flags: VerifyFlags) -> None:
     if flags.write:
         _check_same_model(found, loaded.info, differs)
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
-    verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=flags.allow_mismatch)
+    evidence = found.quality.evidence if found.quality else None
+    attempt = evidence.attempt if evidence else 1  # the samples are those of that attempt
+    verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=flags.allow_mismatch, attempt=attempt)
     facts: dict[str, Any] = {"passed": verdict.passed, "verified": verdict.passed and verdict.conclusive}
     facts |= {"reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}

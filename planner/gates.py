@@ -1,146 +1,266 @@
-"""What of its gates a plan misses, and what its samples do not prove: from results to lines.
+"""The gates: what each of them asks of a prompt, and what samples show of it by sequential tests.
 
-Divergence, top-1 and exact agreement with dense say how much a plan changes whether or not dense solves a task;
-accuracy is held against a plan where it does.
+The unit is a prompt. What counts is what a plan adds to rounding: the floor is the same prompt through the kernels with
+every tile computed, and all figures but accuracy are excesses over it. A gate is *met* where the mean is shown to be
+inside, *missed* where it is shown to be outside, else *undecided*; one sample is no finding. At each length divergence
+is capped at `_CAP` gates, over all lengths together at `_FAILS` gates: from there on a prompt has failed, and failures
+have a gate of their own. Accuracy is that of the tasks that dense or the plan solves at least half of the time: chosen
+by either side, a task is no likelier to have been chosen for dense's luck than for the plan's.
+
+Attempts at a plan spend one error budget: half of what is left for each. Of one attempt every gate has to be shown to
+be met, so that each has the whole level of the attempt; to be missed one is enough, so that they share it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsekv.planner.evaluation import PhaseName
-from sparsekv.planner.evaluation.results import EvalResult, TaskResult, accuracy_interval, merged, pooled
+from sparsekv.planner.evaluation.results import EvalResult, Outcome, TaskResult
 from sparsekv.planner.options import Gate
-from sparsekv.planner.settled import FEWEST_SAMPLES
-from sparsekv.plans.schema import Agreement, Measurement
+from sparsekv.planner.sequential import Range, Rounds, is_above, is_below, more_needed, upper_bound
+from sparsekv.plans.schema import Claim, Finding
 from sparsekv.plans.types import format_length
+
+ERROR = 0.05  # of calling a plan verified by mistake, over all attempts; as much again of calling one missed
+FINDING = 0.01  # a drop in accuracy that tightens a plan, once it is shown
+_CAP = 5.0  # gates
+_FAILS = 10.0  # gates
+_LEAST = 1e-6  # scale of a gate of zero
+
+
+def level_of(attempt: int) -> float:
+    """The probability of a wrong claim in an attempt, from 1."""
+    return ERROR / 2.0**attempt
 
 
 @dataclass(frozen=True, slots=True)
-class _Limit:
-    """What a gate allows of one figure of an `Agreement`.
+class Prompt:
+    """What dense, the floor and the plan did on one sample; without a floor, rounding counts as the plan's."""
+
+    dense: Outcome
+    floor: Outcome
+    plan: Outcome
+
+    @property
+    def divergence(self) -> float:
+        """In nats."""
+        return self.plan.kl - self.floor.kl
+
+    @property
+    def disagreement(self) -> float | None:
+        """The share of positions at which the plan agrees less often."""
+        return self.floor.agreed_share - self.plan.agreed_share if self.plan.scored else None
+
+    @property
+    def parted(self) -> float | None:
+        """Whether the plan left dense's text."""
+        return None if self.plan.exact is None else float(self.floor.exact is not False) - float(self.plan.exact)
+
+    @property
+    def lost(self) -> float | None:
+        """Whether the plan lost a right answer (1), or found one (-1)."""
+        return None if self.dense.correct is None else float(self.dense.correct) - float(bool(self.plan.correct))
+
+    def fails(self, size: float) -> bool:
+        """Whether the plan moves it by more than so many nats, or picks another first token where dense was sure."""
+        return self.divergence > size or (self.plan.flipped and not self.floor.flipped)
+
+
+def _sides(prompt: Prompt) -> tuple[Outcome, Outcome]:
+    return prompt.dense, prompt.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The samples of one length, by task."""
+
+    length: int
+    tasks: Mapping[str, tuple[Prompt, ...]]
+
+    @classmethod
+    def of(cls, own: EvalResult, floor: EvalResult | None) -> Measured:
+        """A phase of a plan at a length, and its floor where one was measured."""
+
+        def prompts(name: str, task: TaskResult) -> tuple[Prompt, ...]:
+            rounding = floor.tasks[name].sparse if floor else task.dense
+            return tuple(map(Prompt, task.dense, rounding, task.sparse))
+
+        return cls(own.lengths[0], {name: prompts(name, task) for name, task in own.tasks.items()})
+
+    def solved(self, least: float) -> Measured:
+        """Its tasks with right answers that dense or the plan finds at least so often."""
+
+        def is_solved(prompts: Sequence[Prompt]) -> bool:
+            if any(prompt.lost is None for prompt in prompts):
+                return False
+            dense, plan = (sum(bool(one.correct) for one in side) for side in zip(*map(_sides, prompts), strict=True))
+            return max(dense, plan) >= least * len(prompts)
+
+        return Measured(self.length, {name: some for name, some in self.tasks.items() if is_solved(some)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """One figure of a gate.
 
     Attributes:
-        above: whether it is missed above its bound; else below.
-        miss, doubt: how a value outside is told, of a mean and of the unfavourable end of an interval.
+        gate: what its mean must be shown to be below.
+        finding: what it is missed above.
+        value: of a prompt; None where it has none.
     """
 
-    figure: str
-    bound: float
-    above: bool
-    miss: str
-    doubt: str
+    name: str
+    gate: float
+    finding: float
+    span: Range
+    value: Callable[[Prompt], float | None]
 
-    def is_missed(self, value: float) -> bool:
-        return value > self.bound if self.above else value < self.bound
+    def claim(self, lengths: Iterable[Measured], level: float, shared: float) -> Claim | None:
+        """What the samples show of it; None where it has no values."""
+        rounds = self._rounds(lengths)
+        values = [value for some in rounds for value in some]
+        if not values:
+            return None
+        outcome, more = self._decided(rounds, level, shared)
+        return Claim(
+            gate=self.gate,
+            mean=sum(values) / len(values),
+            bound=upper_bound(rounds, self.span, level),
+            prompts=len(values),
+            outcome=outcome,
+            more=more,
+        )
 
-    def told(self, value: float | None) -> str:
-        """The miss; empty where there is none, or no value."""
-        return "" if value is None or not self.is_missed(value) else self.miss.format(value=value, bound=self.bound)
+    def _rounds(self, lengths: Iterable[Measured]) -> list[list[float]]:
+        """A value of every task and length a round; the last one, if it lacks some, is left out."""
+        strata = [list(map(self.value, prompts)) for one in lengths for prompts in one.tasks.values()]
+        return [
+            [value for value in some if value is not None]
+            for some in zip(*(values for values in strata if None not in values), strict=False)
+        ]
 
-    def end(self, found: Agreement, *, worst: bool) -> float | None:
-        """The favourable or unfavourable end of the 95% interval; a single sample, which is too few, has not all."""
-        interval: tuple[float, float] | None = getattr(found, f"{self.figure}_interval")
-        if interval is None:
-            return found.kl if worst and self.above else None
-        return interval[1 if self.above == worst else 0]
+    def _decided(self, rounds: Rounds, level: float, shared: float) -> tuple[Finding, int | None]:
+        if self.gate >= self.span.high or is_below(rounds, self.gate, self.span, level):
+            return "met", None
+        if is_above(rounds, self.finding, self.span, shared):
+            return "missed", None
+        return "undecided", more_needed(rounds, self.gate, self.span, level)
 
 
-def _limits(gate: Gate, phase: PhaseName) -> tuple[_Limit, ...]:
-    moved = "next-token distributions moved by {value:.4g} nats, more than {bound:g}"
-    likeliest = "the likeliest token was dense's at {value:.1%} of positions, fewer than {bound:.1%}"
-    kept = "{value:.1%} of dense's own greedy texts were kept, fewer than {bound:.1%}"
-    agreement = "agreement {value:.1%} at {at} (gate {bound:.1%})"
+def _divergence(gate: Gate, phase: PhaseName, cap: float) -> _Figure:
+    nats = max(gate.kl_bound(phase), _LEAST)
+    span = Range(-nats, cap * nats, 0.5 * nats, 0.5 * nats)
+    return _Figure("divergence", gate.kl_bound(phase), gate.kl_bound(phase), span, lambda prompt: prompt.divergence)
+
+
+def _of_a_length(gate: Gate, phase: PhaseName) -> tuple[_Figure, ...]:
+    apart, parted = 1.0 - gate.min_agreement, 1.0 - gate.min_exact
+    scale = max(apart, _LEAST)
+    most = min(1.0, _CAP * scale)
+    span = Range(-most, most, 0.2 * scale, scale)
     return (
-        _Limit("kl", gate.kl_bound(phase), True, moved, "divergence may be {value:.3g} nats at {at} (gate {bound:g})"),
-        _Limit("top1", gate.min_agreement, False, likeliest, f"top-1 {agreement}"),
-        _Limit("exact", gate.min_exact, False, kept, f"exact {agreement}"),
+        _divergence(gate, phase, _CAP),
+        _Figure("agreement", apart, apart, span, lambda prompt: prompt.disagreement),
+        _Figure("exact", parted, parted, Range(-1.0, 1.0, 0.2, 0.4), lambda prompt: prompt.parted),
     )
 
 
-def misses_of(results: Sequence[EvalResult], gate: Gate, phase: PhaseName = "both") -> list[str]:
-    """What of the gates the results of one phase, one a length, miss: a line each.
-
-    Divergence and agreement are missed by their means over all lengths, or at one length beyond doubt (by the 95%
-    interval). Accuracy counts at the lengths at which dense solves a task: it is missed by the answers to all tasks
-    together, or by one task at all or one of its lengths beyond doubt.
-    """
-    limits, found = _limits(gate, phase), merged(results).agreement
-    lines = [line for limit in limits if (line := limit.told(getattr(found, limit.figure)))]
-    if not lines and len(results) > 1:
-        ends = ((result, limit.end(result.agreement, worst=False), limit) for result in results for limit in limits)
-        lines = [f"{line}, at {_names(result)}" for result, best, limit in ends if (line := limit.told(best))]
-    return lines + _accuracy_misses(results, gate)
-
-
-def worst_lengths(results: Sequence[EvalResult], gate: Gate, phase: PhaseName) -> tuple[int, ...]:
-    """The lengths that miss the gate by themselves; all of them where only the sum does."""
-    alone = [result for result in results if misses_of([result], gate, phase)]
-    return tuple(length for result in alone or results for length in result.lengths)
-
-
-def unproven(measured: Measurement, gate: Gate, phase: PhaseName) -> str:
-    """The 95% bounds of a phase that do not meet its gate at some length, the worst of each; empty if all do."""
-    told = []
-    for limit in _limits(gate, phase):
-        ends = [(limit.end(part.agreement, worst=True), format_length(part.length)) for part in measured.by_length]
-        outside = [(value, at) for value, at in ends if value is not None and limit.is_missed(value)]
-        if outside:
-            value, at = (max if limit.above else min)(outside, key=lambda end: end[0])
-            told.append(limit.doubt.format(value=value, bound=limit.bound, at=at))
-    return ", ".join(told)
-
-
-def too_few(results: Sequence[EvalResult]) -> Iterator[str]:
-    """A remark for each length with too few samples."""
-    for result in results:
-        if (found := len(result.outcomes)) < FEWEST_SAMPLES:
-            yield (
-                f"too few samples at {_names(result)} to call a plan verified, {found} of at least {FEWEST_SAMPLES}: "
-                f"verify on {math.ceil(FEWEST_SAMPLES / len(result.tasks))} or more of each task"
-            )
-
-
-def _accuracy_misses(results: Sequence[EvalResult], gate: Gate) -> list[str]:
-    solved = [
-        (name, task, result) for result in results for name, task in result.tasks.items() if _is_solved(task, gate)
-    ]
-    names = dict.fromkeys(name for name, _, _ in solved)
-    if solved and _drop(together := pooled(task for _, task, _ in solved)) > gate.max_accuracy_drop:
-        return [_fell(f"accuracy over {', '.join(names)}", together, gate)]
-    lines = []
-    for name in names:
-        own = [(task, result) for other, task, result in solved if other == name]
-        if _surely_fell(whole := pooled(task for task, _ in own), gate):
-            lines.append(_fell(name, whole, gate))
-        else:
-            lines += [f"{_fell(name, task, gate)} at {_names(at)}" for task, at in own if _surely_fell(task, gate)]
-    return lines
-
-
-def _is_solved(task: TaskResult, gate: Gate) -> bool:
-    return task.is_accuracy and sum(task.answers[0]) >= gate.solved * len(task.dense)
-
-
-def _drop(task: TaskResult) -> float:
-    """In points."""
-    dense, sparse = task.answers
-    return 100.0 * (sum(dense) - sum(sparse)) / len(dense)
-
-
-def _surely_fell(task: TaskResult, gate: Gate) -> bool:
-    return _drop(task) > gate.max_accuracy_drop and accuracy_interval(*task.answers)[1] < 0.0
-
-
-def _fell(name: str, task: TaskResult, gate: Gate) -> str:
-    dense, sparse = (sum(side) / len(side) for side in task.answers)
+def _of_all_lengths(gate: Gate, phase: PhaseName) -> tuple[_Figure, ...]:
+    size = fails_at(gate, phase)
+    broken = Range(0.0, 1.0, 0.01, 0.1)
     return (
-        f"{name} fell from {dense:.1%} to {sparse:.1%} on {len(task.dense)} samples, "
-        f"more than {gate.max_accuracy_drop:g} points"
+        _divergence(gate, phase, _FAILS),
+        _Figure("failed", gate.max_failed, gate.max_failed, broken, lambda prompt: float(prompt.fails(size))),
     )
 
 
-def _names(result: EvalResult) -> str:
-    return ", ".join(map(format_length, result.lengths))
+def _accuracy(gate: Gate) -> _Figure:
+    most = gate.max_accuracy_drop / 100.0
+    span = Range(-1.0, 1.0, 0.0, 0.1)
+    return _Figure("accuracy", most, min(most, FINDING), span, lambda prompt: prompt.lost)
+
+
+def fails_at(gate: Gate, phase: PhaseName) -> float:
+    """The divergence above which a prompt has failed, in nats."""
+    return _FAILS * gate.kl_bound(phase)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseClaims:
+    """What samples show of a phase: at each length, and over all of them."""
+
+    by_length: Mapping[int, Mapping[str, Claim]]
+    overall: Mapping[str, Claim]
+
+    @property
+    def named(self) -> Iterator[tuple[str, Claim]]:
+        """All, told by name and length."""
+        yield from self.overall.items()
+        for length, claims in self.by_length.items():
+            yield from ((f"{name} at {format_length(length)}", claim) for name, claim in claims.items())
+
+    def having(self, outcome: Finding) -> list[tuple[str, Claim]]:
+        """Those that came out so."""
+        return [(name, claim) for name, claim in self.named if claim.outcome == outcome]
+
+    @property
+    def undecided_lengths(self) -> tuple[int, ...]:
+        """Where samples are wanted: every length while something over all of them is undecided."""
+        if any(claim.outcome == "undecided" for claim in self.overall.values()):
+            return tuple(self.by_length)
+        found = self.by_length.items()
+        return tuple(length for length, own in found if any(one.outcome == "undecided" for one in own.values()))
+
+    @property
+    def missed_lengths(self) -> tuple[int, ...]:
+        """Those that missed; where only all together did, those that did worst by their means, or all."""
+        found = self.by_length.items()
+        for is_bad in (lambda one: one.outcome == "missed", lambda one: one.mean > one.gate):
+            if bad := tuple(length for length, own in found if any(map(is_bad, own.values()))):
+                return bad
+        return tuple(self.by_length)
+
+
+def claims_of(
+    measured: Mapping[PhaseName, Sequence[Measured]], gate: Gate, attempt: int = 1
+) -> dict[PhaseName, PhaseClaims]:
+    """What the samples of each phase, one entry a length, show by the gate.
+
+    Args:
+        attempt: which plan this is of those that were tried, from 1; see `level_of`.
+    """
+    level = level_of(attempt)
+    figures = sum(len(lengths) * len(_of_a_length(gate, phase)) + 3 for phase, lengths in measured.items())
+    return {phase: _claims(phase, lengths, gate, level, level / figures) for phase, lengths in measured.items()}
+
+
+def _claims(phase: PhaseName, lengths: Sequence[Measured], gate: Gate, level: float, shared: float) -> PhaseClaims:
+    def told(figures: Iterable[_Figure], some: Sequence[Measured]) -> dict[str, Claim]:
+        claims = ((figure.name, figure.claim(some, level, shared)) for figure in figures)
+        return {name: claim for name, claim in claims if claim is not None}
+
+    solved = [one.solved(gate.solved) for one in lengths]
+    by_length = {one.length: told(_of_a_length(gate, phase), [one]) for one in lengths}
+    return PhaseClaims(by_length, told(_of_all_lengths(gate, phase), lengths) | told([_accuracy(gate)], solved))
+
+
+def line_of(phase: PhaseName, name: str, claim: Claim) -> str:
+    """One claim in a line."""
+    unit, scale = (" nats", 1.0) if name.startswith("divergence") else ("%", 100.0)
+    mean, bound, gate = (f"{scale * value:.3g}{unit}" for value in (claim.mean, claim.bound, claim.gate))
+    figure = _NAMES[name.split()[0]] + name.removeprefix(name.split()[0])
+    if claim.outcome == "missed":
+        return f"{phase}: {figure} is above {gate}: {mean} on {claim.prompts} prompts"
+    more = f", about {claim.more} more would decide" if claim.more else ""
+    return f"{phase}: {figure} is {mean} on {claim.prompts} prompts, shown to be below {bound} (gate {gate}){more}"
+
+
+_NAMES = {
+    "divergence": "divergence from dense",
+    "agreement": "disagreement with dense's likeliest tokens",
+    "exact": "the share of dense's texts left",
+    "failed": "the share of prompts that fail",
+    "accuracy": "the loss of right answers",
+}

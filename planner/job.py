@@ -16,15 +16,15 @@ from sparsekv.planner.allocate import check_profiled
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape
 from sparsekv.planner.cost.measure import PrefillHost
 from sparsekv.planner.data_files import check_model
+from sparsekv.planner.evaluation import EvalSamples
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt
 from sparsekv.planner.profile.mix import with_tasks
 from sparsekv.planner.profile.profile_data import Profile, for_profile
 from sparsekv.planner.progress import Progress
-from sparsekv.planner.settled import Settled, held_out_count, settle
+from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import Kit, Split, prepare
-from sparsekv.planner.verify import held_out_samples
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -108,12 +108,12 @@ def job_of(
         asked = asked.but(prefill_chunk=times.chunk)
     settled = settle(asked, loaded.info.context_length, device.type)
     _check(loaded.info, settled, own, cost)
-    if settled.verify_samples or not (own or settled.prompts):
+    verifies = settled.verify_samples != 0
+    if verifies or not (own or settled.prompts):
         settled = with_tasks(loaded, settled, own.tasks if own else (), progress)
-        settled = settled.but(verify_samples=held_out_count(asked, settled.tasks, device.type))
-    kit = prepare(loaded.tokenizer, Split.EVALUATION) if settled.verify_samples else None
+    kit = prepare(loaded.tokenizer, Split.EVALUATION) if verifies else None
     if kit is not None:
-        held_out_samples(settled).check_fit(kit)
+        EvalSamples(settled.tasks, settled.verify_lengths).check_fit(kit)
     calibration = Calibration(loaded.tokenizer, settled.prompts, settled.tasks, settled.seed)
     return Job(loaded.info, settled, loaded, calibration, kit, profile, own, cost, host)
 

@@ -62,8 +62,9 @@ DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
 _DECODE_LOSS = 0.02
 
-# The gates by default. Exact agreement is asked of whole answers and of up to 16 tokens of text, in which one near-tie
-# is enough to part from dense; so it is lower than agreement on single tokens.
+# The gates by default, of what a plan adds to rounding (the floor). Exact agreement is asked of whole answers and of up
+# to 16 tokens of text, in which one near-tie is enough to part from dense; so it is lower than agreement on single
+# tokens.
 MAX_PREFILL_KL = 0.05
 MAX_DECODE_KL = 0.005
 
@@ -71,13 +72,13 @@ PartOfAll = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Gate(Options):
-    """What a plan must keep on held-out prompts, over all tasks."""
+    """What a plan must keep on held-out prompts, over all tasks, beside the kernels with every tile computed."""
 
     max_accuracy_drop: Annotated[
         float,
         Field(ge=0.0, le=100.0),
         Flag("Most that answers to the tasks that dense solves may lose, of 100.", metavar="POINTS"),
-    ] = 1.0
+    ] = 3.0
     max_kl: Annotated[
         float | None,
         Field(ge=0.0),
@@ -94,7 +95,11 @@ class Gate(Options):
     ] = None
     min_agreement: Annotated[PartOfAll, Flag("Least share of dense's likeliest tokens.", metavar="SHARE")] = 0.95
     min_exact: Annotated[PartOfAll, Flag("Least share of dense's greedy texts kept.", metavar="SHARE")] = 0.6
-    # Tasks that dense answers less often than this share have no accuracy to lose.
+    max_failed: Annotated[
+        PartOfAll,
+        Flag("Most prompts that break: ten times the divergence, or another sure first token.", metavar="SHARE"),
+    ] = 0.05
+    # Tasks that are answered less often than this share have no accuracy to lose.
     solved: PartOfAll = 0.5
 
     def kl_bound(self, phase: Literal["prefill", "decode", "both"]) -> float:
@@ -104,6 +109,22 @@ class Gate(Options):
         if given is not None:
             return given
         return {"prefill": MAX_PREFILL_KL, "decode": MAX_DECODE_KL, "both": MAX_PREFILL_KL + MAX_DECODE_KL}[phase]
+
+    @property
+    def named(self) -> dict[str, float]:
+        """Each bound by the name that plans record it under."""
+        kl = {f"max_kl_{phase}": self.kl_bound(phase) for phase in ("prefill", "decode", "both")}
+        shares = {name: getattr(self, name) for name in ("min_agreement", "min_exact", "max_failed", "solved")}
+        return kl | shares | {"max_accuracy_drop": self.max_accuracy_drop}
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether no bound is looser than its default, so that `verified` means at least what is documented."""
+        own, usual = self.named, Gate().named
+        looser = {name: -1.0 if name.startswith("min_") else 1.0 for name in usual if name != "solved"}
+        return own["solved"] <= usual["solved"] and all(
+            sign * own[name] <= sign * usual[name] for name, sign in looser.items()
+        )
 
 
 class Targets(Options):
@@ -239,7 +260,8 @@ class Gated(Options):
     gate: Gate = Gate()
 
 
-HELD_OUT = "Held-out samples a task and length; by default 1 on a CPU, as many as prove a plan on a GPU."
+HELD_OUT = "Most held-out samples a task and length; by default as many as decide, within --verify-time."
+VERIFY_TIME = "Seconds of drawing more samples, unless all is decided; 90 on a CPU, 300 on a GPU."
 
 
 class Device(Options):
@@ -273,7 +295,9 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
 
     prompts: tuple[str, ...] = ()  # the caller's own calibration texts, instead of task samples
     verify_samples: Annotated[int | None, Field(ge=0, le=MOST), Flag(HELD_OUT, metavar="N")] = None
+    verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     verify_lengths: Lengths = ()
+    verify_seed: int | None = None  # of held-out samples; by default it follows from the plan
     samples: Annotated[
         int | None,
         Field(ge=1, le=MOST),

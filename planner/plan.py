@@ -145,7 +145,7 @@ def _verified(
         if job.kit is None:
             return plan, used, ()
         anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
-        verdict = verify(job.subject, anywhere, used, stages, job.kit)
+        verdict = verify(job.subject, anywhere, used, stages, job.kit, attempt=len(verdicts) + 1)
         verdicts = (*verdicts, verdict)
         if verdict.passed:
             return verdict.recorded(plan), used, verdicts
@@ -253,10 +253,6 @@ def _provenance(options: Settled, measured: Profile, cost: DeviceCost) -> Proven
         "decode_loss": options.loss_bound if by_loss and not by_trials else None,
         "decode_kl": options.decode_bound if by_trials else None,
         "filter_rule": "dp" if by_loss else "fixed",
-        "max_accuracy_drop": options.gate.max_accuracy_drop,
-        "max_kl": {phase: options.gate.kl_bound(phase) for phase in ("prefill", "decode", "both")},
-        "min_agreement": options.gate.min_agreement,
-        "min_exact": options.gate.min_exact,
     }
     return Provenance(
         versions=versions(),

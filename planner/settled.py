@@ -8,7 +8,6 @@ from typing import Any
 
 from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, PlanOptions
 from sparsekv.planner.targets import density_for, mandatory_density
-from sparsekv.planner.tasks import QUOTE_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.types import format_length
@@ -27,9 +26,7 @@ _APART = 0.75  # of the longest length: what lies closer to it is left out
 _SAMPLES = {"cpu": 3, "cuda": 8}
 _LONG, _LONG_SAMPLES = 65536, 5
 _SCORED_ROWS = 32768  # of longer prompts a sample of about so many
-# Fewer samples at a length, all tasks together, prove too little for a plan to be called verified.
-FEWEST_SAMPLES = 50
-_FEWEST_TASKS = len(QUOTE_TASKS) + 1  # with plain text: what any model is verified on, see `with_tasks`
+_VERIFY_TIME = {"cpu": 90.0, "cuda": 300.0}
 
 
 class Settled(PlanOptions):
@@ -44,7 +41,7 @@ class Settled(PlanOptions):
     tile: TileShape
     refine_rounds: int
     samples: int
-    verify_samples: int
+    verify_time: float
     density_is_default: bool
     samples_are_default: bool
 
@@ -84,7 +81,7 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "refine_rounds": _ROUNDS.get(device_type, 0) if options.refine_rounds is None else options.refine_rounds,
         "tasks": tasks,
         "samples": options.samples or len(options.prompts) or samples,
-        "verify_samples": held_out_count(options, tasks, device_type),
+        "verify_time": _time(options, device_type),
         "verify_lengths": options.verify_lengths or lengths,
         "density_is_default": not (options.target_density or preset),
         "samples_are_default": not (options.samples or options.prompts or options.tasks or preset),
@@ -92,12 +89,11 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
     return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
 
 
-def held_out_count(options: PlanOptions, tasks: Sequence[str], device_type: str) -> int:
-    """Held-out samples of each of these tasks at a length: as asked for, or on a GPU as many as verification needs
-    over all tasks, on a CPU one. No tasks are those that any model is verified on."""
-    if options.verify_samples is not None:
-        return options.verify_samples
-    return math.ceil(FEWEST_SAMPLES / (len(tasks) or _FEWEST_TASKS)) if device_type == "cuda" else 1
+def _time(options: PlanOptions, device_type: str) -> float:
+    """Seconds; no limit where a number of samples was asked for alone."""
+    if options.verify_time is None and options.verify_samples:
+        return math.inf
+    return options.verify_time or _VERIFY_TIME.get(device_type, _VERIFY_TIME["cpu"])
 
 
 def lengths_up_to(context_length: int, planned: Sequence[int]) -> tuple[int, ...]:

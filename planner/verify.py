@@ -1,47 +1,52 @@
 """Whether a plan meets its gates, measured on held-out prompts: prefill alone, decode alone, and both.
 
-Divergence, top-1 and exact agreement with dense say how much a plan changes whether or not dense solves a task;
-accuracy is held against a plan where it does. A plan whose means miss a gate misses it. One whose means meet all of
-them is verified if their 95% bounds do so as well at every length, on at least `FEWEST_SAMPLES` samples a length over
-all tasks; else it stays unverified, with what was measured. Accuracy has no bound of its own: fifty answers prove no
-point of a hundred, but an answer that agrees exactly with dense's is as right as that one, so accuracy loses at most
-what exact agreement does.
-
-Results come from evaluation/, their intervals from its results.py, gates are held against them in gates.py, and what to
+Samples follow from what the plan executes, so that nobody chose them and no earlier attempt at a plan saw them. They
+are drawn until every figure of every gate is decided, something is missed, or the time is up (gates.py says how). A
+plan is *verified* where all are met, by gates at least as strict as the defaults, and every sparse bucket was run
+sparse within its own lengths; else it stays unverified, with what was measured. Results come from evaluation/; what to
 try after a miss is said in tighten.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from sparsekv.planner.evaluation import EvalSamples, Mode, PhaseName, PlanMode, evaluate
-from sparsekv.planner.evaluation.results import EvalResult, measurement_of
-from sparsekv.planner.gates import misses_of, too_few, unproven, worst_lengths
-from sparsekv.planner.progress import Progress
+import torch
+
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
+from sparsekv.planner.evaluation.results import EvalResult, measurement_of, merged
+from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of
+from sparsekv.planner.options import Gate
+from sparsekv.planner.progress import Progress, Step, prefill_work
 from sparsekv.planner.settled import Settled
-from sparsekv.planner.tasks import Kit
+from sparsekv.planner.tasks import Kit, Split, prepare
 from sparsekv.plans.errors import GateError, UsageError
-from sparsekv.plans.phases import DecodeBucket, PrefillBucket
-from sparsekv.plans.schema import Plan, Quality
-from sparsekv.plans.types import format_length
+from sparsekv.plans.patterns import AShape, tokens
+from sparsekv.plans.phases import DecodeBucket, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan
+from sparsekv.plans.schema import Evidence, Measurement, Plan, Quality, to_data
+from sparsekv.plans.types import canonical_json, format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
-# Verification must not tighten a plan on the very samples that `eval` shows by default.
-_SEED_APART = 1_000_003
-_PROVE = "verify on more samples to prove more, or loosen the gate"
+_PHASES: tuple[PhaseName, ...] = ("prefill", "decode", "both")
+_BROKEN_FLOOR = 0.1  # nats: that much is no rounding
+_ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
+_ROUND_TOKENS = 1 << 17  # of a task between two looks
+_DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was measured, and whether the gate was met.
+    """What was measured, and what it shows.
 
     Attributes:
-        conclusive: whether the 95% bound of every gate was met at every length, on enough samples, and every sparse
-            bucket of the plan was run.
-        reasons: what was missed, a line each; where all was met, what to know about the measurement.
+        passed: whether nothing is missed.
+        conclusive: whether the plan is verified.
+        reasons: what was missed, a line each; else what keeps the plan from being verified.
         missed: for each phase that missed the gate, the lengths that did worst.
     """
 
@@ -65,17 +70,17 @@ def verify(
     kit: Kit | None = None,
     *,
     allow_mismatch: bool = False,
+    attempt: int = 1,
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
-
-    A phase misses its gate by what `misses_of` names.
 
     Args:
         loaded: the model, with nothing applied to it.
         plan: the plan; phases it does not have are not measured.
-        options: settled: gate, tasks, verify_samples, verify_lengths, batch, seed.
+        options: settled: gate, tasks, verify_time, verify_samples, verify_lengths, batch.
         allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
             plan's own model.
+        attempt: which plan this is of those that were tried, from 1: later ones need more proof.
 
     Raises:
         GateError: the plan gives numbers that are not finite.
@@ -86,32 +91,152 @@ def verify(
     phases = planned_phases(plan)
     if not phases:
         raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
-    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, options.backend, allow_mismatch) for phase in phases}
-    results = evaluate(loaded, modes, held_out_samples(options), kit, progress)
-    return _verdict(plan, {phase: results[phase] for phase in phases}, options)
+    modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
+    samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    samples.check_fit(source)
+    found = _Found({name: {} for name in modes}, options.gate, attempt)
+    with (
+        opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk) as evaluator,
+        (progress or Progress()).stage("evaluate", _work(samples, options.verify_samples, modes)) as step,
+    ):
+        _draw(found, evaluator, samples, source, options, step)
+    return _verdict(plan, found, options)
 
 
-def _verdict(plan: Plan, results: Mapping[PhaseName, Sequence[EvalResult]], options: Settled) -> Verification:
-    """What the results of each phase, one a length, say of a plan by its gates."""
-    for phase, parts in results.items():
-        _check_finite(parts, phase)
-    gate, chunk = options.gate, options.prefill_chunk
-    measured = {phase: measurement_of(parts, phase, chunk) for phase, parts in results.items()}
-    misses = {phase: lines for phase, parts in results.items() if (lines := misses_of(parts, gate, phase))}
-    missed = {phase: worst_lengths(results[phase], gate, phase) for phase in misses}
-    few = tuple(too_few(next(iter(results.values()))))
-    doubts = tuple(
-        f"{phase}: met on average, not proven at 95%: {bounds}"
-        for phase, found in measured.items()
-        if (bounds := unproven(found, gate, phase))
+def _work(samples: EvalSamples, most: int | None, modes: Mapping[str, Mode]) -> float | None:
+    """The units of all samples; unknown where as many are drawn as it takes."""
+    if most is None:
+        return None
+    return most * len(samples.tasks) * (1 + len(modes)) * sum(map(prefill_work, samples.lengths))
+
+
+def _modes(
+    plan: Plan, phases: Sequence[PhaseName], backend: str, allow_mismatch: bool, dtype: torch.dtype
+) -> dict[str, Mode]:
+    """The plan by phase; and the kernels with every tile and token computed, but in float32, where their rounding is
+    nothing beside a gate: left out, it counts as the plan's."""
+    modes: dict[str, Mode] = {phase: PlanMode(plan, phase, backend, allow_mismatch) for phase in phases}
+    if dtype == torch.float32:
+        return modes
+    whole = _whole(plan)
+    return modes | {_floor(phase): PlanMode(whole, phase, backend, allow_mismatch) for phase in phases}
+
+
+def _floor(phase: str) -> str:
+    return f"{phase} floor"
+
+
+def _whole(plan: Plan) -> Plan:
+    """The same phases by the same kernels, with every tile and token computed."""
+    prefill = decode = None
+    if plan.prefill:
+        model, every = plan.model, AShape(sink=tokens(1), window=tokens(plan.model.context_length))
+        heads = tuple(
+            HeadGroup(layer=layer, heads=tuple(range(model.group_of(layer).heads)), pattern=every)
+            for layer in model.full_layers
+        )
+        prefill = PrefillPlan(tile=plan.prefill.tile, lengths=(PrefillBucket(up_to=None, heads=heads),))
+    if plan.decode:
+        decode = DecodePlan(lengths=(DecodeBucket(up_to=None, dense=True),))
+    return plan.model_copy(update={"prefill": prefill, "decode": decode})
+
+
+def held_out_samples(plan: Plan, options: Settled) -> EvalSamples:
+    """What a plan is verified on: of a seed that was asked for, or that follows from what the plan executes."""
+    seed = content_seed(plan) if options.verify_seed is None else options.verify_seed
+    return EvalSamples(
+        options.tasks, options.verify_lengths, 1, options.batch, seed, prefill_chunk=options.prefill_chunk
     )
-    remarks = (*few, *doubts, *((_PROVE,) if doubts and not few else ()), *_untouched(plan, options.verify_lengths))
-    reasons = tuple(f"{phase}: {line}" for phase, lines in misses.items() for line in lines)
-    return Verification(Quality(**measured), not missed, not remarks, reasons or remarks, missed)
 
 
-def _check_finite(results: Sequence[EvalResult], phase: str) -> None:
-    outcomes = [outcome for result in results for outcome in result.outcomes]
+def content_seed(plan: Plan) -> int:
+    """The seed of a plan's held-out samples."""
+    executed = {name: data for name, data in to_data(plan).items() if name in ("prefill", "decode", "kv_cache")}
+    return int.from_bytes(hashlib.sha256(canonical_json(executed)).digest()[:4], "big")
+
+
+@dataclass(slots=True)
+class _Found:
+    """Results by mode and length, and what they show so far."""
+
+    results: dict[str, dict[int, EvalResult]]
+    gate: Gate
+    attempt: int
+    looks: int = 0
+    claims: Mapping[PhaseName, PhaseClaims] = field(default_factory=dict)
+
+    def add(self, name: str, result: EvalResult) -> None:
+        own, length = self.results[name], result.lengths[0]
+        own[length] = merged([own[length], result]) if length in own else result
+
+    def look(self, phases: Sequence[PhaseName]) -> None:
+        """Holds the gates against what was found."""
+        self.looks += 1
+        self.claims = claims_of({phase: self.measured(phase) for phase in phases}, self.gate, self.attempt)
+
+    def of(self, name: str) -> tuple[EvalResult, ...]:
+        """One a length."""
+        return tuple(self.results.get(name, {}).values())
+
+    def measured(self, phase: PhaseName) -> list[Measured]:
+        """One a length."""
+        floors = self.results.get(_floor(phase), {})
+        return [Measured.of(result, floors.get(length)) for length, result in self.results[phase].items()]
+
+    @property
+    def phases(self) -> tuple[PhaseName, ...]:
+        """Those of the plan."""
+        return tuple(phase for phase in _PHASES if phase in self.results)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether something is."""
+        return any(claims.having("missed") for claims in self.claims.values())
+
+    @property
+    def undecided(self) -> dict[PhaseName, tuple[int, ...]]:
+        """Where more samples are wanted."""
+        wanted = {phase: claims.undecided_lengths for phase, claims in self.claims.items()}
+        return {phase: lengths for phase, lengths in wanted.items() if lengths}
+
+
+def _draw(found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, step: Step) -> None:
+    """Samples, until all is decided or something is missed, or there are to be no more."""
+    most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
+    drawn: dict[int, int] = defaultdict(int)
+    wanted = dict.fromkeys(found.phases, samples.lengths)
+    while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
+        for length in sorted({length for lengths in wanted.values() for length in lengths}):
+            if found.looks and time.monotonic() > deadline:
+                return
+            count = int(min(most - drawn[length], _rounds(samples, evaluator)))
+            asked = replace(samples, samples=count, first=drawn[length])
+            names = [name for phase in wanted for name in (phase, _floor(phase)) if length in wanted[phase]]
+            _compare(found, evaluator, asked, length, kit, names, step)
+            drawn[length] += count
+        found.look(found.phases)
+        wanted = found.undecided
+
+
+def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
+    on_gpu = evaluator.loaded.model.device.type == "cuda"
+    return max(1, min(_ROUNDS, _ROUND_TOKENS // max(samples.lengths))) if on_gpu else 1
+
+
+def _compare(
+    found: _Found, evaluator: Evaluator, asked: EvalSamples, length: int, kit: Kit, names: Sequence[str], step: Step
+) -> None:
+    some = asked.drawn(kit, length)
+    results = evaluator.compare(some, names, step=step)
+    for name in names:
+        if name in results:
+            result = EvalResult.of(length, asked.tasks, some, results[DENSE], results[name])
+            _check_finite(result, name)
+            found.add(name, result)
+
+
+def _check_finite(result: EvalResult, phase: str) -> None:
+    outcomes = result.outcomes
     bad = sum(not (math.isfinite(outcome.nll) and math.isfinite(outcome.kl)) for outcome in outcomes)
     if bad:
         raise GateError(
@@ -120,15 +245,86 @@ def _check_finite(results: Sequence[EvalResult], phase: str) -> None:
         )
 
 
-def held_out_samples(options: Settled) -> EvalSamples:
-    """What a plan is verified on; `options` are settled."""
-    return EvalSamples(
-        options.tasks,
-        options.verify_lengths,
-        options.verify_samples or 0,
-        options.batch,
-        options.seed + _SEED_APART,
-        options.prefill_chunk,
+def _verdict(plan: Plan, found: _Found, options: Settled) -> Verification:
+    """What the results of each phase say of a plan by its gates."""
+    missed = {phase: claims.missed_lengths for phase, claims in found.claims.items() if claims.having("missed")}
+    reasons = tuple(
+        line_of(phase, name, claim) for phase, claims in found.claims.items() for name, claim in claims.having("missed")
+    )
+    doubts = reasons or tuple(_doubts(plan, found, options))
+    quality = Quality(
+        **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
+        evidence=_evidence(found, options, verified=not doubts),
+    )
+    return Verification(quality, not missed, not doubts, doubts, missed)
+
+
+def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
+    """What keeps a plan that misses nothing from being verified."""
+    open_ = [(p, name, claim) for p, claims in found.claims.items() for name, claim in claims.having("undecided")]
+    if open_:
+        hardest = max(open_, key=lambda one: one[2].more or math.inf)
+        others = f" ({len(open_) - 1} more figures are undecided)" if len(open_) > 1 else ""
+        yield f"undecided: {line_of(*hardest)}{others}"
+    for phase in found.phases:
+        floor = merged(found.of(_floor(phase))).kl
+        if floor > _BROKEN_FLOOR:
+            yield (
+                f"{phase}: with every tile computed the kernels are {floor:.3g} nats from the model's own attention, "
+                "which is no rounding; see `sparsekv doctor`, or use another --backend"
+            )
+    yield from _untouched(plan, found)
+    if not options.gate.is_strict:
+        yield "the gates are looser than the defaults; leave them out to have the plan verified"
+    if options.verify_seed is not None:
+        yield "the samples were chosen by --seed; leave it out to have the plan verified"
+
+
+def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement:
+    """What was measured of a phase, with its floor, failures and claims."""
+    claims, measured = found.claims[phase], {one.length: one for one in found.measured(phase)}
+    floors, size = found.results.get(_floor(phase), {}), fails_at(found.gate, phase)
+    failed = {
+        length: sum(prompt.fails(size) for prompts in one.tasks.values() for prompt in prompts)
+        for length, one in measured.items()
+    }
+    own = measurement_of(found.of(phase), phase, chunk)
+    by_length = tuple(
+        part.model_copy(
+            update={
+                "floor": floors[part.length].kl if part.length in floors else None,
+                "failed": failed[part.length],
+                "claims": claims.by_length[part.length],
+            }
+        )
+        for part in own.by_length
+    )
+    floor = merged(floors.values()).kl if floors else None
+    whole = {"floor": floor, "failed": sum(failed.values()), "claims": claims.overall, "by_length": by_length}
+    return own.model_copy(update=whole)
+
+
+def _evidence(found: _Found, options: Settled, *, verified: bool) -> Evidence:
+    prompts = max(sum(len(result.outcomes) for result in found.of(phase)) for phase in found.phases)
+    return Evidence(
+        level=level_of(found.attempt),
+        attempt=found.attempt,
+        looks=found.looks,
+        prompts=prompts,
+        seed=options.verify_seed,
+        gates=options.gate.named,
+        excludes=_excludes(found, options) if verified else None,
+    )
+
+
+def _excludes(found: _Found, options: Settled) -> str:
+    gate, lengths = options.gate, ", ".join(map(format_length, options.verify_lengths))
+    solved = all("accuracy" in claims.overall for claims in found.claims.values())
+    lost = f"a loss of {gate.max_accuracy_drop:g} points of accuracy"
+    return (
+        f"at {lengths}: divergence and disagreement beyond the gates, failures on {gate.max_failed:.0%} of prompts, "
+        f"{lost if solved else 'nothing of accuracy, since no task is solved'}; not excluded: rarer failures, such as "
+        "one prompt in a hundred, and other lengths and tasks"
     )
 
 
@@ -139,22 +335,40 @@ def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
     return ("prefill",) if plan.prefill else ("decode",) if plan.decode else ()
 
 
-def _untouched(plan: Plan, lengths: Sequence[int]) -> tuple[str, ...]:
-    """The sparse buckets of a plan that were not run sparse at any verified length, a remark each."""
+def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
+    """The sparse buckets of a plan that were not run sparse within their own lengths, a remark each."""
     remarks = []
     for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
-        found = [(part.bucket(length), length) for length in lengths] if part else []
-        run = [bucket for bucket, length in found if is_sparse_at(bucket, length)]
-        after = 0
+        run = [part.bucket(length) for length in _ran_sparse(phase, part, found)] if part else []
+        after, before = 0, None
         for bucket in part.lengths if part else ():
-            beyond = isinstance(bucket, PrefillBucket) and bucket.extrapolated  # as the last one that was run
+            continued = isinstance(bucket, PrefillBucket) and (bucket.same_as or _continues(bucket, before))
             longest = plan.model.context_length if bucket.up_to is None else bucket.up_to
-            if is_sparse_at(bucket, longest) and not (beyond or bucket in run):
-                remarks.append(
-                    f"{phase} {_range(after, bucket.up_to)} is sparse and was not run sparse at any verified length"
-                )
-            after = bucket.up_to or after
+            if is_sparse_at(bucket, longest) and not (continued or bucket in run):
+                reached = _range(after, bucket.up_to)
+                remarks.append(f"{phase} {reached} is sparse and was not run sparse at any verified length")
+            after, before = bucket.up_to or after, bucket
     return tuple(remarks)
+
+
+def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> list[int]:
+    """The lengths at which less than everything was computed."""
+    share = "prefill_density" if phase == "prefill" else "decode_share"
+    results = found.results[phase].items()
+    return [
+        length
+        for length, result in results
+        if is_sparse_at(part.bucket(length), length) and getattr(result, share) < _DENSE_FROM
+    ]
+
+
+def _continues(bucket: PrefillBucket, before: object) -> bool:
+    """Whether an extrapolated bucket has the tokens that the one before it has at its end, as shares of the context."""
+    if not (bucket.extrapolated and isinstance(before, PrefillBucket) and before.up_to):
+        return False
+    length = before.up_to
+    at_its_end = (group.model_copy(update={"pattern": group.pattern.of_context(length)}) for group in bucket.heads)
+    return tuple(at_its_end) == before.heads
 
 
 def _range(after: int, up_to: int | None) -> str:

@@ -95,12 +95,38 @@ class Score(Part):
     agreement: Agreement | None = None
 
 
+Finding = Literal["met", "missed", "undecided"]
+
+
+class Claim(Part):
+    """What samples show of one figure of a gate: its mean over prompts is below `bound` at the level of the quality's
+    evidence.
+
+    Divergence is in nats; the others are shares: of positions and of texts that agree with dense less often than the
+    floor's, of prompts that fail, of right answers lost. `more` is about how many more prompts would show that the gate
+    is met, if they are like those seen.
+    """
+
+    gate: NonNegative
+    mean: Real
+    bound: Real
+    prompts: Natural
+    outcome: Finding
+    more: Positive | None = None
+
+
+Claims = Annotated[dict[Text, Claim], AfterValidator(in_order)]
+
+
 class LengthMeasurement(Part):
     """All tasks at one length."""
 
     length: Length
     density: Share
     agreement: Agreement
+    floor: NonNegative | None = None
+    failed: Natural | None = None
+    claims: Claims = Field(default_factory=dict)
 
 
 def _each_length_once(entries: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -114,18 +140,40 @@ def _each_length_once(entries: tuple[Any, ...]) -> tuple[Any, ...]:
 class Measurement(Part):
     """Held-out prompts through the plan, all lengths and tasks pooled; `by_length` and `tasks` are parts of it.
 
-    `kl` is the mean divergence of next-token distributions from dense, in nats; `chunk` the most tokens of a prompt
-    that were prefilled at once, where prompts were cut.
+    `kl` is the mean divergence of next-token distributions from dense, in nats; `floor` that of the kernels with every
+    tile computed, which is rounding alone; `failed` the number of prompts that a plan breaks; `chunk` the most tokens
+    of a prompt that were prefilled at once, where prompts were cut.
     """
 
     lengths: Annotated[tuple[Length, ...], Field(min_length=1)]
     density: Share
     output_error: NonNegative | None = None
     kl: NonNegative | None = None
+    floor: NonNegative | None = None
+    failed: Natural | None = None
     chunk: Length | None = None
     agreement: Agreement | None = None
+    claims: Claims = Field(default_factory=dict)
     by_length: Annotated[tuple[LengthMeasurement, ...], AfterValidator(_each_length_once)] = ()
     tasks: Annotated[dict[Text, Score], AfterValidator(in_order)] = Field(default_factory=dict)
+
+
+class Evidence(Part):
+    """How a status was come to: `verified` means what `excludes` says, and no more.
+
+    `level` is the probability of a wrong claim in this attempt; all attempts together spend 0.05. `seed` is absent
+    where samples follow from the content of the plan, so that nobody chose them; `looks` counts how often it was
+    decided whether to draw more.
+    """
+
+    method: Literal["betting"] = "betting"
+    level: Share
+    attempt: Positive
+    looks: Positive
+    prompts: Positive
+    seed: Natural | None = None
+    gates: Annotated[dict[Text, NonNegative], AfterValidator(in_order)]
+    excludes: Text | None = None
 
 
 class Quality(Part):
@@ -134,6 +182,7 @@ class Quality(Part):
     prefill: Measurement | None = None
     decode: Measurement | None = None
     both: Measurement | None = None
+    evidence: Evidence | None = None
 
     @model_validator(mode="after")
     def _not_empty(self) -> Quality:

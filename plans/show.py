@@ -284,6 +284,10 @@ def _quality(quality: Quality) -> Iterator[RenderableType]:
     yield _table("\nMeasured quality", names, rows, "Dense  Sparse  Samples")
     if rows := list(agreement_rows(quality)):
         yield _table("\nAgreement with dense, with 95% intervals", "  ".join(AGREEMENT_HEADER), rows, "Samples")
+    if rows := list(claim_rows(quality)):
+        yield _table("\nGates", "  ".join(CLAIM_HEADER), rows, "Prompts  Mean  Shown below  Gate")
+    if quality.evidence and quality.evidence.excludes:
+        yield Text(f"verified excludes, {quality.evidence.excludes}")
 
 
 AGREEMENT_HEADER = ("Phase", "Over", "Samples", "Divergence, nats", "Top-1 token", "Exact text")
@@ -299,6 +303,20 @@ def agreement_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
             yield "", format_length(part.length), *_agreed(part.agreement)
         tasks = ((task, score.agreement) for task, score in measured.tasks.items())
         yield from (("", task, *_agreed(found)) for task, found in tasks if found is not None)
+
+
+CLAIM_HEADER = ("Phase", "Figure", "Over", "Prompts", "Mean", "Shown below", "Gate", "Outcome")
+
+
+def claim_rows(quality: Quality) -> Iterator[tuple[str, ...]]:
+    """What was shown of each gate, for each phase: over all lengths, and at each."""
+    for phase, measured in quality.phases.items():
+        told, parts = phase, ((format_length(part.length), part.claims) for part in measured.by_length)
+        for over, claims in (("all", measured.claims), *parts):
+            for name, claim in claims.items():
+                figures = (f"{value:.3g}" for value in (claim.mean, claim.bound, claim.gate))
+                yield told, name, over, str(claim.prompts), *figures, claim.outcome
+                told = ""
 
 
 def _agreed(found: Agreement) -> tuple[str, ...]:

@@ -285,13 +285,13 @@ class CurveRow:
 
 
 _COLUMNS = ("dense", "sparse", "interval", "samples")
-_ELSEWHERE = ("lengths", "tasks", "agreement", "by_length")
+_ELSEWHERE = ("lengths", "tasks", "agreement", "by_length", "claims")
 
 
 def quality_table(quality: Quality) -> list[list[str]]:
     """A header and a row a measured value; agreement with dense has a table of its own."""
     rows = [["Phase", "Measured at", "What", "Dense", "Sparse", "95% interval", "Samples"]]
-    for phase, measured in to_data(quality).items():
+    for phase, measured in ((phase, to_data(one)) for phase, one in quality.phases.items()):
         at = ", ".join(map(format_length, measured["lengths"]))
         values = {key: value for key, value in measured.items() if key not in _ELSEWHERE}
         for name, value in (*values.items(), *measured.get("tasks", {}).items()):

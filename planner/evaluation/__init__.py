@@ -8,7 +8,7 @@ what comes out and its intervals.
 """
 
 from sparsekv.planner.evaluation.batches import EvalSamples
-from sparsekv.planner.evaluation.evaluator import compare, evaluate
+from sparsekv.planner.evaluation.evaluator import Evaluator, compare, evaluate, opened
 from sparsekv.planner.evaluation.modes import DENSE, Mode, PhaseName, PlanMode
 
-__all__ = ["DENSE", "EvalSamples", "Mode", "PhaseName", "PlanMode", "compare", "evaluate"]
+__all__ = ["DENSE", "EvalSamples", "Evaluator", "Mode", "PhaseName", "PlanMode", "compare", "evaluate", "opened"]

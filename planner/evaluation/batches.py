@@ -41,14 +41,16 @@ class EvalSamples:
         samples: of each task and length.
         batch: most samples run at once; None: as many as surely fit. Only samples of equal shape share a batch.
         prefill_chunk: most tokens of a prompt given to the model at once; None is all.
+        first: the number of the first of them: what was drawn before is not drawn again.
     """
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...]
-    samples: int
+    samples: int = 1
     batch: int | None = None
     seed: int = 0
     prefill_chunk: int | None = None
+    first: int = 0
 
     def check_fit(self, kit: Kit) -> None:
         """Finds out, without running a model, whether every task fits every length.
@@ -61,9 +63,9 @@ class EvalSamples:
             next(held_out(kit, task, length, 1, self.seed))
 
     def drawn(self, kit: Kit, length: int) -> list[Sample]:
-        """The samples of one length, those of equal shape together."""
-        each = (held_out(kit, task, length, self.samples, self.seed) for task in self.tasks)
-        return sorted((sample for some in each for sample in some), key=_shape)
+        """The samples of one length, task by task."""
+        each = (held_out(kit, task, length, self.samples, self.seed, self.first) for task in self.tasks)
+        return [sample for some in each for sample in some]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,9 @@ Shapes: B batch, S tokens of a prompt, A tokens of the answer, G tokens of dense
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,8 @@ from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.stores.pinned import HostMemory
 
 MOST_GREEDY = 16  # tokens of dense's own continuation
-_MOST_CAPTURED = 3  # plans whose captured decode steps stay from batch to batch
+_SURE = math.log(0.9)  # of a token's probability
+_MOST_CAPTURED = 6  # plans whose captured decode steps stay from batch to batch
 
 
 def evaluate(
@@ -105,62 +107,96 @@ def compare(
     greedy: bool = True,
     step: Step | None = None,
 ) -> dict[str, Comparison]:
-    """Compares modes with dense on samples of any origin.
+    """Compares modes with dense on samples of any origin; arguments as in `opened` and `Evaluator.compare`."""
+    with opened(loaded, modes, batch=batch, chunk=chunk, greedy=greedy) as evaluator:
+        return evaluator.compare(samples, step=step)
+
+
+@contextmanager
+def opened(
+    loaded: LoadedModel,
+    modes: Mapping[str, Mode],
+    *,
+    batch: int | None = None,
+    chunk: int | None = None,
+    greedy: bool = True,
+) -> Iterator[Evaluator]:
+    """Modes that are compared with dense again and again; the model is given back at the end.
 
     Args:
         loaded: the model, with nothing applied to it.
         modes: what to measure, by name, such as `{"both": PlanMode(plan)}`.
-        samples: prompts and answers, of tasks or of the caller: `Sample(prompt_ids, answer_ids, answer, task, length)`
-            with at least one answer token. The answer is the text to measure on; its wording `answer` is "" where no
-            generated text is to be compared with it, and then `MOST_TEXT` tokens of it are measured on.
         batch: most samples run at once; None: as many as surely fit.
         chunk: most tokens of a prompt given to the model at once; None is all.
         greedy: measure exact agreement with dense's greedy continuation as well; False saves that text's decode steps.
-        step: advanced by the `prefill_work` of each sample, for dense and each mode.
-
-    Returns:
-        By mode, and for "dense": outcomes in the order of the samples, and what was computed.
 
     Raises:
-        PromptError: a sample without an answer token.
         PlanMismatchError, UnsupportedError, BackendError: a plan cannot be applied; before anything runs.
-        UnsupportedError: the model overflows in its dtype.
     """
-    if not all(len(sample.answer_ids) for sample in samples):
-        raise PromptError("expected samples with at least one answer token to measure on, found one without")
-    outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
-    spent: dict[str, Spent] = defaultdict(Spent)
-    with closing(_measured(loaded, modes, batches(samples, loaded.model, batch), chunk, greedy)) as measured:
-        for name, some, found, computed in measured:  # closed, it gives the model back
-            outcomes[name].update(zip(map(id, some), found, strict=True))
-            spent[name] += computed
-            for sample in some:
-                (step or Step()).advance(prefill_work(sample.length), f"{sample.length} tokens, {name}")
-    return {
-        name: Comparison(tuple(outcomes[name][id(sample)] for sample in samples), spent[name])
-        for name in (DENSE, *modes)
-    }
-
-
-Measured = tuple[str, tuple[Sample, ...], tuple[Outcome, ...], Spent]
-"""What a mode, or dense, did on a batch."""
-
-
-def _measured(
-    loaded: LoadedModel, modes: Mapping[str, Mode], groups: Iterable[Batch], chunk: int | None, greedy: bool
-) -> Generator[Measured]:
     with ExitStack() as stack:
-        opened = _applied(modes, loaded.model, stack)
-        for batch in groups:
-            run, outcomes, prompts = _Run.of(loaded, batch, chunk, greedy)
+        yield Evaluator(loaded, _applied(modes, loaded.model, stack), batch, chunk, greedy)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluator:
+    """Made by `opened`."""
+
+    loaded: LoadedModel
+    modes: Mapping[str, Mode]
+    batch: int | None
+    chunk: int | None
+    greedy: bool
+
+    def compare(
+        self, samples: Sequence[Sample], names: Collection[str] | None = None, *, step: Step | None = None
+    ) -> dict[str, Comparison]:
+        """Runs dense and modes on samples.
+
+        Args:
+            samples: prompts and answers, of tasks or of the caller: `Sample(prompt_ids, answer_ids, answer, task,
+                length)` with at least one answer token. The answer is the text to measure on; its wording `answer` is
+                "" where no generated text is to be compared with it, and then `MOST_TEXT` tokens of it are measured on.
+            names: of the modes that run; None is all.
+            step: advanced by the `prefill_work` of each sample, for dense and each mode.
+
+        Returns:
+            By mode, and for "dense": outcomes in the order of the samples, and what was computed.
+
+        Raises:
+            PromptError: a sample without an answer token.
+            UnsupportedError: the model overflows in its dtype.
+        """
+        if not all(len(sample.answer_ids) for sample in samples):
+            raise PromptError("expected samples with at least one answer token to measure on, found one without")
+        modes = {name: mode for name, mode in self.modes.items() if names is None or name in names}
+        outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
+        spent: dict[str, Spent] = defaultdict(Spent)
+        with closing(self._measured(modes, samples)) as measured:  # closed, it suspends what is applied
+            for name, some, found, computed in measured:
+                outcomes[name].update(zip(map(id, some), found, strict=True))
+                spent[name] += computed
+                for sample in some:
+                    (step or Step()).advance(prefill_work(sample.length), f"{sample.length} tokens, {name}")
+        return {
+            name: Comparison(tuple(outcomes[name][id(sample)] for sample in samples), spent[name])
+            for name in (DENSE, *modes)
+        }
+
+    def _measured(self, modes: Mapping[str, Mode], samples: Iterable[Sample]) -> Generator[Measured]:
+        for batch in batches(samples, self.loaded.model, self.batch):
+            run, outcomes, prompts = _Run.of(self.loaded, batch, self.chunk, self.greedy)
             yield DENSE, batch.samples, outcomes, Spent()
             # a layer with a sliding window has dropped the tokens behind it
             dense_serves = all(layer.keys.shape[2] == layer.get_seq_length() for layer in prompts.cache.layers)
-            alike = _prefilled_alike(opened, dense_serves)
+            alike = _prefilled_alike(modes, dense_serves)
             yield from run.through(alike.pop(DENSE, {}), _Source(prompts))
             del prompts  # unless a mode went on from it, that cache is there still
             for some in alike.values():
                 yield from run.through(some)
+
+
+Measured = tuple[str, tuple[Sample, ...], tuple[Outcome, ...], Spent]
+"""What a mode, or dense, did on a batch."""
 
 
 class _Applied:
@@ -330,6 +366,7 @@ class _Run:
         """What was predicted for the texts, beside dense; rows before the `first` are dense's own."""
         picked_BA, log_BAV = read[0].argmax(-1), read[0].log_softmax(-1)
         agreed_BA = (self.picked_BA == picked_BA)[:, first:]
+        sure_B = self.log_BAV[:, first].amax(-1) >= _SURE
         rows = zip(
             answered(self.loaded, self.batch, picked_BA),
             log_likelihood(self.batch.answer_BA, log_BAV).tolist(),
@@ -337,6 +374,7 @@ class _Run:
             agreed_BA.sum(1).tolist(),
             repeat(agreed_BA.shape[1]),
             self._exact(read[-1]),
+            (sure_B & ~agreed_BA[:, 0]).tolist(),
         )
         return tuple(starmap(Outcome, rows))
 

@@ -30,6 +30,7 @@ class Outcome:
         agreed: scored positions at which the likeliest token is dense's.
         scored: positions at which next-token distributions were compared.
         exact: whether every token of dense's own greedy continuation was picked; None where that was not measured.
+        flipped: whether another first token was picked where dense was sure of its own.
     """
 
     correct: bool | None
@@ -38,6 +39,12 @@ class Outcome:
     agreed: int = 0
     scored: int = 0
     exact: bool | None = None
+    flipped: bool = False
+
+    @property
+    def agreed_share(self) -> float:
+        """Of the scored positions."""
+        return self.agreed / self.scored if self.scored else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +252,15 @@ def _correlation(before: np.ndarray, after: np.ndarray) -> float:
 def share_interval(agreed: Sequence[int], scored: Sequence[int]) -> Interval:
     """The 95% interval of a share of positions that come in samples: agreed[i] of scored[i] in sample i.
 
-    Wilson's score interval at the effective number of positions: positions of one sample agree or disagree together,
-    so that they count as fewer (Dean and Pagano, Survey Methodology 41, 2015). Unlike a bootstrap, it does not
-    collapse to zero where all agree.
+    Wilson's score interval at the effective number of positions (Dean and Pagano, Survey Methodology 41, 2015), which
+    is no more than there are samples: positions of one sample agree or disagree together. Unlike a bootstrap, it does
+    not collapse to zero where all agree.
     """
     hits, counts = np.asarray(agreed, float), np.asarray(scored, float)
-    positions = float(counts.sum())
+    positions, samples = float(counts.sum()), float(len(counts))
     share = float(hits.sum()) / positions
     variance = float((((hits - share * counts) / positions) ** 2).sum())  # linearised, of a ratio between samples
-    return _wilson(share, min(positions, share * (1.0 - share) / variance) if variance > 0.0 else positions)
+    return _wilson(share, min(samples, share * (1.0 - share) / variance) if variance > 0.0 else samples)
 
 
 def _wilson(share: float, count: float) -> Interval:

@@ -140,14 +140,15 @@ def digest_of(prompts: Mapping[int, Sequence[CalibrationPrompt]]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def held_out(kit: Kit, task: str, length: int, samples: int, seed: int) -> Iterator[Sample]:
-    """Samples of one task; `kit` is of the evaluation split, which neither training nor calibration used.
+def held_out(kit: Kit, task: str, length: int, samples: int, seed: int, first: int = 0) -> Iterator[Sample]:
+    """Samples of one task from number `first` on; `kit` is of the evaluation split, which neither training nor
+    calibration used.
 
     Raises:
         UsageError: an unknown task.
         PromptError: the task does not fit the length.
     """
-    return (_sample(task, kit, length, seed, index) for index in range(samples))
+    return (_sample(task, kit, length, seed, index) for index in range(first, first + samples))
 
 
 def _from_task(kit: Kit, task: str, turn: int, length: int, seed: int) -> CalibrationPrompt:

@@ -19,8 +19,10 @@ from sparsekv.plans.phases import (
 )
 from sparsekv.plans.schema import (
     Agreement,
+    Claim,
     Cost,
     Estimate,
+    Evidence,
     LengthMeasurement,
     Measurement,
     Plan,
@@ -212,16 +214,35 @@ def _quality() -> Quality:
         exact_interval=(0.962, 0.994),
     )
     text = Score(dense=12.3456789, sparse=12.4, samples=64, interval=(0.01, 0.1), agreement=agreement)
-    at = tuple(LengthMeasurement(length=length, density=0.221, agreement=agreement) for length in (8192, 32768))
+    claim = Claim(gate=0.05, mean=1.5e-05, bound=0.0125, prompts=264, outcome="met")
+    failed = Claim(gate=0.05, mean=0.0038, bound=0.0541667, prompts=264, outcome="undecided", more=31)
+    at = tuple(
+        LengthMeasurement(
+            length=length, density=0.221, agreement=agreement, floor=1.1e-05, failed=1, claims={"divergence": claim}
+        )
+        for length in (8192, 32768)
+    )
     measured = Measurement(
         lengths=(8192, 32768),
         density=0.221,
         output_error=0.0123,
         kl=1.5e-05,
+        floor=1.1e-05,
+        failed=1,
         chunk=4096,
         agreement=agreement,
+        claims={"divergence": claim, "failed": failed},
         by_length=at,
         tasks={"niah_single": needles, "perplexity": text},
     )
     one = Measurement(lengths=(32768,), density=0.0625, tasks={"niah_single": needles})
-    return Quality(prefill=measured, decode=one, both=one)
+    evidence = Evidence(
+        level=0.0125,
+        attempt=2,
+        looks=11,
+        prompts=264,
+        seed=7,
+        gates={"max_kl_prefill": 0.05, "max_failed": 0.05},
+        excludes="at 8k, 32k: failures on 5% of prompts",
+    )
+    return Quality(prefill=measured, decode=one, both=one, evidence=evidence)
