@@ -29,7 +29,7 @@ from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.settled import Settled
 from sparsekv.planner.tighten import after_a_missed_gate, tightened, tightened_remarks
-from sparsekv.planner.verify import Verification, verify
+from sparsekv.planner.verify import Verification, planned_phases, verify
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Target
@@ -142,7 +142,7 @@ def _verified(
     verdicts: tuple[Verification, ...] = ()
     while True:
         plan = compile_once(job.model, used, measured, cost, stages)
-        if job.kit is None:
+        if job.kit is None or not planned_phases(plan):
             return plan, used, ()
         anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
         verdict = verify(job.subject, anywhere, used, stages, job.kit, attempt=len(verdicts) + 1)

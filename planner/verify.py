@@ -76,7 +76,7 @@ def verify(
 
     Args:
         loaded: the model, with nothing applied to it.
-        plan: the plan; phases it does not have are not measured.
+        plan: the plan; phases that are dense at every length are not measured.
         options: settled: gate, tasks, verify_time, verify_samples, verify_lengths, batch.
         allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
             plan's own model.
@@ -84,13 +84,13 @@ def verify(
 
     Raises:
         GateError: the plan gives numbers that are not finite.
-        UsageError: the plan has no phase to verify.
+        UsageError: nothing of the plan is sparse.
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
     phases = planned_phases(plan)
     if not phases:
-        raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
+        raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
     modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
     samples.check_fit(source)
@@ -329,10 +329,13 @@ def _excludes(found: _Found, options: Settled) -> str:
 
 
 def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
-    """What of a plan there is to measure."""
-    if plan.prefill and plan.decode:
-        return ("prefill", "decode", "both")
-    return ("prefill",) if plan.prefill else ("decode",) if plan.decode else ()
+    """What of a plan there is to measure: the phases that are sparse somewhere, and both together."""
+    sparse: list[PhaseName] = []
+    if plan.prefill and not all(bucket.dense for bucket in plan.prefill.lengths):
+        sparse.append("prefill")
+    if plan.decode and not all(bucket.dense for bucket in plan.decode.lengths):
+        sparse.append("decode")
+    return (*sparse, "both") if len(sparse) == 2 else tuple(sparse)
 
 
 def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
@@ -354,7 +357,7 @@ def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
 def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> list[int]:
     """The lengths at which less than everything was computed."""
     share = "prefill_density" if phase == "prefill" else "decode_share"
-    results = found.results[phase].items()
+    results = found.results.get(phase, {}).items()
     return [
         length
         for length, result in results
