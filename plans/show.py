@@ -161,7 +161,8 @@ def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
         chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"
         line = f"{phase}: {chosen}"
     known = [(entry.length, getattr(entry, phase)) for entry in (plan.cost.lengths if plan.cost else ())]
-    length, found = next((one for one in reversed(known) if one[1] is not None), (0, None))
+    sparse = [one for one in reversed(known) if one[1] is not None and not part.bucket(one[0]).dense]
+    length, found = next(iter(sparse), (0, None))
     if found is None:
         return line
     gain = f"attention {found.dense_us / max(found.sparse_us, 1e-9):.2f}x as fast as dense, predicted"
