@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
     from sparsekv.planner.progress import Progress
-    from sparsekv.plans.schema import Quality
+    from sparsekv.plans.schema import Plan
 
 _LEAST_AGAIN, _MORE = 50, 4  # held-out samples to go on with: so many, or so many times those that proved too little
 
@@ -129,7 +129,7 @@ def _tell(result: PlanResult, flags: PlanFlags) -> None:
     from sparsekv.plans.show import verdict
 
     plan, out, remarks = result.plan, flags.out, list(result.remarks)
-    is_unproven = result.attempts > 0 and plan.status != "verified"
+    is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
     reason = remarks.pop(0) if is_unproven else ""
     if not flags.as_json:
         if plan.quality is not None:
@@ -142,19 +142,20 @@ def _tell(result: PlanResult, flags: PlanFlags) -> None:
         tell(remark)
     facts = _facts(result, out)
     if flags.require_verified and is_unproven:
-        samples = _LEAST_AGAIN if plan.quality is None else max(_LEAST_AGAIN, _MORE * _samples(plan.quality))
         raise GateError(
-            f"expected a plan that is verified, found {out} {plan.status}: {reason}. It is written; go on with "
-            f"`sparsekv verify --plan {out} --write --verify-samples {samples}`"
+            f"expected a verified plan, found {plan.status}: {reason}. {out} is written; {_what_next(plan, out)}"
         ).with_facts(**facts)
     if flags.as_json:
         emit_json(facts)
 
 
-def _samples(quality: Quality) -> int:
-    """Of each task and length, at most."""
-    found = quality.phases.values()
-    return max(-(-score.samples // len(one.lengths)) for one in found for score in one.tasks.values())
+def _what_next(plan: Plan, out: Path) -> str:
+    """How to go on to a verified plan."""
+    if plan.quality is None:
+        return "a sparser one takes looser gates, or other options"
+    phases = plan.quality.phases.values()  # samples of each task and length, at most
+    samples = max(-(-score.samples // len(one.lengths)) for one in phases for score in one.tasks.values())
+    return f"go on with `sparsekv verify --plan {out} --write --verify-samples {max(_LEAST_AGAIN, _MORE * samples)}`"
 
 
 def _facts(result: PlanResult, out: Path) -> dict[str, Any]:

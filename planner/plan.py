@@ -156,14 +156,13 @@ class _Found:
 
 
 def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -> _Found:
-    """The first plan that meets its gate, or has nothing sparse left; one plan, unverified, where nothing is
-    verified."""
+    """The first plan that meets its gate, or has nothing sparse; one plan, unverified, where nothing is verified."""
     used, attempts = job.options, 0
     first = plan = compile_once(job.model, used, measured, cost, stages)
     if job.kit is None:
         return _Found(plan, used)
     reasons: dict[Phase, str] = {}
-    while True:
+    while not all(bucket.dense for bucket in plan.buckets):
         anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
         verdict, attempts = verify(job.subject, anywhere, used, stages, job.kit), attempts + 1
         stricter = used
@@ -176,9 +175,8 @@ def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -
         stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
         reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
         used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages)
-        if all(bucket.dense for bucket in plan.buckets):
-            said = (_NOTHING_SPARSE,)
-            break
+    else:
+        said = (_NOTHING_SPARSE,)
     used = used.but(dense=went_dense(first, plan, measured))
     plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost)})
     return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)))
