@@ -74,15 +74,16 @@ class PlanFiles(Options):
             yield
         except BaseException as stop:
             if isinstance(stop, KeyboardInterrupt) or self._is_resumable():
-                stop.add_note(self._saved(_version_of(self.profile_out) != before))
+                command = "the same command" if isinstance(stop, KeyboardInterrupt) else "a run that profiles the same"
+                stop.add_note(self._saved(_version_of(self.profile_out) != before, command))
             raise
 
     def _is_resumable(self) -> bool:
         return self.profile is None and self.resume.exists()
 
-    def _saved(self, is_complete: bool) -> str:
+    def _saved(self, is_complete: bool, command: str) -> str:
         if self._is_resumable():
-            told = f"saved what was profiled in {self.resume}: the same command goes on from there"
+            told = f"saved what was profiled in {self.resume}: {command} goes on from there"
             if is_complete:
                 told += (
                     f"; the profile in {self.profile_out} is complete: `--profile {self.profile_out}`, without "

@@ -70,7 +70,7 @@ class PromptError(SparseKVError):
 
 
 class GateError(SparseKVError):
-    """No plan met the accuracy gate."""
+    """A plan does not keep, or was not shown to keep, what was asked of it: accuracy, finite numbers, a speedup."""
 
     exit_code = 1
 

@@ -98,7 +98,13 @@ def test_heads_of_one_kind_with_other_parameters_in_a_layer_are_all_counted() ->
 
 
 @pytest.mark.parametrize(
-    ("plan", "command"), [(full_plan(), "sparsekv run"), (small_plan(), "sparsekv verify")], ids=["verified", "not"]
+    ("plan", "command"),
+    [
+        (full_plan(), "sparsekv run"),
+        (small_plan(), "sparsekv verify"),
+        (small_plan(prefill=None, decode=None), "sparsekv run"),
+    ],
+    ids=["verified", "not", "dense"],
 )
 def test_the_verdict_names_what_is_gained_the_status_and_the_next_command(plan: Plan, command: str) -> None:
     lines = verdict(plan, "a.yaml")
