@@ -29,7 +29,7 @@ _LONGER = 1800  # seconds of verification to go on with
 class PlanFlags(PlanFiles, PlanOptions, Output):
     """What `plan` is asked to do."""
 
-    model: Annotated[str, Flag("Alias, hub id or folder.", metavar="MODEL", is_argument=True)]
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
     no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
     verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, metavar="N")] = None
     require_verified: Annotated[

@@ -72,7 +72,9 @@ class RunFlags(Subjects, Placement, Hardware, Output):
             because = "--dense-prefill and --dense-decode together run dense and place keys and values"
             self.refuse(("offload", "kv_host_layers"), because, "dense")
             if not (self.target or self.plan or self.model):
-                raise UsageError("expected a model (a folder, hub id or alias) beside --dense, found none; name one")
+                raise UsageError(
+                    "expected a model (a folder, GGUF file, hub id or alias) beside --dense, found none; name one"
+                )
         if self.dry_run:
             self.refuse(("dense", "compare"), "nothing is run", "dry_run")
         return self

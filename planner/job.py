@@ -122,7 +122,7 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Device
     """A job without its model, which leaves the plan unverified.
 
     Args:
-        name: the model: an alias, hub id or folder.
+        name: the model: an alias, hub id, folder or GGUF file.
         options: what to plan, with `verify_samples` 0.
 
     Raises:

@@ -53,7 +53,8 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
     """Plans a model: `sparsekv.plan_model`.
 
     Args:
-        model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
+            tokenizer.
         **options: fields of `PlanOptions`.
 
     Returns:

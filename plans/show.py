@@ -155,7 +155,8 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
     part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
-    if part is None or all(bucket.dense for bucket in part.lengths):
+    # `same_as` names another bucket of the list
+    if part is None or all(bucket.dense or getattr(bucket, "same_as", None) for bucket in part.lengths):
         return f"{phase}: dense at every length"
     line = f"{phase}: sparse"
     if isinstance(part, DecodePlan):
