@@ -169,7 +169,7 @@ def _decode(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section
 _DENSITIES = (
     "Density: the share of causal tiles (prefill) or of cached tokens (decode) that attention computes.",
     "Asked: the target of the plan. Decode has a bound on its divergence in place of one.",
-    "Predicted: what the plan's patterns computed on the calibration prompts of its profile.",
+    "Predicted: what its patterns computed on the calibration prompts; more where heads are faster dense.",
     "Measured: what they computed on held-out prompts. Patterns choose their tiles in each prompt anew.",
 )
 
