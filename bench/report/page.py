@@ -35,7 +35,7 @@ _DRAWING = """{
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const rowsOf = ({fields, rows}) => rows.map(row => Object.fromEntries(fields.map((field, at) => [field, row[at]])));
   const options = {renderer: "canvas", actions: {export: true, source: false, compiled: false, editor: false}};
-  const room = document.querySelector("h1").clientWidth - 90; // beside an axis
+  const room = document.querySelector(".blocks").clientWidth - 90; // beside an axis
   for (const [id, chart] of Object.entries(page.charts)) {
     chart.width = Math.min(chart.width, Math.max(room, 120));
     const datasets = {...chart.datasets};
