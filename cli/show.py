@@ -44,7 +44,7 @@ def show(
         check_replaceable(html, "--html", "page")
     found = load_plan(plan_file(plan))
     if html is not None:
-        _write_page(found, html, profile, curve)
+        _write_page(found, str(plan), html, profile, curve)
     if as_json:
         from sparsekv.plans.show import summary
 
@@ -66,7 +66,7 @@ def _print(plan: Plan, full: bool, place: str) -> None:
     emit("\n".join(("", *verdict(plan, place))))
 
 
-def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:
+def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve: Path | None) -> None:
     try:
         from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
@@ -79,7 +79,7 @@ def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None
 
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(plan, profile) if profile else None
-    write_bytes(html, report(plan, profiled, points).encode())
+    write_bytes(html, report(plan, place, profiled, points).encode())
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:
