@@ -238,7 +238,8 @@ class Subject:
         device = "auto" if device_map and not flags.is_given("device") else asked.device
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_config, load_model, torch_device
+        from sparsekv.kernels.backends import choose_backend
+        from sparsekv.runtime.hf.load import load_config, load_model, torch_device, torch_dtype
         from sparsekv.runtime.model_config import describe_config, dtype_name
 
         if not sys.stderr.isatty():
@@ -247,8 +248,11 @@ class Subject:
         with self._saying_whose_model():
             source = resolve_model(self.model)
             config = load_config(source)
+        info = describe_config(config, source.path_or_id)
+        if asked.backend != "auto":
+            choose_backend(target, torch_dtype(asked.dtype, config, target), info.attention[0].head_dim, asked.backend)
         if check is not None:
-            check(describe_config(config, source.path_or_id), target.type)
+            check(info, target.type)
         with self._saying_whose_model():
             loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
         if source.is_gguf:

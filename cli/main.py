@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -26,7 +27,7 @@ from sparsekv.cli.output import (
     report,
     show_warning,
 )
-from sparsekv.plans.errors import BackendError, UsageError
+from sparsekv.plans.errors import BackendError, UsageError, did_you_mean
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -126,11 +127,13 @@ def _telling_usage(ctx: Any) -> Iterator[None]:
     try:
         yield
     except _WrongUsage as error:
-        error.message = escaped(error.message)  # type: ignore[attr-defined]
+        told: str = error.message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+        found, *choices = re.findall("'([^']*)'", told) if "is not one of" in told else [""]
+        error.message = escaped(told + did_you_mean(found, choices))  # type: ignore[attr-defined]
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
-            told = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
-            emit_json({"error": told})
+            data = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
+            emit_json({"error": data})
         raise
 
 

@@ -12,7 +12,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, install_command
 
 if TYPE_CHECKING:
     from sparsekv.planner.profile.profile_data import Profile
@@ -71,8 +71,7 @@ def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve:
         from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"expected the packages that --html needs, found no {error.name}; "
-            "install them: pip install 'sparsekv[report]'"
+            f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
         ) from error
     from sparsekv.bench.curve_file import read_curve
     from sparsekv.plans.files import write_bytes

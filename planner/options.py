@@ -25,7 +25,7 @@ from sparsekv.planner.flags import (
     text,
     words,
 )
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
@@ -38,7 +38,10 @@ PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.publishe
 
 def _known(name: str) -> str:
     if name not in KNOWN_FAMILIES:
-        raise ValueError(f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}")
+        meant = did_you_mean(name, KNOWN_FAMILIES)
+        raise ValueError(
+            f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}{meant}"
+        )
     return name
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 
 PLAN_NAME = "sparsekv.yaml"
 SHIPPED = "tiny-retriever"
@@ -138,7 +137,7 @@ def _refuse_path(name: str, path: Path) -> None:
         raise UsageError(f"expected a model folder, hub id or alias, found the file {path}; name the folder around it")
     if names_gguf(name):
         raise UsageError(f"expected a GGUF file at {path}, found none; check the path")
-    if name.startswith((".", "/", "~")):
+    if name.startswith((".", "/", "~")) or ("/" in name and os.path.isdir(path.parts[0])):
         raise UsageError(f"expected a model folder at {path}, found none; check the path")
     if not is_hub_id(name):
         raise UsageError(_unknown(name))
@@ -156,10 +155,9 @@ def _shipped() -> Path:
 
 def _unknown(name: str) -> str:
     names = [alias.name for alias in ALIASES]
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    meant = f" Did you mean {', '.join(near)}?" if near else ""
-    meant += " A plan is named with --plan FILE." if name.endswith((".yaml", ".yml")) else ""
+    meant = did_you_mean(name, names)
+    meant += "; a plan is named with --plan FILE" if name.endswith((".yaml", ".yml")) else ""
     return (
-        f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}.{meant}\n"
+        f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}{meant}\n"
         f"Aliases: {', '.join(names)}"
     )

@@ -294,6 +294,9 @@ def _unsupported(plan: Plan) -> Iterator[str]:
     for number, group in enumerate(plan.model.attention):
         if group.kind == "linear":
             yield f"model.attention[{number}]: linear attention (layers {format_ids(group.layers)})"
+    if plan.prefill and plan.prefill.tile.query % plan.prefill.tile.key:
+        tile = plan.prefill.tile
+        yield f"prefill.tile: {tile.query} x {tile.key}; only 64 x 64, 128 x 64 and 128 x 128 are executed"
     for number, rule in enumerate(plan.kv_cache or ()):
         if rule.keep != "all":
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"
@@ -339,9 +342,9 @@ def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
             "whether its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
         ),
         "other": (
-            f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, "
-            "another quantisation, or a float32 checkpoint in float16?); the plan runs, but its quality was not measured "
-            "on these weights: `sparsekv verify` does"
+            f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, another "
+            "quantisation, or a float32 checkpoint in float16?); the plan runs, but its quality was not measured on "
+            "these weights: `sparsekv verify` does"
         ),
     }
     return [told[difference]] if difference else []

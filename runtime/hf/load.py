@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from sparsekv.plans.aliases import ModelSource, resolve_model
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.describe import describe_model
@@ -97,7 +97,7 @@ def _check_device_map(device_map: str, device: str) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise UsageError(
             "expected accelerate, by which transformers spreads a model over devices, found it missing; "
-            "pip install 'sparsekv[spread]'"
+            f"{install_command('spread')}"
         )
 
 
