@@ -76,6 +76,19 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
     assert sparsekv("run", folder, "--prompt-file", "-", *FEW).out == expected
 
 
+@pytest.mark.parametrize(
+    ("end", "left"), [("", ""), ("\n", ""), ("\r\n", ""), ("\n\n", "\n"), (" ", " ")], ids=repr
+)
+def test_one_newline_at_the_end_of_a_file_or_of_standard_input_is_no_part_of_the_prompt(tmp_path, stdin, end, left):
+    from sparsekv.cli.prompts import given_prompt
+
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(f"a\nb{end}".encode())
+    stdin(file.read_bytes())
+    assert given_prompt(None, file) == given_prompt(None, None) == f"a\nb{left}"
+    assert given_prompt(f"a{end}", None) == f"a{end}"
+
+
 def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
     read, write = os.pipe()
     os.write(write, PROMPT.encode())
