@@ -106,7 +106,9 @@ def run(flags: RunFlags) -> None:
     if text is None:
         _talk(session)
     elif flags.compare:
-        dense_answer, sparse_answer = session.dense_and_sparse(text)
+        from sparsekv.planner.progress import BarProgress
+
+        dense_answer, sparse_answer = session.dense_and_sparse(text, BarProgress())
         if flags.as_json:
             emit_json(_comparison(dense_answer, sparse_answer))
         else:

@@ -49,11 +49,13 @@ _NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
 _UNSOLVED = "dense solves no task here: how far the plan is from dense was measured, what it does to answers was not"
 
 
-def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
     """Plans a model: `sparsekv.plan_model`.
 
     Args:
         model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        progress: where to report the stages, which take minutes; `sparsekv.planner.progress.BarProgress()` shows them
+            on standard error, None nowhere.
         **options: fields of `PlanOptions`.
 
     Returns:
@@ -65,7 +67,8 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
-    return compile_plan(job_of(_loaded(model, tokenizer, asked), asked)).plan
+    job = job_of(_loaded(model, tokenizer, asked), asked, progress=progress)
+    return compile_plan(job, progress=progress).plan
 
 
 def compile_plan(
@@ -230,7 +233,7 @@ class PlanResult:
 
     Attributes:
         plan: the plan; its status says whether it was shown to keep its gates.
-        seconds: of the whole run.
+        seconds: of compiling, without loading the model.
         attempts: plans that were run on held-out prompts.
         remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
             or denser to meet the gate, heads that run dense, and what could not be predicted.

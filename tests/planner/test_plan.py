@@ -303,10 +303,14 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     assert loaded.model.config._attn_implementation == "sdpa"
 
 
-def test_the_facade_plans_a_loaded_model(loaded: LoadedModel) -> None:
+def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) -> None:
+    progress = Counting()
     options = {"lengths": (1024,), "crossover": False, "tile": OPTIONS.tile, "tasks": OPTIONS.tasks, "samples": 1}
-    plan = sparsekv.plan_model(loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), **options)
+    plan = sparsekv.plan_model(
+        loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), progress=progress, **options
+    )
     assert plan.decode is not None
+    assert {"profile", "cost", "filter layers"} <= {*progress.stages}
     with pytest.raises(UsageError, match="tokenizer"):
         sparsekv.plan_model(loaded.model)
 
