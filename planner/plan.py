@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
@@ -43,6 +45,7 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.machine_load import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
 _NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
@@ -67,8 +70,9 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
-    job = job_of(_loaded(model, tokenizer, asked), asked, progress=progress)
-    return compile_plan(job, progress=progress).plan
+    loaded = _loaded(model, tokenizer, asked)
+    warn_of_spinning(loaded.model.device)
+    return compile_plan(job_of(loaded, asked, progress=progress), progress=progress).plan
 
 
 def compile_plan(
@@ -98,6 +102,7 @@ def compile_plan(
         write_measured(job.given or measured, profile_out)
     job = replace(job, options=with_reached_densities(job.options, measured))
     cost = job.cost or _measured_cost(job, measured, stages)
+    beside = () if job.cost else _beside_others(job.subject.model.device)
     if cost_out is not None:
         write_measured(cost, cost_out)
     found = _verified(job, measured, cost, stages)
@@ -106,6 +111,7 @@ def compile_plan(
         *after_a_missed_gate(job.options, set(found.options.dense)),
         *tightened_remarks(job.options, found.options, measured),
         *plan_remarks(found.plan, found.options, measured, cost),
+        *beside,
         *job.remarks,
     )
     return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks)
@@ -146,6 +152,13 @@ def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
         host=job.host,
         progress=stages,
     )
+
+
+def _beside_others(device: torch.device) -> tuple[str, ...]:
+    """A line where the device cost was measured just now beside other work."""
+    load = overload(device)
+    said = f"predictions are from a busy machine ({load} while it was measured): plan again where nothing else runs"
+    return (said,) if load else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,6 +315,16 @@ def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) 
         sparsekv.plan_model(loaded.model)
 
 
+@pytest.mark.parametrize("load", [0.0, 999.0])
+def test_predictions_that_were_measured_beside_other_work_are_said_to_be(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, DeviceCost], load: float
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    options = quick_options(verify_samples=0, phases=("decode",))
+    job = job_of(loaded, options, profile=measured[0])
+    assert any("load 999.0" in line for line in compile_plan(job).remarks) is bool(load)
+
+
 def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:
     options = quick_options(preset="minference", tile=None, target_density=(), levels=(), tasks=OPTIONS.tasks)
     found = profile(bare_job(loaded, settle(options, 4096, "cpu")))
