@@ -16,7 +16,8 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
     """The prompt of a call, or None where a person at a terminal is to be asked for it.
 
     Args:
-        file: a file that holds it; `-` is standard input.
+        file: a file that holds it; `-` is standard input. Of both, one newline at the end is left out: `echo` and
+            editors add it, and a model goes on behind it in another way.
 
     Raises:
         UsageError: text and file are both given, or the file cannot be read.
@@ -29,10 +30,10 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         # What an argument holds beside UTF-8 reaches us as escapes that no tokenizer takes.
         return _text(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None and str(file) != "-":
-        return _text_of(file)
+        return _without_newline(_text_of(file))
     if file is None and stream.isatty():
         return None
-    return _text(stream.buffer.read(MAX_BYTES + 1), "standard input")
+    return _without_newline(_text(stream.buffer.read(MAX_BYTES + 1), "standard input"))
 
 
 def typed_prompt() -> str | None:
@@ -83,6 +84,10 @@ def _text_of(file: Path) -> str:
     except OSError as error:
         raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
     return _text(data, str(file))
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def _text(data: bytes, source: str) -> str:

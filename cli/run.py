@@ -31,7 +31,12 @@ class RunFlags(Subjects, Placement, Hardware, Output):
 
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
-        Path | None, Flag("A file with the prompt; - is stdin.", ("--prompt-file", "-f"), "FILE")
+        Path | None,
+        Flag(
+            "A file with the prompt; - is stdin, also without it. One newline at the end is left out.",
+            ("--prompt-file", "-f"),
+            "FILE",
+        ),
     ] = None
     raw: Annotated[bool, Flag("Do not apply the model's chat template.")] = False
     dense: Annotated[bool, Flag("Run without the plan.")] = False
@@ -103,7 +108,9 @@ def run(flags: RunFlags) -> None:
     if text is None:
         _talk(session)
     elif flags.compare:
-        dense_answer, sparse_answer = session.dense_and_sparse(text)
+        from sparsekv.planner.progress import BarProgress
+
+        dense_answer, sparse_answer = session.dense_and_sparse(text, BarProgress())
         if flags.as_json:
             emit_json(_comparison(dense_answer, sparse_answer))
         else:

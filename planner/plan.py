@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
@@ -43,18 +45,21 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.machine_load import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
 _NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
 _UNSOLVED = "dense solves no task here: how far the plan is from dense was measured, what it does to answers was not"
 
 
-def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
     """Plans a model: `sparsekv.plan_model`.
 
     Args:
         model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
             tokenizer.
+        progress: where to report the stages, which take minutes; `sparsekv.planner.progress.BarProgress()` shows them
+            on standard error, None nowhere.
         **options: fields of `PlanOptions`.
 
     Returns:
@@ -66,7 +71,9 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
-    return compile_plan(job_of(_loaded(model, tokenizer, asked), asked)).plan
+    loaded = _loaded(model, tokenizer, asked)
+    warn_of_spinning(loaded.model.device)
+    return compile_plan(job_of(loaded, asked, progress=progress), progress=progress).plan
 
 
 def compile_plan(
@@ -96,6 +103,7 @@ def compile_plan(
         write_measured(job.given or measured, profile_out)
     job = replace(job, options=with_reached_densities(job.options, measured))
     cost = job.cost or _measured_cost(job, measured, stages)
+    beside = () if job.cost else _beside_others(job.subject.model.device)
     if cost_out is not None:
         write_measured(cost, cost_out)
     found = _verified(job, measured, cost, stages)
@@ -104,6 +112,7 @@ def compile_plan(
         *after_a_missed_gate(job.options, set(found.options.dense)),
         *tightened_remarks(job.options, found.options, measured),
         *plan_remarks(found.plan, found.options, measured, cost),
+        *beside,
         *job.remarks,
     )
     return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks)
@@ -144,6 +153,13 @@ def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
         host=job.host,
         progress=stages,
     )
+
+
+def _beside_others(device: torch.device) -> tuple[str, ...]:
+    """A line where the device cost was measured just now beside other work."""
+    load = overload(device)
+    said = f"predictions are from a busy machine ({load} while it was measured): plan again where nothing else runs"
+    return (said,) if load else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +247,7 @@ class PlanResult:
 
     Attributes:
         plan: the plan; its status says whether it was shown to keep its gates.
-        seconds: of the whole run.
+        seconds: of compiling, without loading the model.
         attempts: plans that were run on held-out prompts.
         remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
             or denser to meet the gate, heads that run dense, and what could not be predicted.

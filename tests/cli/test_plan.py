@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
+from sparsekv.cli.arguments import Subject
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.schema import Measurement, Quality
@@ -62,6 +64,19 @@ def test_a_plan_is_measured_and_written_and_described(sparsekv, model, measured,
     assert load_plan(out).status == done.data["status"] == "unverified"
     assert 0 < done.data["prefill_density"] < 1
     assert done.data["quality"]["prefill"]["tasks"]["kv_retrieval"]["samples"] == 1
+
+
+def test_the_seconds_that_are_told_count_loading(sparsekv, model, measured, out, monkeypatch):
+    clock, load = [0.0], Subject.load
+
+    def loading(*arguments):
+        clock[0] += 100
+        return load(*arguments)
+
+    monkeypatch.setattr(Subject, "load", loading)
+    monkeypatch.setattr("sparsekv.cli.plan.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *LOOSE, "--json")
+    assert done.data["seconds"] == 100
 
 
 def test_without_verification_the_plan_says_that_nobody_measured_it(sparsekv, model, measured, out):

@@ -76,6 +76,17 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
     assert sparsekv("run", folder, "--prompt-file", "-", *FEW).out == expected
 
 
+@pytest.mark.parametrize(("end", "left"), [("", ""), ("\n", ""), ("\r\n", ""), ("\n\n", "\n"), (" ", " ")], ids=repr)
+def test_one_newline_at_the_end_of_a_file_or_of_standard_input_is_no_part_of_the_prompt(tmp_path, stdin, end, left):
+    from sparsekv.cli.prompts import given_prompt
+
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(f"a\nb{end}".encode())
+    stdin(file.read_bytes())
+    assert given_prompt(None, file) == given_prompt(None, None) == f"a\nb{left}"
+    assert given_prompt(f"a{end}", None) == f"a{end}"
+
+
 def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
     read, write = os.pipe()
     os.write(write, PROMPT.encode())
@@ -175,6 +186,24 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert data["dense"]["kv_bytes_host"] == 0
     text = sparsekv("run", folder, "--prompt", PROMPT, "--compare", *FEW).out
     assert "prefill density" in text
+
+
+def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
+    from progress import Counting
+
+    from sparsekv.cli.chat import Session
+    from sparsekv.runtime.hf.load import load_model
+
+    loaded, progress = load_model(str(folder)), Counting()
+    session = Session(loaded, sparse_plan(loaded.model), max_new_tokens=4, chat=False)
+    answers = session.dense_and_sparse(PROMPT, progress)
+    warm_up, runs = [], []
+    for side in ("dense", "sparse"):
+        warm_up.append(f"{side}: warm-up")
+        runs += [f"{side}: prefill", f"{side}: tokens"]
+    assert progress.stages == warm_up + runs
+    assert progress.done == sum(answer.generation.new_tokens for answer in answers)
+    assert progress.total == 2 * 4
 
 
 def test_compare_finds_no_difference_where_the_plan_computes_everything(sparsekv, copy):

@@ -303,12 +303,26 @@ def test_an_interruption_in_any_stage_leaves_whole_files_and_the_model_as_it_was
     assert loaded.model.config._attn_implementation == "sdpa"
 
 
-def test_the_facade_plans_a_loaded_model(loaded: LoadedModel) -> None:
+def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) -> None:
+    progress = Counting()
     options = {"lengths": (1024,), "crossover": False, "tile": OPTIONS.tile, "tasks": OPTIONS.tasks, "samples": 1}
-    plan = sparsekv.plan_model(loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), **options)
+    plan = sparsekv.plan_model(
+        loaded.model, loaded.tokenizer, verify_samples=0, phases=("decode",), progress=progress, **options
+    )
     assert plan.decode is not None
+    assert {"profile", "cost", "filter layers"} <= {*progress.stages}
     with pytest.raises(UsageError, match="tokenizer"):
         sparsekv.plan_model(loaded.model)
+
+
+@pytest.mark.parametrize("load", [0.0, 999.0])
+def test_predictions_that_were_measured_beside_other_work_are_said_to_be(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, DeviceCost], load: float
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    options = quick_options(verify_samples=0, phases=("decode",))
+    job = job_of(loaded, options, profile=measured[0])
+    assert any("load 999.0" in line for line in compile_plan(job).remarks) is bool(load)
 
 
 def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:
