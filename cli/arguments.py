@@ -236,7 +236,8 @@ class Subject:
         device = "auto" if device_map and not flags.is_given("device") else asked.device
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_config, load_model, torch_device
+        from sparsekv.kernels.backends import choose_backend
+        from sparsekv.runtime.hf.load import load_config, load_model, torch_device, torch_dtype
         from sparsekv.runtime.model_config import describe_config
 
         if not sys.stderr.isatty():
@@ -245,7 +246,12 @@ class Subject:
         if check is not None:
             with self._saying_whose_model():
                 config = load_config(self.model)
-            check(describe_config(config, resolve_model(self.model).path_or_id), target.type)
+            info = describe_config(config, resolve_model(self.model).path_or_id)
+            check(info, target.type)
+            if asked.backend != "auto" and not flags.typed("dense"):
+                choose_backend(
+                    target, torch_dtype(asked.dtype, config, target), info.attention[0].head_dim, asked.backend
+                )
         with self._saying_whose_model():
             return load_model(self.model, device=device, dtype=asked.dtype, device_map=device_map)
 

@@ -161,11 +161,15 @@ class Session:
         without = replace(self, plan=None)
         prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
         beginning = prompt[: self.warm_up_length(len(prompt))]
+        tell("compare: warming up both; then dense is timed, then sparse")
         for session in (without, self):
             with session.applied() as handle:
                 cache = session.new_cache(handle, len(beginning), 2, at_most=self.tokens(prompt), say=False)
                 generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk, cache=cache)
-        return without.once(text), self.once(text)
+        tell(f"compare: dense answers a prompt of {len(prompt):,} tokens ...")
+        dense = without.once(text)
+        tell(f"compare: dense answered ({dense.as_line()}); sparse answers ...")
+        return dense, self.once(text)
 
     def warm_up_length(self, tokens: int) -> int:
         """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,8 +124,12 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
     if not real.parent.is_dir():
         raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
-    if not os.access(real.parent, os.W_OK):
-        raise UsageError(f"expected a folder that can be written, found {real.parent}; choose another one")
+    try:
+        tempfile.TemporaryFile(dir=real.parent).close()  # permissions do not tell: /proc, or a read-only file system
+    except OSError as error:
+        raise UsageError(
+            f"expected a folder that can be written, found {real.parent}: {error.strerror}; choose another one"
+        ) from None
 
 
 _HEAD = 1 << 20  # bytes of a file that tell its kind

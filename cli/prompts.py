@@ -15,6 +15,8 @@ MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills
 def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = None) -> str | None:
     """The prompt of a call, or None where a person at a terminal is to be asked for it.
 
+    One newline at the end of a file or of standard input is no part of it: editors and `echo` put it there.
+
     Args:
         file: a file that holds it; `-` is standard input.
 
@@ -29,10 +31,10 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         # What an argument holds beside UTF-8 reaches us as escapes that no tokenizer takes.
         return _text(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None and str(file) != "-":
-        return _text_of(file)
+        return _without_newline(_text_of(file))
     if file is None and stream.isatty():
         return None
-    return _text(stream.buffer.read(MAX_BYTES + 1), "standard input")
+    return _without_newline(_text(stream.buffer.read(MAX_BYTES + 1), "standard input"))
 
 
 def typed_prompt() -> str | None:
@@ -74,6 +76,10 @@ def _prompt(file: Path, number: int, line: str) -> str:
     if not isinstance(prompt, str) or not prompt.strip() or not isinstance(answer, str):
         raise PromptError(f"{expected}, found {line.strip()[:60]}")
     return prompt + answer
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _text_of(file: Path) -> str:

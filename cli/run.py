@@ -31,7 +31,8 @@ class RunFlags(Subjects, Placement, Hardware, Output):
 
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
-        Path | None, Flag("A file with the prompt; - is stdin.", ("--prompt-file", "-f"), "FILE")
+        Path | None,
+        Flag("A file with the prompt; - is stdin. One newline at the end is dropped.", ("--prompt-file", "-f"), "FILE"),
     ] = None
     raw: Annotated[bool, Flag("Do not apply the model's chat template.")] = False
     dense: Annotated[bool, Flag("Run without the plan.")] = False

@@ -148,7 +148,14 @@ class Options(BaseModel):
         if first["type"] == "value_error":
             return f"{cls.flag_of(name)}: {first['ctx']['error']}"
         expected = first["msg"].replace("Input should be", "expected")
-        return f"{cls.flag_of(name)}: {expected}, found {first['input']!r:.60}"
+        known = re.findall(r"'([^']+)'", expected) if first["type"] == "literal_error" else []
+        return f"{cls.flag_of(name)}: {expected}, found {first['input']!r:.60}{did_you_mean(first['input'], known)}"
+
+
+def did_you_mean(found: object, known: Iterable[str]) -> str:
+    """What ends a message about a name that is none of those known; empty where none is near."""
+    near = get_close_matches(str(found).lower(), known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 # --- what texts mean --------------------------------------------------------------------------------------------------

@@ -39,11 +39,12 @@ from sparsekv.runtime.hf.load import LoadedModel, load_model
 MOST_ATTEMPTS = 6
 
 
-def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
     """Plans a model: `sparsekv.plan_model`.
 
     Args:
         model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        progress: where to report, such as `sparsekv.planner.progress.BarProgress()`; nowhere when None.
         **options: fields of `PlanOptions`.
 
     Returns:
@@ -54,7 +55,8 @@ def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
-    return compile_plan(job_of(_loaded(model, tokenizer, asked), asked)).plan
+    job = job_of(_loaded(model, tokenizer, asked), asked, progress=progress)
+    return compile_plan(job, progress=progress).plan
 
 
 def compile_plan(

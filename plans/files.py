@@ -34,6 +34,8 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         PlanError: it is longer, or it is not text.
     """
     try:
+        if not stat.S_ISREG(mode := os.stat(path).st_mode) and not stat.S_ISDIR(mode):  # opening it may wait for ever
+            raise UsageError(f"{path}: expected a regular file, found a pipe, socket or device; name a file")
         with open(path, "rb") as file:
             data = file.read(limit + 1)
     except IsADirectoryError:
@@ -214,10 +216,10 @@ def _what(data: dict[str, Any]) -> str:
     if kind is None and ("model_type" in data or "architectures" in data):
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
     if kind is None:
-        return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
+        return "a mapping without `kind`; this is not a file of sparsekv"
     if isinstance(kind, str) and kind.startswith("sparsekv."):
         return f"another file of sparsekv (kind: {printable(kind[:50])}); name the plan instead"
-    return f"kind {kind!r:.60}, which is not a file of sparsekv"
+    return "another `kind`; this is not a file of sparsekv"
 
 
 def dump_plan(plan: Plan) -> str:
