@@ -249,7 +249,7 @@ class Subject:
             source = resolve_model(self.model)
             config = load_config(source)
         info = describe_config(config, source.path_or_id)
-        if asked.backend != "auto":
+        if asked.backend != "auto" and not flags.typed("dense"):
             choose_backend(target, torch_dtype(asked.dtype, config, target), info.attention[0].head_dim, asked.backend)
         if check is not None:
             check(info, target.type)

@@ -121,15 +121,21 @@ def _check_working_folder() -> None:
         raise UsageError("the working folder no longer exists; change into one that does") from None
 
 
+def _with_suggestion(message: str) -> str:
+    """A message about a value that is none of the choices, with the nearest of them."""
+    parts = re.fullmatch(r"(?s).*'(.*)' is not one of (.*)\.", message)
+    if parts is None:
+        return message
+    return message.removesuffix(".") + (did_you_mean(parts[1], re.findall(r"'([^']+)'", parts[2])) or ".")
+
+
 @contextmanager
 def _telling_usage(ctx: Any) -> Iterator[None]:
     """Wrong usage as JSON, once, where that is asked for; people are told by typer, and nothing that moves a cursor."""
     try:
         yield
     except _WrongUsage as error:
-        told: str = error.message.removeprefix("Value error, ")  # type: ignore[attr-defined]
-        found, *choices = re.findall("'([^']*)'", told) if "is not one of" in told else [""]
-        error.message = escaped(told + did_you_mean(found, choices))  # type: ignore[attr-defined]
+        error.message = escaped(_with_suggestion(error.message))  # type: ignore[attr-defined]
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
             data = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]

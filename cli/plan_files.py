@@ -126,12 +126,11 @@ def check_writable(path: Path) -> None:
     if not real.parent.is_dir():
         raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
     try:
-        with tempfile.TemporaryFile(dir=real.parent):
-            pass
+        tempfile.TemporaryFile(dir=real.parent).close()  # permissions do not tell: /proc, or a read-only file system
     except OSError as error:
         raise UsageError(
             f"expected a folder that can be written, found {real.parent}: {error.strerror}; choose another one"
-        ) from error
+        ) from None
 
 
 _HEAD = 1 << 20  # bytes of a file that tell its kind

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.files import open_input
 
 MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills the memory of a machine
 
@@ -79,7 +80,7 @@ def _prompt(file: Path, number: int, line: str) -> str:
 
 def _text_of(file: Path) -> str:
     try:
-        with file.open("rb") as opened:  # may be a pipe
+        with open_input(file) as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error

@@ -137,8 +137,11 @@ def _refuse_path(name: str, path: Path) -> None:
         raise UsageError(f"expected a model folder, hub id or alias, found the file {path}; name the folder around it")
     if names_gguf(name):
         raise UsageError(f"expected a GGUF file at {path}, found none; check the path")
-    if name.startswith((".", "/", "~")) or ("/" in name and os.path.isdir(path.parts[0])):
-        raise UsageError(f"expected a model folder at {path}, found none; check the path")
+    first, *rest = name.split(os.sep)
+    if name.startswith((".", "/", "~")) or len(rest) > 1 or (rest and os.path.isdir(first)):
+        raise UsageError(
+            f"expected a model folder at {path}, found none; check the path (a hub id is organisation/name)"
+        )
     if not is_hub_id(name):
         raise UsageError(_unknown(name))
 

@@ -234,10 +234,10 @@ def _what(data: dict[str, Any]) -> str:
     if kind is None and ("model_type" in data or "architectures" in data):
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
     if kind is None:
-        return f"none among {len(data)} other fields"  # what is no plan may be a secret
+        return "a mapping without `kind`; this is not a file of sparsekv"
     if isinstance(kind, str) and kind.startswith("sparsekv."):
         return f"another file of sparsekv (kind: {printable(kind[:50])}); name the plan instead"
-    return f"kind {kind!r:.60}, which is not a file of sparsekv"
+    return "another `kind`; this is not a file of sparsekv"
 
 
 def dump_plan(plan: Plan) -> str:

@@ -294,9 +294,6 @@ def _unsupported(plan: Plan) -> Iterator[str]:
     for number, group in enumerate(plan.model.attention):
         if group.kind == "linear":
             yield f"model.attention[{number}]: linear attention (layers {format_ids(group.layers)})"
-    if plan.prefill and plan.prefill.tile.query % plan.prefill.tile.key:
-        tile = plan.prefill.tile
-        yield f"prefill.tile: {tile.query} x {tile.key}; only 64 x 64, 128 x 64 and 128 x 128 are executed"
     for number, rule in enumerate(plan.kv_cache or ()):
         if rule.keep != "all":
             yield f"kv_cache[{number}].keep: lossy retention (layers {format_ids(rule.layers)}); only `all` is executed"
