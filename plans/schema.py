@@ -291,8 +291,8 @@ def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
         ),
         "other": (
             f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, "
-            "another quantisation, or a float32 checkpoint in float16?); the plan runs, but its quality was not measured "
-            "on these weights: `sparsekv verify` does"
+            "another quantisation, or a float32 checkpoint in float16?); the plan runs, but its quality was not "
+            "measured on these weights: `sparsekv verify` does"
         ),
     }
     return [told[difference]] if difference else []
