@@ -214,7 +214,8 @@ def _check_config(config: PreTrainedConfig, where: str) -> None:
 def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
     folder = Path(found.path_or_id)
     missing = folder.is_dir() and not (folder / "tokenizer.json").exists()
-    what = f"its tokenizer ({'it has no tokenizer.json' if missing else 'tokenizer.json, tokenizer_config.json'})"
+    files = "its metadata" if found.is_gguf else "tokenizer.json, tokenizer_config.json"
+    what = f"its tokenizer ({'it has no tokenizer.json' if missing else files})"
     tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
         raise _unreadable(found, what, ValueError("it is empty"))

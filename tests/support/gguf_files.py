@@ -63,12 +63,12 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
-    visible = [chr(byte) if 33 <= byte <= 126 else chr(256 + byte) for byte in range(VOCABULARY - 3)]
+    visible = [chr(byte) if 33 <= byte <= 126 else chr(256 + byte) for byte in range(VOCABULARY - 4)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*visible, "ab", "<unk>", "</s>"])
+    writer.add_token_list([*visible, "ab", "abc", "<unk>", "</s>"])
     writer.add_token_types([1] * (VOCABULARY - 2) + [3, 3])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])
     writer.add_eos_token_id(VOCABULARY - 1)
     writer.add_bos_token_id(VOCABULARY - 1)
     writer.add_unk_token_id(VOCABULARY - 2)
