@@ -5,6 +5,7 @@ import json
 import pytest
 from plans_samples import small_plan
 
+from sparsekv.cli.arguments import Subject
 from sparsekv.plans.files import write_plan
 
 
@@ -60,6 +61,13 @@ def test_a_model_or_a_plan_that_is_missing_is_asked_for(sparsekv, tmp_path, argu
     done = sparsekv(*(part.format(tmp=tmp_path) for part in arguments))
     assert (done.code, done.out) == (2, "")
     assert asked.format(tmp=tmp_path) in done.err
+
+
+@pytest.mark.parametrize("name", ["", "model.gguf"])
+def test_the_plan_beside_a_gguf_file_is_its_plan(tmp_path, name):
+    (tmp_path / "model.gguf").touch()
+    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
+    assert Subject.named(str(tmp_path / name), None, None).path == tmp_path / "sparsekv.yaml"
 
 
 def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):

@@ -93,6 +93,7 @@ def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
         ("qwen", "Aliases: tiny-retriever, llama3-8b"),
         ("zzzz", "Aliases:"),
         ("plan.yaml", "--plan FILE"),
+        ("org/missing.gguf", "GGUF file"),
         ("a/b/c", "hub"),
         ("a b/c", "hub"),
         ("https://huggingface.co/Qwen/Qwen3-8B", "hub"),
