@@ -29,6 +29,7 @@ from sparsekv.runtime.hf.placement import OffloadMode
 _BEGINNING = 512
 _BEGINNING_COMPILED = 32768  # costs a GPU little
 _ALIKE = 16 * 128
+_STUCK = 32  # new tokens
 _Watch = AbstractContextManager[Callable[[], None]]
 _SHOWN_FROM = 1 << 30  # bytes of host memory, a second or two
 
@@ -61,6 +62,12 @@ class Answer:
         """Tokens a second of decode; the first token belongs to the prefill."""
         said = self.generation
         return f"{(said.new_tokens - 1) / said.decode_seconds:.1f}/s" if said.decode_seconds > 0 else "-"
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it ends in a token or two over and over, as of a model asked for what it was not trained on."""
+        last = self.generation.token_ids[-_STUCK:]
+        return len(last) == _STUCK and len({*last}) <= 2
 
     def facts(self) -> dict[str, str]:
         """What people compare, by name."""
@@ -173,6 +180,11 @@ class Session:
         dense, sparse = (session.once(text, watch=_watch(progress, name, most)) for name, session in sides.items())
         return dense, sparse
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether turns are told apart, by the model's chat template; else a conversation is one text."""
+        return self.chat and self.loaded.tokenizer.chat_template is not None
+
     def warm_up_length(self, tokens: int) -> int:
         """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
         least = _BEGINNING
@@ -252,7 +264,7 @@ class Conversation:
         tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]
         if len(messages) == 1:
             return encode_prompt(tokenizer, text, chat=self.session.chat)
-        if self.session.chat and tokenizer.chat_template is not None:
+        if self.session.has_turns:
             return encode_chat(tokenizer, messages)
         return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
 

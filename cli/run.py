@@ -166,7 +166,8 @@ def _talk(session: Session) -> None:
     from sparsekv.cli.chat import Conversation
     from sparsekv.cli.prompts import typed_prompt
 
-    tell("type a prompt; Ctrl-D ends")
+    one_text = "" if session.has_turns else "; without a chat template each turn goes on from the text before it"
+    tell(f"type a prompt; Ctrl-D ends{one_text}")
     with session.applied() as handle:
         conversation = Conversation(session, handle, turns=True)
         while True:
@@ -188,6 +189,8 @@ def _stream(text: str) -> None:
 def _tell(said: Answer) -> None:
     emit("")
     tell(said.as_line())
+    if said.is_stuck:
+        tell("the answer repeats itself to its end: this model was not trained for such a prompt or turn")
 
 
 # --- dense and sparse side by side ------------------------------------------------------------------------------------

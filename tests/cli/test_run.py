@@ -303,6 +303,24 @@ def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparse
     assert "100 tokens in" in done.err
 
 
+@pytest.mark.parametrize(
+    ("answer", "stuck"), [([7] * 40, True), ([1, 2] * 20, True), ([7] * 8, False), ([*range(40)], False)]
+)
+def test_an_answer_that_repeats_itself_to_its_end_is_told_apart(answer, stuck):
+    from sparsekv.cli.chat import Answer
+    from sparsekv.runtime.hf.generate import Generation
+
+    assert Answer(Generation("", (*range(100, 110), *answer), 1, 0.0, 0.0), 1.0, 0, 0).is_stuck is stuck
+
+
+def test_turns_of_a_model_without_a_template_are_said_to_be_one_text(sparsekv, folder, tmp_path, stdin):
+    chatty = save_model(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)
+    for arguments, is_said in (((folder,), True), ((chatty,), False), ((chatty, "--raw"), True)):
+        stdin(b"", terminal=True)
+        done = sparsekv("run", *arguments, "--dense")
+        assert ("chat template" in done.err) is is_said
+
+
 def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):
     from sparsekv.cli.chat import Conversation, Session
     from sparsekv.runtime.hf.load import load_model
