@@ -77,7 +77,7 @@ def test_a_device_map_that_is_none_is_refused(folder):
 
 def test_without_accelerate_a_device_map_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(UsageError, match=r"pip install 'sparsekv\[spread\]'"):
+    with pytest.raises(UsageError, match=r"pip install '.*\[spread\]'"):
         load_model(folder, device_map="auto")
 
 
