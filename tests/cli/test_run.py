@@ -186,6 +186,7 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert data["dense"]["kv_bytes_host"] == 0
     text = sparsekv("run", folder, "--prompt", PROMPT, "--compare", *FEW).out
     assert "prefill density" in text
+    assert "x as fast as dense" in text.splitlines()[-1]
 
 
 def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
