@@ -34,6 +34,7 @@ setup: $(READY)
 # torch first and by itself: the build that this machine's pip prefers (CPU or CUDA) then satisfies everything else.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV), once: $(TORCH) first (the largest download), then sparsekv with what its reports and tests need"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,test]'

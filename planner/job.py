@@ -226,7 +226,12 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
 
 def _checked(name: str, profile: Profile) -> str:
     """Compares the model of that name with the profile's, as far as can be told; a remark on how far that is."""
-    source = resolve_model(name)
+    try:
+        source = resolve_model(name)
+    except UsageError:
+        if name != profile.model.id:
+            raise
+        return _NO_CONFIG.format(name=name)
     try:
         config = load_config(source)
     except UsageError:

@@ -231,4 +231,4 @@ def test_a_missing_package_names_the_extra(sparsekv, files, tmp_path, monkeypatc
     found = sparsekv("show", files / "plan.yaml", "--html", tmp_path / "page.html")
     assert found.code == 2
     assert "altair" in found.err
-    assert "sparsekv[report]" in found.err
+    assert "[report]" in found.err

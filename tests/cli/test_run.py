@@ -98,10 +98,10 @@ def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
 def test_a_prompt_without_end_is_refused(sparsekv, copy, stdin):
     (copy / "model.safetensors").unlink()
     stdin(b"a" * ((64 << 20) + 1))
-    for arguments in (("--prompt-file", "/dev/zero"), ()):
+    for arguments, told in ((("--prompt-file", "/dev/zero"), "a device"), ((), "at most 67,108,864 bytes")):
         done = sparsekv("run", copy, *arguments)
         assert (done.code, done.out) == (2, "")
-        assert "at most 67,108,864 bytes" in done.err
+        assert told in done.err
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,7 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert data["dense"]["kv_bytes_host"] == 0
     text = sparsekv("run", folder, "--prompt", PROMPT, "--compare", *FEW).out
     assert "prefill density" in text
+    assert "x as fast as dense" in text.splitlines()[-1]
 
 
 def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):

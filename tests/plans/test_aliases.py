@@ -88,7 +88,7 @@ def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
         ("./missing", "missing"),
         ("/missing/folder", "/missing/folder"),
         ("~/missing-folder-of-a-test", "missing-folder-of-a-test"),
-        ("llama3-8", "Did you mean llama3-8b"),
+        ("llama3-8", "did you mean llama3-8b"),
         ("Llama-3.1-8B", "llama3.1-8b"),
         ("qwen", "Aliases: tiny-retriever, llama3-8b"),
         ("zzzz", "Aliases:"),

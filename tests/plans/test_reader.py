@@ -271,7 +271,7 @@ class TestFiles:
     def test_a_device_or_a_pipe_nobody_writes_to_is_not_waited_for(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         for path in ("/dev/zero", tmp_path / "pipe"):
-            with pytest.raises(UsageError, match="regular file"):
+            with pytest.raises(UsageError, match="expected a file"):
                 load_plan(path)
 
     @pytest.mark.parametrize("text", ["hunter2: x\n", "kind: hunter2\n", "hunter2: 1\nhunter2: 2\n", "a: !hunter2 b\n"])
