@@ -209,14 +209,14 @@ def _draw(found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, o
     while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
         for length in sorted({length for lengths in wanted.values() for length in lengths}):
             if found.looks and time.monotonic() > deadline:
-                return
+                break
             count = int(min(most - drawn[length], _rounds(samples, evaluator)))
             asked = replace(samples, samples=count, first=drawn[length])
             names = [name for phase in wanted for name in (phase, _floor(phase)) if length in wanted[phase]]
             _compare(found, evaluator, asked, length, kit, names, step)
             drawn[length] += count
         found.look(found.phases)
-        wanted = found.undecided
+        wanted = found.undecided if time.monotonic() < deadline else {}
 
 
 def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
@@ -268,12 +268,14 @@ def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
         others = f" ({len(open_) - 1} more figures are undecided)" if len(open_) > 1 else ""
         yield f"undecided: {line_of(*hardest)}{others}"
     for phase in found.phases:
-        floor = merged(found.of(_floor(phase))).kl
-        if floor > _BROKEN_FLOOR:
-            yield (
-                f"{phase}: with every tile computed the kernels are {floor:.3g} nats from the model's own attention, "
-                "which is no rounding; see `sparsekv doctor`, or use another --backend"
-            )
+        for floor in found.of(_floor(phase)):
+            broken = sum(one.flipped for one in floor.outcomes) > options.gate.max_failed * len(floor.outcomes)
+            if broken or floor.kl > _BROKEN_FLOOR:
+                yield (
+                    f"{phase} at {format_length(floor.lengths[0])}: with every tile computed the kernels are "
+                    f"{floor.kl:.3g} nats from the model's own attention, or pick other first tokens, which is no "
+                    "rounding; see `sparsekv doctor`, or use another --backend"
+                )
     yield from _untouched(plan, found)
     if not options.gate.is_strict:
         yield "the gates are looser than the defaults; leave them out to have the plan verified"
@@ -347,7 +349,7 @@ def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
         after, before = 0, None
         for bucket in part.lengths if part else ():
             end, longest = _end(plan, bucket), bucket.up_to or plan.model.context_length
-            continued = isinstance(bucket, PrefillBucket) and (bucket.same_as or _continues(bucket, before))
+            continued = isinstance(bucket, PrefillBucket) and _continues(bucket, before)
             was_run = any(max(after, _NEAR_END * end) < length <= longest for length in run)
             if is_sparse_at(bucket, longest) and not (continued or was_run):
                 reached, least = _range(after, bucket.up_to), format_length(max(after + 1, math.ceil(_NEAR_END * end)))
@@ -376,9 +378,10 @@ def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> li
 
 
 def _continues(bucket: PrefillBucket, before: object) -> bool:
-    """Whether an extrapolated bucket has the tokens that the one before it has at its end, as shares of the context."""
-    if not (bucket.extrapolated and isinstance(before, PrefillBucket) and before.up_to):
-        return False
+    """Whether an extrapolated bucket is as another, or has the tokens that the one before it has at its end, as shares
+    of the context."""
+    if bucket.same_as or not (bucket.extrapolated and isinstance(before, PrefillBucket) and before.up_to):
+        return bucket.extrapolated and bucket.same_as is not None
     length = before.up_to
     at_its_end = (group.model_copy(update={"pattern": group.pattern.of_context(length)}) for group in bucket.heads)
     return tuple(at_its_end) == before.heads

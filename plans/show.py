@@ -144,7 +144,7 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     """Four lines: what is sparse and what it is predicted to gain, the status with its reason, the next command."""
     is_done = plan.status == "verified" or all(bucket.dense for bucket in plan.buckets)  # dense is nothing to verify
-    command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write"
+    command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
     if not reason and found:

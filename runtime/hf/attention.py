@@ -25,7 +25,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype
+from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype, is_autocast
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
@@ -120,7 +120,7 @@ class Pass:
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Inside it, kernels get the dtypes that they ask for: scores in float32 above all."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if is_autocast(kind) else nullcontext()
 
 
 def check_layer(expected: int, found: int | None) -> None:

@@ -72,7 +72,12 @@ class Progress:
 def attention_dtype(new: torch.Tensor) -> torch.dtype:
     """In which tokens attend: that of autocast where it is on, as in torch's own attention, else their own."""
     kind = new.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else new.dtype
+    return torch.get_autocast_dtype(kind) if is_autocast(kind) else new.dtype
+
+
+def is_autocast(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; some, such as "meta", have none."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class SparseLayer(CacheLayerMixin):

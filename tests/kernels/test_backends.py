@@ -41,7 +41,7 @@ def test_a_gpu_gets_triton_and_is_told_about_flash(gpu) -> None:
     gpu(9, 0)
     choice = choose_backend("cuda", torch.bfloat16, 128)
     assert choice.name == "triton"
-    assert "pip install 'sparsekv[flash]'" in dict(choice.rejected)["flash"]
+    assert "[flash]'" in dict(choice.rejected)["flash"]
     gpu(8, 6)
     assert "found 8.6" in dict(choose_backend("cuda", torch.bfloat16, 128).rejected)["flash"]
 
@@ -144,7 +144,7 @@ def test_flash_asked_for_where_it_cannot_run_says_why(dtype, head_dim: int, tile
         ((8, 0), "9.0 \\(Hopper\\), found 8.0"),
         ((10, 0), "per 256"),
         ((12, 0), "12.0"),
-        ((9, 0), "flash-attn-4 is not installed .pip install 'sparsekv\\[flash\\]'"),
+        ((9, 0), "flash-attn-4 is not installed .pip install .*flash"),
     ],
     ids=str,
 )
