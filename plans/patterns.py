@@ -18,8 +18,17 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field
 
-from sparsekv.plans.budget import Budget, TileShape, fraction, tokens
-from sparsekv.plans.pattern_family import Grid, PatternFamily, Planting, SizeRange, Structure
+from sparsekv.plans.pattern_family import (
+    Budget,
+    Grid,
+    PatternFamily,
+    Planting,
+    SizeRange,
+    Structure,
+    TileShape,
+    fraction,
+    tokens,
+)
 from sparsekv.plans.types import Share
 
 __all__ = [

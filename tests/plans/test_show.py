@@ -9,7 +9,7 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
-from sparsekv.plans.budget import TileShape
+from sparsekv.plans.pattern_family import TileShape
 from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.show import describe, summary, verdict
