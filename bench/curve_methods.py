@@ -34,7 +34,7 @@ from sparsekv.bench.baselines.prefill_rules import (
     static_at_density,
 )
 from sparsekv.bench.baselines.rounding import Rounded
-from sparsekv.kernels.index.tile_scores import ScoreKind
+from sparsekv.kernels.index.adaptive import ScoreKind
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line
 from sparsekv.planner.cost.predict import DENSE, ScoreTables
@@ -43,8 +43,7 @@ from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family, Phase, PlanOptions
 from sparsekv.planner.profile.calibration import Calibration
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile, for_profile
-from sparsekv.planner.settled import settle
-from sparsekv.planner.targets import density_for, mandatory_density
+from sparsekv.planner.settled import density_for, mandatory_density, settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment

@@ -137,7 +137,7 @@ def prefill(flags: PrefillFlags) -> None:
     from sparsekv.bench.hand_plans import FAMILIES, hand_plan
     from sparsekv.bench.prefill import COLUMNS, PrefillBench, bench_prefill
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.targets import density_for
+    from sparsekv.planner.settled import density_for
 
     how = {"longest": max(wanted), "layers": flags.layers, "seed": flags.seed}
     subject, words = subject_of(flags, hardware, precision, **how), "given"

@@ -45,7 +45,7 @@ def serve(flags: ServeFlags) -> None:
     from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan
     from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model, start_engines
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.planner.targets import density_for
+    from sparsekv.planner.settled import density_for
     from sparsekv.runtime.vllm.engine_facts import check_installed
 
     check_installed()

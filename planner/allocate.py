@@ -38,8 +38,7 @@ from sparsekv.planner.cost.predict import (
 )
 from sparsekv.planner.options import Family
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.planner.settled import Settled
-from sparsekv.planner.targets import ROUNDING, mandatory_density, too_low
+from sparsekv.planner.settled import ROUNDING, Settled, mandatory_density, too_low
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.phases import HeadGroup, PrefillBucket, PrefillPlan

@@ -8,7 +8,9 @@ so that a plan always comes out.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.measure import measure_cost
 from sparsekv.planner.cost.predict import predict
-from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode, tries_decode
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
@@ -30,7 +31,7 @@ from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.refine import refine, refines
-from sparsekv.planner.settled import Settled
+from sparsekv.planner.settled import ROUNDING, Settled, lengths_up_to
 from sparsekv.planner.tighten import (
     after_a_missed_gate,
     dense_remarks,
@@ -42,10 +43,12 @@ from sparsekv.planner.tighten import (
 from sparsekv.planner.verify import planned_phases, verify
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
+from sparsekv.plans.phases import DecodePlan, PrefillPlan
+from sparsekv.plans.schema import Estimate, Plan, Prediction, Provenance, Quality, Target
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
-from sparsekv.runtime.machine_load import overload, warn_of_spinning
+from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 
 MOST_ATTEMPTS = 6  # before what misses goes dense
 _NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
@@ -316,3 +319,70 @@ def _loaded(model: Any, tokenizer: Any, options: PlanOptions) -> LoadedModel:
     if tokenizer is None:
         raise UsageError("expected the tokenizer of a model that is loaded already, found none; pass tokenizer=")
     return LoadedModel(model, tokenizer, describe_model(model))
+
+
+def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCost) -> tuple[str, ...]:
+    """A line for each thing to change about a plan; `options` are those it was compiled with, settled."""
+    assert plan.cost is not None, "compiled just now"
+    lines: list[str] = []
+    if cost.host == "vllm":
+        lines.append(f"timed in steps of {cost.chunk} tokens: serve it with --max-num-batched-tokens {cost.chunk}")
+    if plan.prefill:
+        found = {entry.length: entry.prefill for entry in plan.cost.lengths if entry.prefill}
+        lines += _prefill_remarks(plan.prefill, found, options, profile)
+    if plan.decode:
+        steps = {entry.length: entry.decode for entry in plan.cost.lengths if entry.decode}
+        lines += _decode_remarks(plan.decode, steps, options, profile)
+        if plan.decode.offload and cost.decode_host is None:
+            lines.append(
+                "decode is not predicted: the device cost has no prices of rows in host memory; leave --cost out"
+            )
+    longest, context = profile.lengths[-1].length, profile.model.context_length
+    if longest < context:
+        lengths = ",".join(map(format_length, lengths_up_to(context, [entry.length for entry in profile.lengths])))
+        lines.append(f"contexts above {format_length(longest)} were not profiled; --lengths {lengths} plans them")
+    return tuple(lines)
+
+
+def _prefill_remarks(
+    prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile
+) -> Iterator[str]:
+    entries = [entry for entry in profile.lengths if entry.layers]
+    dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
+    if lost := [length for length in dense if length not in options.dense_at("prefill")]:
+        yield f"prefill at {_listed(lost)} runs dense, predicted to be faster; plan longer --lengths or --no-crossover"
+    speedup = options.target_speedup
+    targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]
+    for entry, target in zip(entries, targets if speedup is None else [math.inf] * len(entries), strict=True):
+        if entry.length in dense or entry.length not in found:
+            continue
+        at, estimate = format_length(entry.length), found[entry.length]
+        if options.crossover and estimate.density > target * (1.0 + ROUNDING):
+            yield (
+                f"prefill at {at} computes {estimate.density:.3f} of the tiles, not {target:g}: some heads are "
+                "predicted to be faster dense; --no-crossover makes them sparse"
+            )
+        if speedup is not None and (gain := estimate.dense_us / max(estimate.sparse_us, 1e-9)) < speedup:
+            yield f"prefill at {at} gains {gain:.2f}x, not {speedup:g}x: the sparsest that was profiled"
+
+
+def _decode_remarks(
+    decode: DecodePlan, steps: dict[int, Estimate], options: Settled, profile: Profile
+) -> Iterator[str]:
+    lengths = [entry.length for entry in profile.lengths if entry.reuse]
+    missed = options.dense_at("decode")
+    if dense := [length for length in lengths if decode.bucket(length).dense and length not in missed]:
+        bound = "--decode-loss" if options.decode_loss is not None else "--decode-kl"
+        yield (
+            f"decode at {_listed(dense)} runs dense: nothing within {bound} is predicted to be faster; raise it or "
+            "--decode-budget, or --no-crossover"
+        )
+    if options.offload and decode.offload is None and decode.sparse_layers:
+        yield "nothing is offloaded: every sparse layer chooses for itself, and so reads all keys in each step"
+    slower = [length for length, step in steps.items() if step.sparse_us > step.dense_us]
+    if slower and decode.offload:
+        yield f"decode at {_listed(slower)} is slower than dense on the device; leave --offload out where rows fit"
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(format_length, lengths))

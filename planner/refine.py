@@ -29,7 +29,6 @@ from sparsekv.planner.allocate import at_target
 from sparsekv.planner.cost.predict import Choice, ScoreTables
 from sparsekv.planner.job import Job
 from sparsekv.planner.profile.calibration import CalibrationPrompt
-from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.planner.settled import Settled
@@ -37,7 +36,7 @@ from sparsekv.plans.patterns import Pattern, TileShape
 from sparsekv.plans.types import rounded
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.load import LoadedModel
-from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, LayerInput, capture_attention, captured_inputs
 
 _MOST_FACTOR = 2.0  # of a weight in one round: what one prompt more would change is not to be followed
 _LEAST_SHARE = 1e-3

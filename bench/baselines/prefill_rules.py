@@ -7,7 +7,7 @@ lines instead. FlashPrefill's rule exists here only:
 
     a row tile computes the key tiles whose estimated share is at least alpha times that of its best one
 
-The shares are those of pooled queries and keys (kernels/index/tile_scores.py).
+The shares are those of pooled queries and keys (kernels/index/adaptive.py).
 
 Shapes: B batch, H query heads, G KV heads, N query heads of a KV head, S queries, T row tiles, R row tiles of one
 block, X rows of a tile, M key tiles, D head size.
@@ -24,9 +24,9 @@ import torch
 from transformers import PreTrainedModel
 
 from sparsekv.kernels.backends import choose_backend, prefill_attention
+from sparsekv.kernels.index.adaptive import tile_scores
 from sparsekv.kernels.index.block_sparse import tile_limits
 from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex, computed_tiles
 from sparsekv.kernels.topk import ascending
 from sparsekv.planner.evaluation.results import Spent

@@ -33,8 +33,7 @@ from sparsekv.kernels.index.layout import (
     empty_tiles,
     spread,
 )
-from sparsekv.kernels.index.line_scores import score_lines
-from sparsekv.kernels.index.vertical_slash import index_vertical_slash
+from sparsekv.kernels.index.vertical_slash import index_vertical_slash, score_lines
 from sparsekv.kernels.tiles import NO_COLUMN, NO_TILE, WORD, Chunk, TileIndex, check_chunk, check_heads
 from sparsekv.plans.errors import BackendError, ShapeError, UnsupportedError
 from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, Pattern, TileShape, VerticalSlash

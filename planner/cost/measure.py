@@ -6,8 +6,8 @@ the chunk that ends at a length is timed, with its past.
 Steps over rows in host memory are timed on CUDA by the kernels of captured steps, over a few layers that follow one
 choice (runtime/hf/graph_stores.py), elsewhere as single launches. Choices that a captured step has no slots for are
 cut to the largest that it has: the line goes on beyond. Steps on CUDA that are not captured, as with more slots, wait
-for the host and take longer; they have no price of their own (remarks.py tells of them). Here rows are fetched beside
-attention alone, in a whole step beside the rest of the layers as well, which may cost less.
+for the host and take longer; they have no price of their own. Here rows are fetched beside attention alone, in a whole
+step beside the rest of the layers as well, which may cost less.
 
 Shapes: B batch (1), H query heads, G KV heads, S tokens, T tokens of a chunk, D head size, N chosen tokens.
 """

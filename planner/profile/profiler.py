@@ -32,8 +32,7 @@ from sparsekv.planner.profile.search_space import Aim, Numbers, Patterns, Prefix
 from sparsekv.planner.profile.sensitivity import Sensitivity, walk_layers
 from sparsekv.planner.profile.similarity import DecodeLayer, ReuseScores, token_choice
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.planner.settled import Settled
-from sparsekv.planner.targets import check_targets
+from sparsekv.planner.settled import Settled, check_targets
 from sparsekv.plans.schema import BackendName
 from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.generate import check_numbers

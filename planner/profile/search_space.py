@@ -24,8 +24,7 @@ from sparsekv.kernels.index.build import build_index, layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
 from sparsekv.planner.profile.profile_data import Candidate
-from sparsekv.planner.settled import Settled
-from sparsekv.planner.targets import mandatory_density
+from sparsekv.planner.settled import Settled, mandatory_density
 from sparsekv.plans.patterns import PATTERNS, AShape, Pattern, PatternRange, TileShape, tokens
 
 

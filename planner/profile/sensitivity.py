@@ -30,10 +30,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from sparsekv.planner.profile.layer_inputs import LayerInput, captured_inputs
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.hf.generate import check_numbers
-from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
+from sparsekv.runtime.hf.observe import AttentionCall, LayerInput, capture_attention, captured_inputs
 
 TEMPERATURE = 3.0
 _ROWS_AT_ONCE = 4096  # of a layer with a window of its own
@@ -176,9 +175,8 @@ def _last_output(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         if last:
             return None  # on the way down
-        first = out[0] if isinstance(out, tuple) else out
-        last.append(first.detach().requires_grad_())
-        return (last[0], *out[1:]) if isinstance(out, tuple) else last[0]
+        last.append(out.detach().requires_grad_())
+        return last[0]
 
     layers: Any = decoder_of(model).layers
     hook = layers[-1].register_forward_hook(after)

@@ -4,8 +4,7 @@ A new task is a class that follows `Task`, in a file of its own or that of its k
 """
 
 from sparsekv.planner.tasks.documents import Document, Kit, Query, Request, Sample, Task
-from sparsekv.planner.tasks.perplexity import Perplexity
-from sparsekv.planner.tasks.quotes import Quote
+from sparsekv.planner.tasks.quotes import Perplexity, Quote
 from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, TwoStage, VariableTracking
 from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
 from sparsekv.planner.tasks.samples import make_sample, make_samples, matches, prepare

@@ -1,18 +1,126 @@
 """What task generators take and give, and documents built from units: statements planted together and their question.
 
+Keys are distinct for as long as one `Draws` lives. Prompts come out exact in length also in the frame that a chat
+template puts around a user's message.
+
 Token ids are int32 arrays of one dimension.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from sparsekv.planner.tasks.chat_frame import ChatFrame
-from sparsekv.planner.tasks.draws import Draws, Pieces
 from sparsekv.planner.tasks.text import Filler, Ids, Mask, PieceEncoder, Split, TaskError, plant
+from sparsekv.plans.errors import PlanWarning
+
+_MESSAGE = "the-message-itself"
+# Templates that know these otherwise write today's date, or leave room to think before the answer.
+_SETTINGS: dict[str, Any] = {"date_string": "26 Jul 2024", "enable_thinking": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFrame:
+    """Token ids before a user's message, with the begin token where there is one, and between it and the answer."""
+
+    before_ids: tuple[int, ...]
+    after_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, encoder: PieceEncoder) -> ChatFrame | None:
+        """That of a tokenizer's chat template; None where it has none.
+
+        A template that fails on a single message, or does not repeat it as it is, warns with a `PlanWarning` and
+        counts as none.
+        """
+        if getattr(tokenizer, "chat_template", None) is None:
+            return None
+        messages = [{"role": "user", "content": _MESSAGE}]
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **_SETTINGS)
+        except Exception as error:  # a template is a program: it raises what it likes
+            _warn(f"one that fails ({error!s:.200})")
+            return None
+        parts = rendered.split(_MESSAGE)
+        if len(parts) != 2:
+            _warn(f"one that repeats it {len(parts) - 1} times")
+            return None
+        before_ids, after_ids = encoder.encode_lines(parts)
+        return cls(tuple(before_ids), tuple(after_ids))
+
+
+def _warn(found: str) -> None:
+    warnings.warn(
+        f"expected a chat template that repeats a user's message once, found {found}; prompts of tasks go without it",
+        PlanWarning,
+        stacklevel=4,
+    )
+
+
+_DATA = Path(__file__).parent / "data"
+
+# Common, concrete words, so that most are one token in most vocabularies. The lists mix words that a vocabulary of a
+# few thousand entries holds whole with words that it has to spell out, so that a model trained on these keys also
+# learns to match keys of several tokens.
+FIRST_WORDS, SECOND_WORDS = (tuple((_DATA / f"{name}_words.txt").read_text().split()) for name in ("first", "second"))
+KEYS = len(FIRST_WORDS) * len(SECOND_WORDS)
+
+Pieces = tuple[str, ...]
+
+
+class Draws:
+    """A random generator that never hands out the same key twice.
+
+    Documents that share a row share one `Draws`, so that no key has two values within a row.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self._used: set[int] = set()
+
+    def keys(self, count: int, joiner: str = "-") -> list[Pieces]:
+        """Distinct two-word keys as pieces to encode: `(" amber", "-falcon")`.
+
+        Raises:
+            TaskError: more keys than the word lists can give.
+        """
+        if len(self._used) + count > KEYS * 3 // 4:
+            raise TaskError(
+                f"expected at most {KEYS * 3 // 4} keys in a document, found {len(self._used) + count}; "
+                "use a shorter length"
+            )
+        chosen: list[int] = []
+        while len(chosen) < count:
+            for number in self.rng.integers(0, KEYS, count - len(chosen)).tolist():
+                if number not in self._used:
+                    self._used.add(number)
+                    chosen.append(number)
+        return [_key(number, joiner) for number in chosen]
+
+    def values(self, count: int, digits: int) -> list[str]:
+        """Decimal numbers of exactly `digits` digits, each with a leading space."""
+        return [f" {number}" for number in self.rng.integers(10 ** (digits - 1), 10**digits, count).tolist()]
+
+
+def _key(number: int, joiner: str) -> Pieces:
+    first, second = divmod(number, len(SECOND_WORDS))
+    return f" {FIRST_WORDS[first]}", joiner + SECOND_WORDS[second]
+
+
+def longest_key(encoder: PieceEncoder, joiner: str = "-") -> int:
+    """Tokens of the longest key that `Draws.keys` can give."""
+    first = encoder.encode_all([(f" {word}",) for word in FIRST_WORDS])
+    second = encoder.encode_all([(joiner + word,) for word in SECOND_WORDS])
+    return max(map(len, first)) + max(map(len, second))
+
+
+def longest_value(digits: int) -> int:
+    """Tokens that no value of `Draws.values` exceeds: no tokenizer needs more than one a character."""
+    return 1 + digits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

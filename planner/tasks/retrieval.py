@@ -8,8 +8,17 @@ OmniKV (ICLR 2025).
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sparsekv.planner.tasks.documents import Document, Kit, Request, Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.documents import (
+    Document,
+    Draws,
+    Kit,
+    Pieces,
+    Request,
+    Unit,
+    build,
+    longest_key,
+    longest_value,
+)
 from sparsekv.planner.tasks.text import PieceEncoder
 
 _NEEDLE_DIGITS = 7

@@ -18,8 +18,17 @@ from string import ascii_lowercase, ascii_uppercase
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.tasks.documents import Document, Kit, Request, Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.documents import (
+    Document,
+    Draws,
+    Kit,
+    Pieces,
+    Request,
+    Unit,
+    build,
+    longest_key,
+    longest_value,
+)
 from sparsekv.planner.tasks.text import PieceEncoder, TaskError
 
 _NEEDLES = 4  # values of a key, or keys that are asked for

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.tasks.chat_frame import ChatFrame
-from sparsekv.planner.tasks.documents import Kit, Request, Sample, Task
-from sparsekv.planner.tasks.draws import Draws
-from sparsekv.planner.tasks.perplexity import Perplexity
+from sparsekv.planner.tasks.documents import ChatFrame, Draws, Kit, Request, Sample, Task
+from sparsekv.planner.tasks.quotes import Perplexity
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
 
 

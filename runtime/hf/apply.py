@@ -28,9 +28,8 @@ from sparsekv.runtime.hf.graphs import StepGraphs
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of
-from sparsekv.runtime.machine_load import warn_of_spinning
 from sparsekv.runtime.model_config import device_name, dtype_name
-from sparsekv.runtime.plan_checks import check_plan, check_target
+from sparsekv.runtime.plan_checks import check_plan, check_target, warn_of_spinning
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.pinned import HostMemory
 

@@ -1,6 +1,6 @@
 """Watching a dense forward pass from inside its attention: what the planner profiles with.
 
-Shapes: B batch, H query heads, G KV heads, S queries of the call, K keys so far, D head size.
+Shapes: B batch, H query heads, G KV heads, S queries of the call, K keys so far, D head size, E hidden size.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.runtime.hf.attach import attach
 from sparsekv.runtime.hf.attention import NAME, DenseEngine, LayerCall
+from sparsekv.runtime.hf.describe import decoder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,6 @@ def capture_attention(model: PreTrainedModel, observer: Observer) -> Iterator[No
         undo()
 
 
-def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a decoder layer returns, called by itself and without a cache, as its model's observer has it."""
-    attention: Any = next((module for module in layer.modules() if NAME in vars(module)), None)
-    if attention is None:  # nobody observes
-        return layer(*args, **kwargs)
-    with vars(attention)[NAME].alone(attention.layer_idx):
-        return layer(*args, **kwargs)
-
-
 class _Watched(DenseEngine):
     differentiable = True  # where an observer gives the output; the kernels of dense attention have no gradients
 
@@ -75,3 +68,39 @@ class _Watched(DenseEngine):
         seen = AttentionCall(call.layer, call.q_BHSD, k_BGKD, v_BGKD, chunk, call.scale, call.window)
         replaced = self._observer(seen)
         return super().attend(call) if replaced is None else replaced
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """One call of a decoder layer, so that it, or all layers from it on, can run again."""
+
+    hidden_BSE: torch.Tensor
+    kwargs: dict[str, Any]
+
+    def run(self, layer: nn.Module, hidden_BSE: torch.Tensor) -> torch.Tensor:
+        """The output of the layer of an observed model, for the same call with these hidden states: [B, S, E]."""
+        attention: Any = next(module for module in layer.modules() if NAME in vars(module))
+        with vars(attention)[NAME].alone(attention.layer_idx):
+            found: torch.Tensor = layer(hidden_BSE, **self.kwargs)
+        return found
+
+
+@contextmanager
+def captured_inputs(model: PreTrainedModel) -> Iterator[dict[int, LayerInput]]:
+    """Notes, in the first forward pass inside the `with`, what each layer is called with."""
+    inputs: dict[int, LayerInput] = {}
+    layers: Any = decoder_of(model).layers
+    seen: set[int] = set()
+
+    def note(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if number not in seen:
+            seen.add(number)
+            (hidden_BSE,) = args
+            inputs[number] = LayerInput(hidden_BSE, dict(kwargs))
+
+    hooks = [layer.register_forward_pre_hook(partial(note, i), with_kwargs=True) for i, layer in enumerate(layers)]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()

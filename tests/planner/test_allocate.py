@@ -14,8 +14,7 @@ from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import ABSENT, DENSE, WORST_WEIGHT, ScoreTables, choice_of, predict
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LayerScores, Profile
-from sparsekv.planner.settled import settle
-from sparsekv.planner.targets import ROUNDING
+from sparsekv.planner.settled import ROUNDING, settle
 from sparsekv.plans.errors import GateError, UsageError
 from sparsekv.plans.patterns import Dense, Pattern
 

@@ -10,8 +10,7 @@ from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.options import KNOWN_FAMILIES, PlanOptions
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.profile.search_space import search_space
-from sparsekv.planner.settled import settle
-from sparsekv.planner.targets import check_targets, mandatory_density
+from sparsekv.planner.settled import check_targets, mandatory_density, settle
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.hf.load import LoadedModel

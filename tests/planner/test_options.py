@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from sparsekv.planner.options import TASKS, Gate, PlanOptions
-from sparsekv.planner.settled import lengths_up_to, settle
-from sparsekv.planner.targets import check_targets, density_for
+from sparsekv.planner.settled import check_targets, density_for, lengths_up_to, settle
 from sparsekv.planner.tasks import TASKS as KNOWN_TASKS
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, fraction, tokens

@@ -9,8 +9,8 @@ import torch
 from torch_threads import torch_threads
 
 from sparsekv.plans.errors import PlanWarning
-from sparsekv.runtime import machine_load
-from sparsekv.runtime.machine_load import overload, warn_of_spinning
+from sparsekv.runtime import plan_checks
+from sparsekv.runtime.plan_checks import overload, warn_of_spinning
 from sparsekv.runtime.settings import threads_spin
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -22,10 +22,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
     put_load(monkeypatch, 6.0)
-    machine_load._warn_of_spinning.cache_clear()
+    plan_checks._warn_of_spinning.cache_clear()
     with torch_threads(2):
         yield monkeypatch
-    machine_load._warn_of_spinning.cache_clear()
+    plan_checks._warn_of_spinning.cache_clear()
 
 
 def put_load(monkeypatch: pytest.MonkeyPatch, load: float) -> None:

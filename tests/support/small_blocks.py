@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from sparsekv.kernels.index import line_scores
+from sparsekv.kernels.index import vertical_slash
 from sparsekv.kernels.topk import blocks
 
 
@@ -15,6 +15,6 @@ def small_blocks(elements: int = 1) -> Iterator[None]:
     """Temporaries hold about so many elements."""
     with (
         mock.patch.object(blocks, "__defaults__", (elements,)),
-        mock.patch.object(line_scores, "BLOCK_ELEMENTS", elements),
+        mock.patch.object(vertical_slash, "BLOCK_ELEMENTS", elements),
     ):
         yield

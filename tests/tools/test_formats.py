@@ -10,7 +10,7 @@ from task_tokenizers import kit_named, tokenizer_named
 
 from sparsekv.kernels.triton_support import head_size_obstacle
 from sparsekv.planner.tasks import TASKS, Request, Split, make_sample
-from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
 
 

@@ -7,7 +7,7 @@ from task_oracle import is_statement
 from task_tokenizers import kit_named, tokenizer_named
 
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Document, Kit, Request, Split
-from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
 
 TOKENIZERS = ("shipped", "metaspace", "byte_level")

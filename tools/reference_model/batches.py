@@ -19,8 +19,7 @@ from reference_model.formats import TRAINED
 from reference_model.prepare import training_kit
 from reference_model.recipe import Recipe, Stage
 from sparsekv.planner.tasks import TASKS
-from sparsekv.planner.tasks.documents import Document, Kit, Request
-from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.documents import Document, Draws, Kit, Request
 from sparsekv.planner.tasks.samples import generator
 from sparsekv.planner.tasks.text import Ids, Split
 

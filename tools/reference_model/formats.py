@@ -10,8 +10,18 @@ from itertools import pairwise
 
 from reference_model.recipe import TaskShare
 from sparsekv.planner.tasks import TASKS
-from sparsekv.planner.tasks.documents import Document, Kit, Request, Task, Unit, build
-from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.documents import (
+    Document,
+    Draws,
+    Kit,
+    Pieces,
+    Request,
+    Task,
+    Unit,
+    build,
+    longest_key,
+    longest_value,
+)
 from sparsekv.planner.tasks.text import PieceEncoder
 
 _PROBE = 16  # rows, to see how long one is

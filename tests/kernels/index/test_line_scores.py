@@ -49,7 +49,7 @@ def test_how_many_rows_are_summed_at_once_changes_no_score(
     layer = make_layer((slash(4),) * 4, Chunk((30, 0), (300, 41)), TILES[0], kv_heads=2, window=120)
     place = {"scale": layer.scale, "window": layer.window}
     expected = layer_lines(layer.q_BHSD, layer.k_BGKD, layer.chunk, last_q=64, **place)
-    monkeypatch.setattr("sparsekv.kernels.index.line_scores._AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr("sparsekv.kernels.index.vertical_slash._AT_ONCE", {"cpu": at_once})
     found = layer_lines(layer.q_BHSD, layer.k_BGKD, layer.chunk, last_q=64, **place)
     torch.testing.assert_close(found.vertical_BhS, expected.vertical_BhS, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.slash_BhS, expected.slash_BhS, rtol=1e-5, atol=1e-6)

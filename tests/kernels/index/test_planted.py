@@ -6,7 +6,7 @@ from masks import brute_heads
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.index.line_scores import score_lines
+from sparsekv.kernels.index.vertical_slash import score_lines
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 

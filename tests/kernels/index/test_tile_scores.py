@@ -9,8 +9,8 @@ from index_cases import TILES, Layer, layers, make_layer
 from small_blocks import small_blocks
 from tile_masses import antidiagonal_scores, pooled_scores
 
+from sparsekv.kernels.index.adaptive import tile_scores
 from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.index.tile_scores import tile_scores
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import Dense, TileShape
 

@@ -13,8 +13,8 @@ from triton_index import SMALL, call_of, differences, group_of, torch_index, tri
 
 from sparsekv.kernels.device_cache import fields_on_device
 from sparsekv.kernels.index.layout import LineScores
-from sparsekv.kernels.index.line_scores import UNSEEN, score_lines
 from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Numbers, plan_build, score, units_of
+from sparsekv.kernels.index.vertical_slash import UNSEEN, score_lines
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
 

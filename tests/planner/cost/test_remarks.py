@@ -7,9 +7,8 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.cost.predict import predict
-from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.plan import compile_once
+from sparsekv.planner.plan import compile_once, plan_remarks
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tighten import tightened_remarks

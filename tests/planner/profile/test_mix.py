@@ -4,8 +4,8 @@ import pytest
 from progress import Counting
 from task_tokenizers import REFERENCE_MODEL, kit_named
 
+from sparsekv.planner.job import solved_tasks, with_tasks
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.profile.mix import solved_tasks, with_tasks
 from sparsekv.planner.settled import settle
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, Split
 from sparsekv.runtime.hf.load import LoadedModel, load_model

@@ -7,7 +7,7 @@ from task_tokenizers import NAMES, kit_named, tokenizer_named
 from transformers import PreTrainedTokenizerFast
 
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, RULER_TASKS, TASKS, Kit, Sample, TaskError, make_sample
-from sparsekv.planner.tasks.chat_frame import ChatFrame
+from sparsekv.planner.tasks.documents import ChatFrame
 from sparsekv.plans.errors import PlanWarning
 
 TEMPLATE = (

@@ -7,7 +7,7 @@ from task_tokenizers import NAMES, TEXT_CHARACTERS, kit_named, tokenizer_named
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sparsekv.planner.tasks import TASKS, PieceEncoder, Request, Split, TaskError, load_filler_text
-from sparsekv.planner.tasks.draws import FIRST_WORDS, SECOND_WORDS, Draws, longest_key, longest_value
+from sparsekv.planner.tasks.documents import FIRST_WORDS, SECOND_WORDS, Draws, longest_key, longest_value
 from sparsekv.planner.tasks.samples import generator
 
 ANCHORED = ("metaspace", "metaspace_no_begin")

@@ -4,7 +4,7 @@ import pytest
 from task_tokenizers import NAMES, kit_named
 
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Request, Split, TaskError, make_sample
-from sparsekv.planner.tasks.draws import KEYS, Draws
+from sparsekv.planner.tasks.documents import KEYS, Draws
 from sparsekv.planner.tasks.samples import generator
 from sparsekv.plans.errors import SparseKVError
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from task_tokenizers import NAMES, byte_level, kit_named, kit_of, metaspace
 
 from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Request, Split, TaskError, make_sample, make_samples
-from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.documents import Draws
 from sparsekv.planner.tasks.samples import generator
 
 LENGTHS = (640, 1537, 4096)

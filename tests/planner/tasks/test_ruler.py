@@ -8,7 +8,7 @@ import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 
 from sparsekv.planner.tasks import RULER_TASKS, TASKS, Request, Sample, TaskError, make_sample, make_samples
-from sparsekv.planner.tasks.draws import Draws
+from sparsekv.planner.tasks.documents import Draws
 
 
 def text(sample: Sample, tokenizer: str = "shipped") -> str:
