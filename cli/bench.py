@@ -2,33 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
 from pydantic import Field, model_validator
 
 from sparsekv.cli.arguments import AllowMismatch, Output, Subject, device_and_dtype, settings_of
-from sparsekv.cli.bench_decode import decode
-from sparsekv.cli.bench_rows import (
-    Benched,
-    BenchLengths,
-    HandDensity,
-    HandTile,
-    Narrow,
-    Timed,
-    print_rows,
-    subject_of,
-    title_of,
-)
-from sparsekv.cli.bench_serve import serve
 from sparsekv.cli.commands import command
-from sparsekv.cli.output import tell
-from sparsekv.planner.flags import Count, Flag, Names, Shares, Tile
-from sparsekv.planner.options import Device, Hardware, Precision, PrefillChunk
+from sparsekv.cli.output import emit, emit_json, tell
+from sparsekv.planner.flags import (
+    Count,
+    Counts,
+    Flag,
+    Layers,
+    Lengths,
+    Names,
+    OneLength,
+    OneShare,
+    Options,
+    Shares,
+    Tile,
+    TokenBudget,
+)
+from sparsekv.planner.options import Device, Hardware, Kernels, Precision, PrefillChunk, Seed
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import PATTERNS, TileShape
+from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
 
-_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from sparsekv.bench.decode import DecodeBench
+    from sparsekv.bench.harness import Columns, Row
+    from sparsekv.bench.random_model import BenchModel
+    from sparsekv.plans.model import ModelInfo
+    from sparsekv.plans.schema import Plan
+
+Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
+HandDensity = Annotated[
+    Shares,
+    Flag("Without a plan, of one made by hand: one, or one a length.", ("--density", "--densities"), "LIST"),
+]
+HandTile = Annotated[Tile, Flag("Rows and columns of a tile, of a plan made by hand.", reads=Literal["64", "128"])]
+BenchLengths = Annotated[
+    Lengths, Flag("Tokens, such as 8k,32k; by default as fits the device.", ("--lengths", "--length"), "LIST")
+]
+
+
+class Timed(Options):
+    """How often, and on what."""
+
+    repeats: Annotated[Count, Flag("How often each is timed; medians are shown.", metavar="N")] = 3
+    seed: Seed = 0
+
+
+class Benched(Options):
+    """Which model."""
+
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
+    plan: Annotated[
+        Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
+    ] = None
+    random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
+
+
+def subject_of(flags: Benched, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
+    """The model, for a run of which `random_model` says `how`."""
+    from sparsekv.bench.random_model import BenchModel, random_model
+    from sparsekv.runtime.model_config import dtype_name
+
+    if flags.random_weights:
+        subject = random_model(flags.model, device=device, dtype=dtype, **how)
+        tell(subject.note)
+        return subject
+    loaded = Subject(flags.model).load(Hardware(device=str(device), dtype=dtype_name(dtype)))
+    return BenchModel(loaded.model, loaded.info, flags.model, "loaded")
+
+
+def title_of(subject: BenchModel, row: Row, words: str) -> str:
+    """What stands above the rows."""
+    return f"{subject.name}, {row.device}, {row.dtype}; weights: {subject.weights}; plan: {words}"
+
+
+def print_rows(rows: Sequence[Row], title: str, columns: Columns, as_json: bool, measured: str = "sparse_ms") -> None:
+    """The rows, as JSON or for people.
+
+    Raises:
+        typer.Exit: no row has the number that is to be measured, which is a failure.
+    """
+    from sparsekv.bench.harness import report
+
+    if as_json:
+        emit_json([row.data() for row in rows])
+    else:
+        emit(report(rows, title, columns))
+    if all(row.data()[measured] is None for row in rows):
+        tell("nothing could be measured; the notes say why")
+        raise typer.Exit(1)
+
+
+# --- kernels and prefill ----------------------------------------------------------------------------------------------
+
+_KERNEL_LENGTHS = {"cuda": (8192, 32768, 131072), "cpu": (4096, 8192)}
 _PREFILL_LENGTHS = {"cuda": (8192, 32768), "cpu": (4096,)}
 _PLANTED = [name for name, kind in PATTERNS.items() if kind.planting]
 
@@ -74,7 +152,7 @@ def kernels(flags: KernelFlags) -> None:
 
     tile = flags.tile or TileShape()
     bench = KernelBench(
-        lengths=flags.lengths or _LENGTHS[hardware.type],
+        lengths=flags.lengths or _KERNEL_LENGTHS[hardware.type],
         densities=flags.density,
         backends=flags.backend,
         patterns=flags.patterns,
@@ -156,6 +234,202 @@ def prefill(flags: PrefillFlags) -> None:
     )
     rows = list(bench_prefill(subject, used, words, bench, BarProgress()))
     print_rows(rows, title_of(subject, rows[0], words), COLUMNS, flags.as_json)
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+_DECODE_LENGTHS = {"cuda": (8192, 32768, 131072, 524288), "cpu": (8192,)}
+_DECODE_BY_HAND = ("budget", "filters", "selector", "window")
+
+
+class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
+    """What `bench decode` is asked to do."""
+
+    lengths: Annotated[
+        Lengths,
+        Flag(
+            "Cached tokens a row, such as 8k,512k; by default as fits model and device.",
+            ("--lengths", "--length"),
+            "LIST",
+        ),
+    ] = ()
+    batch: Annotated[Counts, Flag("Rows decoded at once, such as 1,4; 1 by default.", metavar="LIST")] = (1,)
+    budget: Annotated[
+        TokenBudget,
+        Flag(
+            "Without a plan: tokens that a filter layer chooses; 2k by default.", ("--budget", "--decode-budget"), "N"
+        ),
+    ] = tokens(2048)
+    filters: Annotated[
+        Layers,
+        Flag("Without a plan: filter layers; three by depth by default.", ("--filters", "--filter-layers"), "LAYERS"),
+    ] = ()
+    selector: Annotated[Names, Flag("Without a plan: last, uniform, exponential; last by default.", metavar="LIST")] = (
+        "last",
+    )
+    window: Annotated[Narrow | None, Flag("Queries that uniform and exponential selectors weigh.", metavar="N")] = None
+    offload: Annotated[
+        Literal["auto", "always", "never"] | None,
+        Flag(
+            "In place of dense: the plan with layers in host memory (as `run --offload`) against the plan with "
+            "everything on the device."
+        ),
+    ] = None
+    miss_rate: Annotated[
+        OneShare | None,
+        Flag(
+            "With --offload on a GPU: the share of the chosen tokens that is new in each step. Random weights choose "
+            "at random.",
+            metavar="SHARE",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        self.refuse(_DECODE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
+        if self.miss_rate is not None and self.offload is None:
+            raise UsageError("expected --miss-rate beside --offload, found it alone; add --offload always")
+        return self
+
+
+def decode(flags: DecodeFlags) -> None:
+    """Attention of one step, and whole tokens, by a plan and dense, in turn."""
+    by_hand = any(map(flags.is_given, _DECODE_BY_HAND))
+    used = None if by_hand else Subject.named(flags.model, flags.plan, None).plan
+    if not used and flags.allow_mismatch:
+        raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
+    machine = settings_of(flags)
+    hardware, precision = device_and_dtype(machine)
+    if flags.miss_rate is not None and hardware.type != "cuda":
+        raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
+    from sparsekv.bench.decode import COLUMNS, RANDOM_NOTE, DecodeBench, bench_decode, check_decode
+    from sparsekv.bench.hand_plans import HandDecode
+    from sparsekv.bench.random_model import describe_named
+    from sparsekv.planner.progress import BarProgress
+
+    info = describe_named(flags.model, flags.random_weights)
+    wanted, info = _decode_lengths(flags, info, _DECODE_LENGTHS[hardware.type])
+    bench = DecodeBench(
+        wanted,
+        flags.batch,
+        flags.repeats,
+        backend=machine.backend,
+        seed=flags.seed,
+        allow_mismatch=flags.allow_mismatch,
+    )
+    hand = HandDecode(flags.budget, flags.filters, flags.selector, flags.window, flags.offload is not None)
+    plans, words = ({"plan": used}, "given") if used else hand.plans(info, max(wanted))
+    check_decode(info, plans, bench)
+    _check_offload(flags, info, plans, bench)
+    # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
+    offloads = any(one.decode and one.decode.offload for one in plans.values())
+    how = {"longest": max(wanted), "seed": flags.seed, "cached": 0 if offloads else min(wanted) * min(flags.batch)}
+    subject = subject_of(flags, hardware, precision, **how)
+    if flags.offload is not None:
+        _offloaded(flags, subject, plans, words, bench)
+        return
+    rows = list(bench_decode(subject, plans, words, bench, BarProgress()))
+    if flags.as_json:
+        tell(RANDOM_NOTE)
+    print_rows(rows, f"{title_of(subject, rows[0], words)}\n{RANDOM_NOTE}", COLUMNS, flags.as_json)
+
+
+def _decode_lengths(flags: DecodeFlags, info: ModelInfo, usual: tuple[int, ...]) -> tuple[tuple[int, ...], ModelInfo]:
+    """Those to time, and the model with room for them where its weights are random."""
+    if flags.random_weights:
+        wanted = flags.lengths or usual
+        return wanted, info.model_copy(update={"context_length": max(*wanted, info.context_length)})
+    fitting = tuple(length for length in usual if length <= info.context_length)
+    return flags.lengths or fitting or (info.context_length,), info
+
+
+def _check_offload(flags: DecodeFlags, info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench) -> None:
+    from sparsekv.bench.offload import check_miss_rate
+
+    if flags.offload is not None and any(one.decode and one.decode.offload is None for one in plans.values()):
+        raise UsageError(
+            "expected a plan that permits layers to be in host memory, found one that does not; compile it with "
+            "`plan --offload`, or make one by hand: --budget 2k"
+        )
+    if flags.miss_rate is not None:
+        check_miss_rate(info, plans, bench)
+
+
+def _offloaded(
+    flags: DecodeFlags, subject: BenchModel, plans: Mapping[str, Plan], words: str, bench: DecodeBench
+) -> None:
+    from sparsekv.bench.offload import COLUMNS, bench_offload
+    from sparsekv.planner.progress import BarProgress
+
+    assert flags.offload is not None
+    share = flags.miss_rate
+    rows = list(bench_offload(subject, plans, words, bench, flags.offload, share, BarProgress()))
+    title = f"{title_of(subject, rows[0], words)}; --offload {flags.offload}"
+    title += f"; choices swapped for lists with {share:.3g} of new tokens a step" if share else ""
+    print_rows(rows, title, COLUMNS, flags.as_json, "device_ms" if flags.offload == "never" else "offloaded_ms")
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+_SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
+_SERVE_BY_HAND = ("density", "crossover", "tile")
+
+
+class ServeFlags(Benched, Timed, Precision, Kernels, Output):
+    """What `bench serve` is asked to do."""
+
+    lengths: Annotated[
+        Lengths,
+        Flag("Tokens of a prompt, such as 4k,32k; by default as fits the device.", ("--lengths", "--length"), "LIST"),
+    ] = ()
+    answer: Annotated[Count, Flag("Tokens of an answer.", metavar="N")] = 64
+    at_once: Annotated[Count, Flag("Requests that the engine has at a time.", metavar="N")] = 1
+    requests: Annotated[Count | None, Flag("In all; as many as at once by default.", metavar="N")] = None
+    step_tokens: Annotated[OneLength, Flag("Of a step at most: vLLM's max_num_batched_tokens.", metavar="N")] = 8192
+    density: HandDensity = ()
+    crossover: Annotated[OneLength, Flag("Without a plan: lengths up to N are dense.", metavar="N")] = 8192
+    tile: HandTile = None
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
+        return self
+
+
+def serve(flags: ServeFlags) -> None:
+    """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
+    by_hand, machine = any(map(flags.is_given, _SERVE_BY_HAND)), settings_of(flags)
+    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan
+    from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model, start_engines
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.planner.settled import density_for
+    from sparsekv.runtime.vllm.engine_facts import check_installed
+
+    check_installed()
+    used = None if by_hand else Subject.named(flags.model, flags.plan, None).plan
+    hardware, precision = device_and_dtype(machine)
+    wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
+    loads = tuple(Load(length, flags.answer, flags.at_once, flags.requests or flags.at_once) for length in wanted)
+    drawn = (flags.repeats, flags.step_tokens, machine.backend, flags.seed)
+    bench = ServeBench(loads, hardware, precision, *drawn)
+    words = "given"
+    with served_model(flags.model, flags.random_weights, bench.longest) as subject:
+        if used is None:
+            shares = flags.density or tuple(map(density_for, wanted))
+            make = dummy_plan if flags.random_weights else hand_plan
+            used, words = make(subject.info, wanted, shares, flags.tile or TileShape())
+            used, words = dense_up_to(used, flags.crossover), f"{words}, dense up to {flags.crossover}"
+        if subject.note:
+            tell(subject.note)
+        with start_engines(subject, used, bench) as engines:
+            rows = list(bench_serve(engines, subject, words, bench, BarProgress()))
+    own = rows[0].data()
+    what = ", ".join(str(own[name]) for name in ("model", "device", "dtype", "host"))
+    what += f", {own['backend']} kernels, steps of {flags.step_tokens}"
+    print_rows(rows, f"{what}; weights: {own['weights']}; plan: {words}", COLUMNS, flags.as_json)
+    if failures := sum(row.own["failures"] for row in rows):
+        tell(f"{failures} chunks of a layer ran dense after an error: the log says why, and the times mean nothing")
+        raise typer.Exit(1)
 
 
 app = typer.Typer(

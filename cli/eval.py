@@ -1,23 +1,123 @@
-"""`sparsekv eval`: a model on the tasks, dense and with its plan."""
+"""`sparsekv eval`: a model on the tasks, dense and with its plan; or, with --curve, at many densities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.cli import commands
-from sparsekv.cli.arguments import settings_of
-from sparsekv.cli.bench_curves import measure_curve
-from sparsekv.cli.eval_flags import OF_PLAN, EvalFlags, PhaseName, check_length
+from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
+from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.cli.prompts import answered_prompts
-from sparsekv.plans.errors import UsageError
+from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options, Shares, each_once, text, words
+from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.schema import Quality, to_data
+from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
+    from sparsekv.bench.curve_file import CurveRow
+    from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.planner.evaluation.results import EvalResult
+    from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.plans.model import ModelInfo
     from sparsekv.plans.schema import Measurement, Plan
+
+PhaseName = Literal["prefill", "decode", "both"]
+OF_PLAN = ("phase", "backend", "allow_mismatch")
+
+
+class CurveFlags(Options):
+    """What to measure a curve of; nothing given is all there is."""
+
+    curve: Annotated[
+        Path | None, Flag("Measure many densities of the plan and of other methods into this file.", metavar="FILE")
+    ] = None
+    profile: Annotated[
+        tuple[Path, ...],
+        Flag(
+            "For --curve: what `plan --profile-out` wrote. Given twice, one is of --preset minference.",
+            metavar="FILE",
+            reads=list[Path],
+        ),
+    ] = ()
+    phases: Annotated[
+        tuple[Phase, ...], text(words), AfterValidator(each_once), Flag("For --curve: prefill,decode.", metavar="NAMES")
+    ] = ()
+    methods: Annotated[
+        Names, Flag("For --curve, such as sparsekv,streamingllm,quest; all by default.", metavar="NAMES")
+    ] = ()
+    densities: Annotated[
+        Shares,
+        Flag("For --curve: of the prefill methods that take one.", ("--densities", "--density"), "SHARES"),
+    ] = ()
+    budgets: Annotated[
+        Shares, Flag("For --curve: of the context, of the decode methods.", ("--budgets", "--budget"), "SHARES")
+    ] = ()
+
+
+CURVE_OPTIONS = tuple(name for name in CurveFlags.model_fields if name != "curve")
+
+
+class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
+    """What `eval` is asked to do."""
+
+    lengths: Annotated[
+        Lengths,
+        Flag(
+            "Most tokens of a prompt and its answer, by default 4k; several for --curve.",
+            ("--length", "--lengths"),
+            "TOKENS",
+        ),
+    ] = (4096,)
+    samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
+    phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
+    prompts_file: Annotated[
+        Path | None,
+        Flag(
+            'Instead of tasks, own prompts: JSON lines of {"prompt", "answer", "task"?}, measured by length.',
+            ("--prompts",),
+            "FILE",
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        if self.prompts_file is not None:
+            self.refuse(("tasks", "lengths", "samples", "seed", "curve"), "no samples are drawn", "prompts_file")
+        if self.curve is not None:
+            self.refuse(OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
+        elif unread := next(filter(self.is_given, CURVE_OPTIONS), None):
+            flag = self.flag_of(unread)
+            raise UsageError(f"expected --curve FILE beside {flag}, found none; leave {flag} out, or name the file")
+        elif len(self.lengths) != 1:
+            raise UsageError(f"expected one --length, found {self.lengths}; call eval once for each")
+        return self
+
+    @property
+    def drawn(self) -> EvalSamples:
+        """The samples."""
+        from sparsekv.planner.evaluation import EvalSamples
+
+        lengths = tuple(sorted(self.lengths))
+        tasks = self.tasks or DEFAULT_TASKS
+        return EvalSamples(tasks, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
+
+
+def check_length(length: int, context: int) -> None:
+    """Refuses a length beyond a model's context.
+
+    Raises:
+        PromptError: it is.
+    """
+    if length > context:
+        raise PromptError(
+            f"expected lengths within the model's context of {context} tokens, found {length}; give a shorter --length"
+        )
 
 
 def evaluate(flags: EvalFlags) -> None:
@@ -123,6 +223,87 @@ def _text(results: Sequence[EvalResult], count: str, measured: Measurement | Non
         facts += f"; prefill computed {whole.prefill_density:.3f} of the tiles"
         facts += f", decode attended to {whole.decode_share:.3f} of the tokens; KL {whole.kl:.3g}"
     return "\n\n".join((*parts, facts))
+
+
+_HEADER = ("length", "phase", "method", "setting", "density", "KL", "95%", "top-1", "exact", "accuracy", "of dense")
+
+
+def measure_curve(subject: Subject, flags: EvalFlags) -> None:
+    """Measures, writes the file after each length, and prints a table."""
+    assert flags.curve is not None
+    out = flags.curve
+    check_replaceable(out, "--curve", "curve")
+    from sparsekv.bench.curve_file import write_curve
+    from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, chosen_methods
+    from sparsekv.bench.curves import measure_curves
+    from sparsekv.planner.data_files import check_model
+    from sparsekv.planner.progress import BarProgress
+    from sparsekv.plans.schema import check_model as check_plan
+
+    (profile, preset), drawn = _profiles(flags.profile), flags.drawn
+    inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
+    phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
+    methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
+
+    def check(info: ModelInfo, _: str) -> None:
+        check_length(max(drawn.lengths), info.context_length)
+        if subject.plan:
+            check_plan(subject.plan, info, False)
+        for one in (profile, preset):
+            if one is not None:
+                check_model(one, info, weights=False)
+
+    loaded = subject.load(flags, check)
+    for one in (profile, preset):
+        if one is not None:
+            check_model(one, loaded.info)
+    budgets = flags.budgets or BUDGETS
+    rows = measure_curves(
+        CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),
+        methods,
+        drawn,
+        progress=BarProgress(),
+        done=lambda rows: write_curve(rows, out),
+    )
+    missing = {name for names in methods.values() for name in names} - {row.method for row in rows}
+    if missing:
+        tell(f"no point of {', '.join(sorted(missing))}: it finds nothing to leave out in this model")
+    if flags.as_json:
+        emit_json({"path": str(out), "rows": [row.model_dump(mode="json") for row in rows]})
+    else:
+        emit(f"{columns([_HEADER, *map(_cells, rows)], right=range(4, len(_HEADER)))}\n")
+        emit(f"{out}: {len(rows)} points, samples of each: {rows[0].samples}" if rows else "no method, no point")
+
+
+def _profiles(paths: Sequence[Path]) -> tuple[Profile | None, Profile | None]:
+    """The profile of our search and that of the preset, as far as they are given."""
+    from sparsekv.planner.data_files import read_measured
+    from sparsekv.planner.profile.profile_data import Profile
+
+    found: dict[bool, Profile] = {}
+    for path in paths:
+        one = read_measured(Profile, path)
+        if found.setdefault(one.preset is not None, one) is not one:
+            raise UsageError(
+                f"expected one --profile of our search and one of --preset minference at most, found two of a kind: "
+                f"{path} and another; leave one out"
+            )
+    return found.get(False), found.get(True)
+
+
+def _cells(row: CurveRow) -> tuple[str, ...]:
+    interval = "" if row.kl_interval is None else "{:.2g} to {:.2g}".format(*row.kl_interval)
+    shares = (row.agreement, row.exact, row.accuracy, row.dense_accuracy)
+    return (
+        format_length(row.length),
+        row.phase,
+        row.method,
+        row.setting,
+        f"{row.density:.3f}",
+        "" if row.kl is None else f"{row.kl:.3g}",
+        interval,
+        *("" if share is None else f"{share:.3f}" for share in shares),
+    )
 
 
 app = commands.app(commands.command(evaluate))

@@ -35,7 +35,7 @@ _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
 _JSON, _BACKEND = "sparsekv.json", "sparsekv.backend"
 
 
-# Of each command the line in the list of commands; it stands in the module of its name.
+# Of each command the line in the list of commands; it stands in the module of its name, or in that of plan files.
 SUMMARIES = {
     "plan": "Profile a model and write its sparsity plan.",
     "run": "Answer a prompt by a model and its plan.",
@@ -50,6 +50,8 @@ SUMMARIES = {
     "bench": "Time kernels, a model, or vLLM's requests against dense.",
 }
 
+_OF_PLAN_FILES = frozenset(("show", "diff", "validate", "seal", "schema"))
+
 
 class _Modules(Mapping[str, Any]):
     """The commands by name, each imported when it is asked for."""
@@ -57,8 +59,9 @@ class _Modules(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in SUMMARIES:
             raise KeyError(name)
-        module = import_module(f"sparsekv.cli.{name}")
-        found = typer.main.get_command(module.app)
+        module = import_module(f"sparsekv.cli.{'plan_commands' if name in _OF_PLAN_FILES else name}")
+        own = typer.main.get_command(module.app)
+        found: Any = getattr(own, "commands", {}).get(name, own)
         found.name = name
         return found
 

@@ -1,0 +1,205 @@
+"""Commands that read plan files and need no model: `show`, `diff`, `validate`, `seal`, `schema`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
+from sparsekv.cli.output import FAILED, emit, emit_json, tell
+from sparsekv.cli.plan_files import check_replaceable
+from sparsekv.plans.errors import PlanError, SparseKVError, UsageError, install_command
+
+if TYPE_CHECKING:
+    from sparsekv.planner.profile.profile_data import Profile
+    from sparsekv.plans.schema import Plan
+
+# Where there is no terminal to fit into.
+_WIDTH = 110
+
+
+def show(
+    plan: PlanPlace,
+    full: Annotated[bool, typer.Option("--full", help="List every head of every layer.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a self-contained page with charts, in place of tables.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The plan's profile: damages and similarity, for --html.")
+    ] = None,
+    curve: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured curves (JSON), for --html.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
+    from sparsekv.plans.files import load_plan
+
+    idle = [flag for flag, given in (("--profile", profile), ("--curve", curve)) if given is not None and html is None]
+    if idle:
+        raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
+    if html is not None:
+        check_replaceable(html, "--html", "page")
+    found = load_plan(plan_file(plan))
+    if html is not None:
+        _write_page(found, str(plan), html, profile, curve)
+    if as_json:
+        from sparsekv.plans.show import summary
+
+        emit_json(summary(found) | ({} if html is None else {"html": str(html)}))
+    elif html is not None:
+        emit(f"{html}: the page of {found.model.id}, {found.status}")
+    else:
+        _print(found, full, str(plan))
+
+
+def _print(plan: Plan, full: bool, place: str) -> None:
+    from rich.console import Console
+
+    from sparsekv.plans.show import describe, verdict
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    for part in describe(plan, full):
+        console.print(part)
+    emit("\n".join(("", *verdict(plan, place))))
+
+
+def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve: Path | None) -> None:
+    try:
+        from sparsekv.bench.report.page import report
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
+        ) from error
+    from sparsekv.bench.curve_file import read_curve
+    from sparsekv.plans.files import write_bytes
+
+    points = read_curve(curve) if curve else ()
+    profiled = _profile_of(plan, profile) if profile else None
+    write_bytes(html, report(plan, place, profiled, points).encode())
+
+
+def _profile_of(plan: Plan, path: Path) -> Profile:
+    """The profile, if it is one of the plan's model; another one of it than the plan was compiled from is said.
+
+    Raises:
+        PlanMismatchError: it is of another model.
+    """
+    from sparsekv.planner.data_files import check_model, digest_of, read_measured
+    from sparsekv.planner.profile.profile_data import Profile
+
+    found = read_measured(Profile, path)
+    check_model(found, plan.model)
+    if plan.provenance.profile not in (None, digest_of(found)):
+        tell(
+            f"{path}: another profile than the plan was compiled from, or more of it; patterns it lacks have no damage"
+        )
+    return found
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help=PLACE, show_default=False)],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help=PLACE, show_default=False)],
+    full: Annotated[
+        bool, typer.Option("--full", help="List every head of every layer and every figure; --json always does.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what changed between two plans: model, patterns, budgets, quality, cost. Needs no model.
+
+    Exit 0: nothing did; integrity, comments and layout of a file are no change. Exit 1: something did. Exit 2: a file
+    is no plan.
+    """
+    from sparsekv.plans.diff import diff_plans
+
+    changes = diff_plans(_unsigned(old), _unsigned(new), full or as_json)
+    if as_json:
+        emit_json({"changed": bool(changes), "changes": [asdict(change) for change in changes]})
+    elif not changes:
+        emit(f"no change: {new} says what {old} says")
+    for section, members in groupby(changes if not as_json else (), key=lambda change: change.section):
+        emit("\n".join((section, *(f"  {change.text}" for change in members))))
+    if changes:
+        raise typer.Exit(FAILED)
+
+
+def _unsigned(place: Path) -> Plan:
+    """A plan, an edited one too: its changes are what is to be reviewed before it is sealed."""
+    from sparsekv.plans.files import parse_plan, read_text, sign
+
+    path = plan_file(place)
+    plan = parse_plan(read_text(path), str(path), signed=False)
+    if plan != sign(plan):
+        tell(f"{path}: its integrity does not fit its content; `sparsekv seal {path}` signs it, as unverified")
+    return plan
+
+
+Plans = Annotated[list[Path], typer.Argument(metavar="PLAN", help=PLACE, show_default=False)]
+
+
+def validate(plans: Plans, as_json: Json = False) -> None:
+    """Check plan files: schema, consistency, integrity. Needs no model and no GPU.
+
+    Exit 0: all are sound. Exit 1: one is not. Exit 2: there is no such file, or it cannot be read.
+    """
+    checked = [_check(path) for path in plans]
+    files = [facts for facts, _ in checked]
+    errors = [error for _, error in checked if error is not None]
+    for facts in files if not as_json else ():
+        if facts["valid"]:
+            emit("{path}: valid, {status}, schema {schema_version}, for {model}".format(**facts))
+    told = files[0] if len(files) == 1 else {"valid": not errors, "files": files}
+    if errors:
+        raise _together(errors).with_facts(**told)
+    if as_json:
+        emit_json(told)
+
+
+def _check(path: Path) -> tuple[dict[str, Any], PlanError | UsageError | None]:
+    from sparsekv.plans.files import load_plan
+
+    try:
+        plan = load_plan(plan_file(path))
+    except (PlanError, UsageError) as error:
+        return {"path": str(path), "valid": False}, error
+    facts = {"status": plan.status, "schema_version": plan.schema_version, "model": plan.model.id}
+    return {"path": str(path), "valid": True, **facts}, None
+
+
+def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
+    """One error that says all. A file that is no plan is wrong usage elsewhere; here it is what the check found."""
+    unsound = next((error for error in errors if isinstance(error, PlanError)), None)
+    said = "\n".join(str(error) for error in errors)
+    if unsound is None:
+        return UsageError(said)
+    found = PlanError(said)
+    found.exit_code = FAILED
+    return found
+
+
+def seal(plan: PlanArgument, as_json: Json = False) -> None:
+    """Sign an edited plan again. It becomes `unverified`: nobody has measured what it says now."""
+    from sparsekv.plans.files import seal as sign_again
+
+    sealed = sign_again(plan)
+    if as_json:
+        facts = {"status": sealed.plan.status, "integrity": sealed.plan.integrity, "changed": sealed.changed}
+        emit_json({"path": str(plan), **facts, "notes": list(sealed.notes)})
+    else:
+        emit(f"{plan}: " + "; ".join(sealed.notes))
+
+
+def schema(as_json: Json = False) -> None:
+    """Print the JSON Schema of the plan file, for editors and other tools (always JSON)."""
+    from sparsekv.plans.schema import json_schema
+
+    emit_json(json_schema())
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+for run in (show, diff, validate, seal, schema):
+    app.command()(run)
