@@ -18,16 +18,17 @@ from sparsekv.planner.flags import Flag, Options, text
 from sparsekv.planner.options import Hardware
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.files import load_plan
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import MAX_ID, MAX_LENGTH, parse_ids
+from sparsekv.runtime.settings import Settings, check_device, read_settings
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.load import LoadedModel
-    from sparsekv.runtime.settings import Settings
 
 PLACE = "A plan file, or a folder or hub repository with a sparsekv.yaml."
 # Of commands with few options, which are parameters of theirs.
@@ -138,8 +139,6 @@ def settings_of(flags: Options) -> Settings:
     Raises:
         UsageError: one of them cannot be meant, on any machine.
     """
-    from sparsekv.runtime.settings import check_device, read_settings
-
     given = {name: getattr(flags, name) for name in Hardware.model_fields if flags.is_given(name)}
     found = replace(read_settings(), **given)
     try:
@@ -188,8 +187,6 @@ class Subject:
             UsageError: nothing was named, or a file in place of a model, or the plan cannot be read.
             PlanError: it is no plan.
         """
-        from sparsekv.plans.files import load_plan
-
         if target is not None and os.path.isfile(target) and not names_gguf(target):
             raise UsageError(
                 f"expected a model (a folder, GGUF file, hub id or alias), found the file {target}; if it is a plan, "

@@ -28,7 +28,9 @@ from sparsekv.planner.flags import (
 )
 from sparsekv.planner.options import Device, Hardware, Kernels, Precision, PrefillChunk, Seed
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
+from sparsekv.plans.schema import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from sparsekv.bench.decode import DecodeBench
     from sparsekv.bench.harness import Columns, Row
     from sparsekv.bench.random_model import BenchModel
-    from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.schema import Plan
 
 Narrow = Annotated[int, Field(ge=1, le=1024)]  # heads, their size, layers: as in a plan
 HandDensity = Annotated[

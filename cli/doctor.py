@@ -27,16 +27,17 @@ from sparsekv.cli.arguments import (
 from sparsekv.cli.output import FAILED, columns, emit, emit_json, placed, size, tell
 from sparsekv.planner.flags import Count, Flag, OneLength, Size
 from sparsekv.planner.options import Hardware, PrefillChunk
+from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UsageError
+from sparsekv.plans.phases import DecodePlan
+from sparsekv.plans.schema import Plan, check_model
+from sparsekv.runtime.settings import Settings
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from sparsekv.plans.phases import DecodePlan
-    from sparsekv.plans.schema import Plan
     from sparsekv.runtime.hf.memory import Available, MemoryModel, Request
-    from sparsekv.runtime.settings import Settings
 
 _PACKAGES = (
     "sparsekv",
@@ -232,8 +233,6 @@ class MemoryEstimate:
         import torch
 
         from sparsekv.kernels.backends import choose_backend
-        from sparsekv.plans.aliases import resolve_model
-        from sparsekv.plans.schema import check_model
         from sparsekv.runtime.hf.load import torch_device, torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
 

@@ -16,7 +16,8 @@ from sparsekv.cli.prompts import answered_prompts
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options, Shares, each_once, text, words
 from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.schema import Quality, to_data
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Measurement, Plan, Quality, check_model, to_data
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from sparsekv.planner.evaluation import EvalSamples
     from sparsekv.planner.evaluation.results import EvalResult
     from sparsekv.planner.profile.profile_data import Profile
-    from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.schema import Measurement, Plan
 
 PhaseName = Literal["prefill", "decode", "both"]
 OF_PLAN = ("phase", "backend", "allow_mismatch")
@@ -140,7 +139,6 @@ def evaluate(flags: EvalFlags) -> None:
     from sparsekv.planner.evaluation.given import evaluate_given
     from sparsekv.planner.evaluation.results import measurement_of
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.schema import check_model
 
     plan, phase, length = subject.plan, flags.phase, flags.lengths[0]
     if plan is None:
@@ -176,7 +174,6 @@ def evaluate(flags: EvalFlags) -> None:
 def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
     """A line where nothing that is measured is sparse at the length: dense is then compared with itself."""
     from sparsekv.planner.verify import is_sparse_at
-    from sparsekv.plans.types import format_length
 
     parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
     if any(part is not None and is_sparse_at(part.bucket(length), length) for part in parts):
@@ -207,7 +204,6 @@ def _report(result: EvalResult, samples: int, has_plan: bool) -> dict[str, Any]:
 def _text(results: Sequence[EvalResult], count: str, measured: Measurement | None, phase: PhaseName) -> str:
     from sparsekv.planner.evaluation.results import merged
     from sparsekv.plans.show import SCORE_HEADER, score_row
-    from sparsekv.plans.types import format_length
 
     def named(task: str, result: EvalResult) -> str:
         return f"{task}, {format_length(result.lengths[0])}" if len(results) > 1 else task
@@ -236,9 +232,8 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     from sparsekv.bench.curve_file import write_curve
     from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, chosen_methods
     from sparsekv.bench.curves import measure_curves
-    from sparsekv.planner.data_files import check_model
+    from sparsekv.planner.data_files import check_model as check_profile
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.schema import check_model as check_plan
 
     (profile, preset), drawn = _profiles(flags.profile), flags.drawn
     inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
@@ -248,15 +243,15 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     def check(info: ModelInfo, _: str) -> None:
         check_length(max(drawn.lengths), info.context_length)
         if subject.plan:
-            check_plan(subject.plan, info, False)
+            check_model(subject.plan, info, False)
         for one in (profile, preset):
             if one is not None:
-                check_model(one, info, weights=False)
+                check_profile(one, info, weights=False)
 
     loaded = subject.load(flags, check)
     for one in (profile, preset):
         if one is not None:
-            check_model(one, loaded.info)
+            check_profile(one, loaded.info)
     budgets = flags.budgets or BUDGETS
     rows = measure_curves(
         CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),

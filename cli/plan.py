@@ -13,16 +13,18 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import PlanFiles
+from sparsekv.cli.prompts import own_prompts
 from sparsekv.planner.flags import MOST, Flag
 from sparsekv.planner.options import HELD_OUT, DecodeSearch, Gate, Hardware, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import GateError
+from sparsekv.plans.files import write_plan
+from sparsekv.plans.schema import Plan, to_data
 
 if TYPE_CHECKING:
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
     from sparsekv.planner.progress import Progress
-    from sparsekv.plans.schema import Plan
 
 _LONGER = 1800  # seconds of verification to go on with
 
@@ -45,8 +47,6 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
     @property
     def options(self) -> PlanOptions:
         """How to plan."""
-        from sparsekv.cli.prompts import own_prompts
-
         given = {name: getattr(self, name) for name in self.model_fields_set & set(PlanOptions.model_fields)}
         given |= {"prompts": own_prompts(self.prompts_file)} if self.prompts_file else {}
         given |= {"verify_samples": 0} if self.no_verify else {}
@@ -92,7 +92,6 @@ def plan(flags: PlanFlags) -> None:
     from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import only_run
     from sparsekv.planner.progress import BarProgress
-    from sparsekv.plans.files import write_plan
 
     progress = BarProgress()
     with nullcontext() if flags.profile else only_run(flags.resume), flags.telling_what_is_saved():
@@ -159,8 +158,6 @@ def _what_next(plan: Plan, out: Path) -> str:
 
 
 def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:
-    from sparsekv.plans.schema import to_data
-
     quality = result.plan.quality
     return {
         "path": str(out),

@@ -14,11 +14,14 @@ import typer
 from sparsekv.cli.arguments import PLACE, Json, PlanArgument, PlanPlace, plan_file
 from sparsekv.cli.output import FAILED, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
+from sparsekv.plans.diff import diff_plans
 from sparsekv.plans.errors import PlanError, SparseKVError, UsageError, install_command
+from sparsekv.plans.files import load_plan, parse_plan, read_text, sign, write_bytes
+from sparsekv.plans.files import seal as sign_again
+from sparsekv.plans.schema import Plan, json_schema
 
 if TYPE_CHECKING:
     from sparsekv.planner.profile.profile_data import Profile
-    from sparsekv.plans.schema import Plan
 
 # Where there is no terminal to fit into.
 _WIDTH = 110
@@ -37,8 +40,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a plan as tables: what each layer computes, measured quality, predicted cost. Needs no model."""
-    from sparsekv.plans.files import load_plan
-
     idle = [flag for flag, given in (("--profile", profile), ("--curve", curve)) if given is not None and html is None]
     if idle:
         raise UsageError(f"expected --html FILE beside {idle[0]}, which only the page shows; add it, or leave it out")
@@ -76,7 +77,6 @@ def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve:
             f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
         ) from error
     from sparsekv.bench.curve_file import read_curve
-    from sparsekv.plans.files import write_bytes
 
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(plan, profile) if profile else None
@@ -114,8 +114,6 @@ def diff(
     Exit 0: nothing did; integrity, comments and layout of a file are no change. Exit 1: something did. Exit 2: a file
     is no plan.
     """
-    from sparsekv.plans.diff import diff_plans
-
     changes = diff_plans(_unsigned(old), _unsigned(new), full or as_json)
     if as_json:
         emit_json({"changed": bool(changes), "changes": [asdict(change) for change in changes]})
@@ -129,8 +127,6 @@ def diff(
 
 def _unsigned(place: Path) -> Plan:
     """A plan, an edited one too: its changes are what is to be reviewed before it is sealed."""
-    from sparsekv.plans.files import parse_plan, read_text, sign
-
     path = plan_file(place)
     plan = parse_plan(read_text(path), str(path), signed=False)
     if plan != sign(plan):
@@ -160,8 +156,6 @@ def validate(plans: Plans, as_json: Json = False) -> None:
 
 
 def _check(path: Path) -> tuple[dict[str, Any], PlanError | UsageError | None]:
-    from sparsekv.plans.files import load_plan
-
     try:
         plan = load_plan(plan_file(path))
     except (PlanError, UsageError) as error:
@@ -183,8 +177,6 @@ def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
 
 def seal(plan: PlanArgument, as_json: Json = False) -> None:
     """Sign an edited plan again. It becomes `unverified`: nobody has measured what it says now."""
-    from sparsekv.plans.files import seal as sign_again
-
     sealed = sign_again(plan)
     if as_json:
         facts = {"status": sealed.plan.status, "integrity": sealed.plan.integrity, "changed": sealed.changed}
@@ -195,8 +187,6 @@ def seal(plan: PlanArgument, as_json: Json = False) -> None:
 
 def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of the plan file, for editors and other tools (always JSON)."""
-    from sparsekv.plans.schema import json_schema
-
     emit_json(json_schema())
 
 

@@ -13,14 +13,15 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import NewTokens, Output, Placement, Subject, Subjects, settings_of
 from sparsekv.cli.doctor import MemoryEstimate, say_memory, tell_if_idle
 from sparsekv.cli.output import columns, emit, emit_json, tell
+from sparsekv.cli.prompts import given_prompt, typed_prompt
 from sparsekv.planner.flags import Flag
 from sparsekv.planner.options import Hardware, PrefillChunk, Seed
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.model import ModelInfo
+from sparsekv.plans.schema import Plan, check_model
 
 if TYPE_CHECKING:
     from sparsekv.cli.chat import Answer, Session
-    from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.schema import Plan
 
 # Logits over a temperature below this leave float32; one token has all of the probability long before.
 _COLDEST, _HOTTEST = 0.01, 100.0
@@ -87,8 +88,6 @@ class RunFlags(Subjects, Placement, Hardware, Output):
 
 def run(flags: RunFlags) -> None:
     """Answer a prompt: from --prompt, a file, standard input, or typed at a terminal (several turns)."""
-    from sparsekv.cli.prompts import given_prompt
-
     machine, placing = settings_of(flags), flags.placing
     subject = flags.subject
     used = None if flags.dense else subject.need_plan()
@@ -138,7 +137,6 @@ def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
 
 def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str) -> Session:
     from sparsekv.cli.chat import Session
-    from sparsekv.plans.schema import check_model
     from sparsekv.runtime.hf.generate import Sampling
 
     def check(info: ModelInfo, _: str) -> None:
@@ -164,7 +162,6 @@ def _session(flags: RunFlags, subject: Subject, used: Plan | None, backend: str)
 def _talk(session: Session) -> None:
     """Turn after turn over one cache, until the end of the input."""
     from sparsekv.cli.chat import Conversation
-    from sparsekv.cli.prompts import typed_prompt
 
     one_text = "" if session.has_turns else "; without a chat template each turn goes on from the text before it"
     tell(f"type a prompt; Ctrl-D ends{one_text}")

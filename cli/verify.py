@@ -14,11 +14,12 @@ from sparsekv.cli.plan_files import check_writable
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
+from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
+from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
+from sparsekv.plans.schema import Plan, check_model, to_data
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
-    from sparsekv.plans.model import ModelInfo
-    from sparsekv.plans.schema import Plan
 
 
 class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
@@ -57,8 +58,6 @@ def verify(flags: VerifyFlags) -> None:
     Exit 1 when a mean misses its gate. Exit 0 when all meet theirs, also where samples or their 95% bounds are too
     little to call the plan verified.
     """
-    from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
-
     subject = flags.subject
     found, file, before = subject.need_plan(), None, ""
     if flags.write:
@@ -69,7 +68,6 @@ def verify(flags: VerifyFlags) -> None:
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
-    from sparsekv.plans.schema import check_model, to_data
 
     def check(info: ModelInfo, hardware: str) -> None:
         check_model(found, info, flags.allow_mismatch)
@@ -126,8 +124,6 @@ def _own_file(subject: Subject) -> Path:
 
 def _check_same_model(plan: Plan, model: ModelInfo, differs: list[str]) -> None:
     """A plan's quality is of its own model and weights, whatever it was allowed to be run on."""
-    from sparsekv.plans.model import OTHER_WEIGHTS
-
     known, found = plan.model.fingerprint, model.fingerprint
     if differs or known.weights is None or known.weights != found.weights:
         part = OTHER_WEIGHTS if known.architecture == found.architecture else "other architecture"
