@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from sparsekv.plans.errors import PlanError, UsageError
-from sparsekv.plans.files import write_bytes
+from sparsekv.planner.data_files import first_fault
+from sparsekv.plans.errors import PlanError
+from sparsekv.plans.files import read_text, write_bytes
 from sparsekv.plans.types import Length, NonNegative, Part, Positive, Share, Text
-from sparsekv.plans.yaml_io import printable
 
 MAX_BYTES = 64 << 20
 
@@ -75,20 +75,12 @@ def read_curve(path: Path) -> tuple[CurvePoint, ...]:
         UsageError: the file cannot be read.
         PlanError: it is no list of points.
     """
+    text = read_text(path, MAX_BYTES)
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read the curve {path}: {error.strerror or error}") from error
-    if len(content) > MAX_BYTES:
-        raise PlanError(f"expected a curve of at most {MAX_BYTES >> 20} MiB, found more in {path}; make it again")
-    try:
-        return _POINTS.validate_python(json.loads(content))
+        return _POINTS.validate_python(json.loads(text))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where, what = printable(".".join(map(str, first["loc"]))) or "the top", printable(first["msg"])
         raise PlanError(
-            f"expected a list of curve points in {path}, found at {where:.200}: {what:.300}; make it again"
+            f"expected a list of curve points in {path}, found at {first_fault(error)}; make it again"
         ) from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"expected a curve in {path}, found no whole JSON: {error}; make it again") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import zlib
@@ -18,12 +17,10 @@ from sparsekv import __version__
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
-from sparsekv.plans.files import open_input, write_bytes
+from sparsekv.plans.files import content_digest, open_input, write_bytes
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.types import FieldError, canonical_json
 from sparsekv.plans.yaml_io import printable
-from sparsekv.runtime.model_config import device_name as device_name
-from sparsekv.runtime.model_config import dtype_name as dtype_name
 
 MAX_BYTES = 512 << 20
 _COMPRESS_ABOVE = 1 << 20
@@ -41,7 +38,7 @@ def write_measured(record: Profile | DeviceCost, path: Path) -> None:
         UsageError: the file cannot be written.
     """
     data = record.model_dump(mode="json")
-    content = canonical_json(data | {_SIGNATURE: _digest(data)}) + b"\n"
+    content = canonical_json(data | {_SIGNATURE: content_digest(data)}) + b"\n"
     write_bytes(path, gzip.compress(content, mtime=0) if len(content) > _COMPRESS_ABOVE else content)
 
 
@@ -78,11 +75,11 @@ def record_of(kind: type[Record], data: Any, path: Path) -> Record:
     except ValidationError as error:
         schema = kind.model_fields["schema_version"].default
         raise PlanError(
-            f"expected a {what} of schema {schema} in {path}, found at {_first(error)}; make it again"
+            f"expected a {what} of schema {schema} in {path}, found at {first_fault(error)}; make it again"
         ) from error
 
 
-def _first(error: ValidationError) -> str:
+def first_fault(error: ValidationError) -> str:
     """The first thing that is wrong and where, cut short: the file may hold anything, also as the name of a field."""
     first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
@@ -115,11 +112,7 @@ def check_model(profile: Profile, model: ModelInfo, *, weights: bool = True) -> 
 
 def digest_of(record: BaseModel) -> str:
     """`sha256:...` over the canonical content of a profile or a device cost."""
-    return _digest(record.model_dump(mode="json"))
-
-
-def _digest(data: dict[str, Any]) -> str:
-    return f"sha256:{hashlib.sha256(canonical_json(data)).hexdigest()}"
+    return content_digest(record.model_dump(mode="json"))
 
 
 def _content(path: Path, what: str) -> bytes:

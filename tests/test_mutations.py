@@ -1,4 +1,4 @@
-"""Plans, profiles and device costs that were changed anywhere: used whole, or refused by an error of ours.
+"""Plans, device costs and records of profiling that were changed anywhere: used whole, or refused by an error of ours.
 
 `pytest -m fuzz` is the long run; FUZZ_COUNT is how many documents of each kind it makes, FUZZ_FIRST their first number.
 """
@@ -109,7 +109,6 @@ def _cost() -> DeviceCost:
     )
 
 
-PROFILES = Mutations(*(_profile(seed).model_dump(mode="json") for seed in (0, 1)))
 COSTS = Mutations(_cost().model_dump(mode="json"))
 WANTED = tuple(
     PlanOptions(**({"verify_samples": 0} | given))
@@ -130,12 +129,6 @@ def recompile(profile: Profile, cost: DeviceCost, wanted: PlanOptions) -> None:
     """What `sparsekv plan --profile FILE --cost FILE --no-verify` does once both are read."""
     plan = compile_plan(job_of_files("made/up", wanted, profile, cost)).plan
     assert parse_plan(dump_plan(plan)) == sign(plan)
-
-
-def use_profile(data: Any) -> None:
-    profile = record_of(Profile, data, PATH)
-    wanted = random.Random(json.dumps(data)).choice(WANTED)
-    recompile(profile, _cost(), wanted)
 
 
 def _records() -> list[Any]:
@@ -192,7 +185,6 @@ def use_cost(data: Any) -> None:
 KINDS = {
     "plan": (PLANS, use_plan, 1500),
     "plan text": (PLANS, use_plan_text, 100),
-    "profile": (PROFILES, use_profile, 250),
     "cost": (COSTS, use_cost, 200),
     "records": (RECORDS, use_records, 200),
 }

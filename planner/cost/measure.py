@@ -34,7 +34,7 @@ from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.keys import KeyView, full_view
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, computed_tiles
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line, Timing
-from sparsekv.planner.data_files import device_name, dtype_name, versions
+from sparsekv.planner.data_files import versions
 from sparsekv.planner.options import FAMILIES, KNOWN_FAMILIES, Family
 from sparsekv.planner.progress import Progress, prefill_work
 from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
@@ -45,6 +45,7 @@ from sparsekv.runtime.core.program import LayerProgram, Program, Rank, SegmentPr
 from sparsekv.runtime.core.state import DecodeState
 from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
+from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import HostMemory

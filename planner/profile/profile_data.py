@@ -1,32 +1,28 @@
-"""What profiling found out about a model: the input of every compile, kept in a file of its own.
+"""What profiling found out about a model: the input of every compile, kept in a file of its own, which is signed.
 
 Every number is rounded to six significant digits when it enters, so that what is in memory is what the file says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.model import ModelInfo, check_fit
+from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Budget, Pattern, TileShape
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
+from sparsekv.plans.phases import Segment
 from sparsekv.plans.schema import BackendName, DtypeName
 from sparsekv.plans.types import (
     Digest,
-    FieldError,
     Index,
     Natural,
     Part,
     Positive,
     Text,
-    Where,
     format_length,
     rounded,
 )
@@ -87,37 +83,6 @@ class LayerScores(ScoreParts):
     weight: Annotated[float, Field(strict=True, gt=0.0, le=MAX_MEASURED), AfterValidator(rounded)] = 1.0
 
 
-def check_scores(
-    scores: ScoreParts, patterns: Sequence[Sequence[Pattern]], candidates: Sequence[Candidate], heads: int
-) -> None:
-    """Raises FieldError unless every slot has, for each head, a candidate, a pattern of its family, and scores."""
-    slots = len(scores.candidates)
-    if bool(slots) != bool(candidates):
-        raise FieldError("expected scores of the candidates of the length", "candidates")
-    for name, table in (
-        ("candidates", scores.candidates),
-        ("patterns", patterns),
-        *((name, getattr(scores, name)) for name in SCORES),
-    ):
-        check_table(table, slots, heads, name)
-    for number, (row, own) in enumerate(zip(scores.candidates, patterns, strict=True)):
-        if max(row) >= len(candidates):
-            raise FieldError(f"expected positions below {len(candidates)}, found {max(row)}", "candidates", number)
-        for position, pattern in zip(row, own, strict=True):
-            if (family := candidates[position].family) != pattern.pattern:
-                message = f"expected a pattern of {family}, found {pattern.pattern}"
-                raise FieldError(message, "patterns", number)
-
-
-def check_table(table: Sequence[Sequence[Any]], rows: int, columns: int, name: str) -> None:
-    """Raises FieldError unless every one of so many rows has so many entries."""
-    if len(table) != rows:
-        raise FieldError(f"expected {rows} rows, found {len(table)}", name)
-    for number, row in enumerate(table):
-        if len(row) != columns:
-            raise FieldError(f"expected {columns} entries, found {len(row)}", name, number)
-
-
 class TokenChoice(Part):
     """How decode statistics choose tokens by the newest query: with each budget, among all between the first `sink` and
     the last `recent` tokens, which are attended to in any case."""
@@ -139,16 +104,6 @@ class Reuse(TokenChoice):
     importance: tuple[PartOfAll, ...]
     kept: tuple[Table, ...]
 
-    def check(self, layers: int) -> None:
-        """Raises FieldError unless there is an entry for each layer and budget."""
-        if len(self.importance) != layers:
-            raise FieldError(f"expected {layers} layers of the model, found {len(self.importance)}", "importance")
-        if len(self.kept) != len(self.budgets):
-            raise FieldError(f"expected {len(self.budgets)} rows, found {len(self.kept)}", "kept")
-        triangle = [j + 1 for j in range(layers)]
-        if not all([len(row) for row in table] == triangle for table in self.kept):
-            raise FieldError(f"expected a lower triangle of {layers} layers for each budget", "kept")
-
 
 class DecodeTrial(Part):
     """What decode segments did to next tokens at one length, on calibration prompts that were prefilled densely.
@@ -163,10 +118,6 @@ class DecodeTrial(Part):
     kl: Measured
     kl_bound: Measured
     prompts: Positive
-
-    def check(self, model: ModelInfo) -> None:
-        """Raises FieldError unless the segments are legal, and of this model."""
-        check_fit(model, None, DecodePlan(lengths=(DecodeBucket(up_to=None, segments=self.segments),)), ())
 
 
 class LengthProfile(Part):
@@ -191,52 +142,6 @@ class LengthProfile(Part):
         """The ladder of densities that candidates were brought to, ascending."""
         return tuple(sorted({candidate.density for candidate in self.candidates}))
 
-    def check(self, model: ModelInfo) -> None:
-        """Raises FieldError unless every layer, head and candidate of it is of this model, and fits the others."""
-        if bool(self.layers) != bool(self.candidates):
-            raise FieldError("expected candidates and layers, or none of either", "candidates")
-        check_ascending([scores.layer for scores in self.layers], "layers")
-        shapes = model.by_layer
-        for number, scores in enumerate(self.layers):
-            if scores.layer not in shapes or shapes[scores.layer].kind != "full":
-                message = f"expected a layer of the model with full attention, found {scores.layer}"
-                raise FieldError(message, "layers", number, "layer")
-            with inside("layers", number):
-                heads = shapes[scores.layer].heads
-                check_scores(scores, self._patterns_of(scores), self.candidates, heads)
-                check_table(scores.worst, len(scores.candidates), heads, "worst")
-        if self.reuse:
-            with inside("reuse"):
-                self.reuse.check(model.layers)
-        if self.trials and not self.reuse:
-            raise FieldError("expected trials beside `reuse`, which says what they were chosen from", "trials")
-        for number, trial in enumerate(self.trials):
-            with inside("trials", number):
-                trial.check(model)
-
-    def _patterns_of(self, scores: LayerScores) -> list[list[Pattern]]:
-        most = max((position for row in scores.patterns for position in row), default=-1)
-        if most >= len(self.patterns):
-            raise FieldError(f"expected positions below {len(self.patterns)}, found {most}", "patterns")
-        return [[self.patterns[position] for position in row] for row in scores.patterns]
-
-
-@contextmanager
-def inside(*path: Where) -> Iterator[None]:
-    """Puts the path of what is checked before that of what is wrong in it."""
-    try:
-        yield
-    except FieldError as error:
-        error.path = (*path, *error.path)
-        raise
-
-
-def check_ascending(numbers: Sequence[int], *path: Where) -> None:
-    """Raises FieldError unless each number is larger than the one before it."""
-    for before, after in pairwise(numbers):
-        if before >= after:
-            raise FieldError(f"expected ascending order, found {after} after {before}", *path)
-
 
 class Profile(Part):
     """What one profiling run found, and what it was run with."""
@@ -255,27 +160,6 @@ class Profile(Part):
     calibration: Digest
     versions: dict[Text, Text] = Field(default_factory=dict)
     lengths: Annotated[tuple[LengthProfile, ...], Field(min_length=1, max_length=MAX_LENGTHS)]
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Profile:
-        check_ascending([entry.length for entry in self.lengths], "lengths")
-        for number, entry in enumerate(self.lengths):
-            with inside("lengths", number):
-                entry.check(self.model)
-                _check_alike(self.lengths[0], entry)
-        if self.lengths[-1].length > self.model.context_length:
-            message = f"expected lengths within the model's context of {self.model.context_length}"
-            raise FieldError(f"{message}, found {self.lengths[-1].length}", "lengths")
-        return self
-
-
-def _check_alike(first: LengthProfile, entry: LengthProfile) -> None:
-    """Every length has the same phases, and one way to choose tokens, as one plan serves them all."""
-    if bool(entry.layers) != bool(first.layers):
-        raise FieldError("expected scores of layers at every length or at none", "layers")
-    choices = [one.reuse and (one.reuse.sink, one.reuse.recent, one.reuse.budgets) for one in (first, entry)]
-    if choices[0] != choices[1]:
-        raise FieldError("expected the same sink, recent and budgets at every length", "reuse")
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:

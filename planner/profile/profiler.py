@@ -22,7 +22,7 @@ from torch import nn
 
 from sparsekv.kernels.backends import choose_backend
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.data_files import device_name, dtype_name, versions
+from sparsekv.planner.data_files import versions
 from sparsekv.planner.job import Job
 from sparsekv.planner.profile.calibration import CalibrationPrompt, digest_of
 from sparsekv.planner.profile.head_errors import Layer, Rows, score_candidates
@@ -38,6 +38,7 @@ from sparsekv.runtime.hf.describe import attention_modules
 from sparsekv.runtime.hf.generate import check_numbers
 from sparsekv.runtime.hf.load import LoadedModel
 from sparsekv.runtime.hf.observe import AttentionCall
+from sparsekv.runtime.model_config import device_name, dtype_name
 
 Prompts = Mapping[int, Sequence[CalibrationPrompt]]
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from sparsekv.planner.profile.profile_data import (
+    SCORES,
     Candidate,
     LayerScores,
     LengthProfile,
@@ -30,14 +31,12 @@ from sparsekv.planner.profile.profile_data import (
     ScoreParts,
     Table,
     TokenChoice,
-    check_scores,
-    check_table,
 )
 from sparsekv.plans.errors import ConflictError, PlanWarning, UsageError
 from sparsekv.plans.files import write_bytes
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import Pattern
-from sparsekv.plans.types import FieldError, Length, Natural, canonical_json, rounded
+from sparsekv.plans.types import Length, Natural, canonical_json, rounded
 
 Key = tuple[int, int, int]
 _PARTIAL = "sparsekv.partial"
@@ -76,14 +75,29 @@ class RunShape:
     candidates: Mapping[int, Sequence[Candidate]]
     choice: TokenChoice | None
 
-    def check(self, record: LayerRecord) -> None:
-        """Raises FieldError unless the record is one of such a run."""
+    def holds(self, record: LayerRecord) -> bool:
+        """Whether the record is one of such a run: every slot has, for each head, a candidate, a pattern of its family,
+        and scores."""
         if record.sample >= self.samples.get(record.length, 0) or record.layer >= self.model.layers:
-            raise FieldError(f"expected a length, a prompt and a layer of this run, found {record.key}")
-        group = self.model.group_of(record.layer)
+            return False
+        group, slots = self.model.group_of(record.layer), len(record.candidates)
         candidates = self.candidates[record.length] if group.kind == "full" else ()
-        check_scores(record, record.patterns, candidates, group.heads)
-        check_table(record.kept, len(self.choice.budgets) if self.choice else 0, record.layer + 1, "kept")
+        tables = (record.candidates, record.patterns, *(getattr(record, name) for name in SCORES))
+        budgets = len(self.choice.budgets) if self.choice else 0
+        return (
+            bool(slots) == bool(candidates)
+            and all(_is_table(table, slots, group.heads) for table in tables)
+            and _is_table(record.kept, budgets, record.layer + 1)
+            and all(
+                position < len(candidates) and candidates[position].family == pattern.pattern
+                for row, own in zip(record.candidates, record.patterns, strict=True)
+                for position, pattern in zip(row, own, strict=True)
+            )
+        )
+
+
+def _is_table(table: Sequence[Sequence[Any]], rows: int, columns: int) -> bool:
+    return len(table) == rows and all(len(row) == columns for row in table)
 
 
 class Records:
@@ -166,17 +180,15 @@ class Records:
     def _sound_lines(self, text: str, path: Path) -> str:
         if not text.startswith(self._header):
             return self._header
-        sound, damaged = [self._header], 0
-        for line in text[len(self._header) :].split("\n")[:-1]:  # the last one was cut short, or is empty
-            try:
+        lines = text[len(self._header) :].split("\n")[:-1]  # the last one was cut short, or is empty
+        sound = [self._header]
+        for line in lines:
+            with suppress(ValidationError):
                 record = LayerRecord.model_validate_json(line)
-                self._shape.check(record)
-            except (ValidationError, FieldError):
-                damaged += 1
-                continue
-            self._found[record.key] = record
-            sound.append(f"{line}\n")
-        if damaged:
+                if self._shape.holds(record):
+                    self._found[record.key] = record
+                    sound.append(f"{line}\n")
+        if damaged := len(lines) + 1 - len(sound):
             told = f"dropped {damaged} of the records in {path}, which are damaged: they are measured again"
             warnings.warn(told, PlanWarning, 2)
         return "".join(sound)

@@ -13,7 +13,7 @@ from planner_models import made_up_cost
 from planner_profiles import made_up_length, made_up_model, made_up_profile, made_up_reuse
 
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
-from sparsekv.planner.data_files import check_model, digest_of, read_measured, record_of, write_measured
+from sparsekv.planner.data_files import check_model, digest_of, read_measured, write_measured
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
 
@@ -138,36 +138,19 @@ def _put(value, *path):
     ("forge", "said"),
     [
         (_put([], "lengths"), "least 1"),
-        (_put(lambda own: own * 2, "lengths"), "found 4096"),
-        (_put(1 << 16 | 1, "lengths", 0, "length"), "65536"),
         (_put(1 << 40, "lengths", 0, "length"), "lengths.0.length: "),
-        (_put([], "lengths", 0, "candidates"), "lengths.0.candidates"),
-        (_put(0, "lengths", 0, "layers", 1, "layer"), "lengths.0.layers:"),
-        (_put(3, "lengths", 0, "layers", 2, "layer"), "lengths.0.layers.2.layer"),
-        (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "worst"), "lengths.0.layers.0.worst: expected 12 rows"),
-        (_put([0.1], "lengths", 0, "layers", 0, "damage", 3), "layers.0.damage.3: expected 4 entries, found 1"),
-        (_put([99] * 4, "lengths", 0, "layers", 0, "patterns", 0), "layers.0.patterns"),
-        (_put([0] * 4, "lengths", 0, "layers", 0, "patterns", 11), "a_shape"),
         (_put(1.1, "lengths", 0, "layers", 0, "tiles", 0, 0), "lengths.0.layers.0.tiles.0.0: "),
         (_put(0.0, "lengths", 0, "layers", 0, "tiles", 0, 0), "lengths.0.layers.0.tiles.0.0: "),
         (_put(1e300, "lengths", 0, "layers", 0, "damage", 0, 0), "lengths.0.layers.0.damage.0.0: "),
         (_put(-0.1, "lengths", 0, "layers", 0, "worst", 0, 0), "lengths.0.layers.0.worst.0.0: "),
         (_put(0.0, "lengths", 0, "layers", 0, "weight"), "lengths.0.layers.0.weight: "),
-        (
-            _put(12, "lengths", 0, "layers", 0, "candidates", 2, 1),
-            "candidates.2: expected positions below 12, found 12",
-        ),
-        (_put(lambda own: own[1:], "lengths", 0, "layers", 0, "candidates"), "patterns: expected 11 rows, found 12"),
         (_put([], "lengths", 0, "reuse", "budgets"), "lengths.0.reuse.budgets: "),
-        (_put(lambda own: own[:2], "lengths", 0, "reuse", "importance"), "reuse.importance: expected 3 layers"),
-        (_put([[0.5]], "lengths", 0, "reuse", "kept", 1), "reuse.kept"),
-        (_put(lambda own: own[:1], "lengths", 0, "reuse", "kept"), "reuse.kept: expected 3 rows, found 1"),
         (_put("x" * 100_000, "dtype"), "dtype: "),
         (_put({"x" * 100_000: 1}, "versions"), "versions.xxx"),
     ],
-    ids=range(24),
+    ids=range(10),
 )
-def test_a_profile_that_contradicts_itself_is_refused_where_it_does(
+def test_a_profile_with_values_that_cannot_be_is_refused_where_they_are(
     profile: Profile, tmp_path: Path, forge, said: str
 ) -> None:
     data = profile.model_dump(mode="json")
@@ -177,19 +160,6 @@ def test_a_profile_that_contradicts_itself_is_refused_where_it_does(
         read_measured(Profile, tmp_path / "p.json")
     assert said in str(refused.value)
     assert len(str(refused.value)) < 1000
-
-
-def test_lengths_that_do_not_go_together_are_refused(profile: Profile) -> None:
-    (short,) = profile.lengths
-    longer = short.model_copy(update={"length": 8192})
-    for change, said in (
-        ({"layers": (), "candidates": ()}, "none"),
-        ({"reuse": None}, "sink"),
-        ({"reuse": short.reuse.model_copy(update={"sink": 9})}, "sink"),
-    ):
-        data = profile.model_copy(update={"lengths": (short, longer.model_copy(update=change))})
-        with pytest.raises(PlanError, match=rf"lengths\.1\..*{said}"):
-            record_of(Profile, data.model_dump(mode="json"), Path("p"))
 
 
 def test_a_missing_file_and_binary_data_are_named(tmp_path: Path) -> None:
