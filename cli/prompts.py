@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sparsekv.plans.errors import PromptError, UsageError
-from sparsekv.plans.files import open_input
+from sparsekv.plans.files import as_text, read_text
 
 if TYPE_CHECKING:
     from sparsekv.planner.evaluation.given import GivenPrompt
@@ -49,7 +49,7 @@ def typed_prompt() -> str | None:
         PromptError: it is not text.
     """
     line = sys.stdin.buffer.readline(MAX_BYTES + 1)
-    return _decoded(line, "what was typed") if line else None
+    return as_text(line, "what was typed", MAX_BYTES, PromptError) if line else None
 
 
 def own_prompts(file: Path) -> tuple[str, ...]:
@@ -102,12 +102,7 @@ def _fields(file: Path, number: int, line: str) -> dict[str, str]:
 
 
 def _text_of(file: Path) -> str:
-    try:
-        with open_input(file) as opened:
-            data = opened.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
-    return _text(data, str(file))
+    return _with_text(read_text(file, MAX_BYTES, PromptError), str(file))
 
 
 def _without_newline(text: str) -> str:
@@ -115,19 +110,10 @@ def _without_newline(text: str) -> str:
 
 
 def _text(data: bytes, source: str) -> str:
-    text = _decoded(data, source)
+    return _with_text(as_text(data, source, MAX_BYTES, PromptError), source)
+
+
+def _with_text(text: str, source: str) -> str:
     if not text.strip():
         raise PromptError(f"expected a prompt, found nothing but blanks in {source}; write a question")
     return text
-
-
-def _decoded(data: bytes, source: str) -> str:
-    advice = "give text in UTF-8"
-    if len(data) > MAX_BYTES:
-        raise PromptError(f"expected at most {MAX_BYTES:,} bytes of text in {source}, found more; shorten it")
-    if b"\0" in data:
-        raise PromptError(f"expected text in {source}, found binary data (a zero byte at {data.index(0)}); {advice}")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"expected UTF-8 text in {source}, found other bytes at {error.start}; {advice}") from error

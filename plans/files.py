@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from sparsekv.plans.errors import ConflictError, PlanError, UsageError
+from sparsekv.plans.errors import ConflictError, PlanError, SparseKVError, UsageError
 from sparsekv.plans.schema import KIND, SCHEMA_FILE, SCHEMA_VERSION, Plan, to_data
 from sparsekv.plans.types import canonical_json
 from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
@@ -29,12 +29,12 @@ MAX_BYTES = 8 << 20
 _PIPE_SECONDS = 2.0  # until something is written to a pipe that is read
 
 
-def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES, wrong: type[SparseKVError] = PlanError) -> str:
     """The UTF-8 text of a file of at most `limit` bytes.
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
-        PlanError: it is longer, or it is not text.
+        PlanError: it is longer, or it is not text; or what `wrong` says.
     """
     try:
         with open_input(path) as file:
@@ -45,7 +45,7 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         raise UsageError(f"{path}: expected a file, found none; check the path") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
-    return as_text(data, str(path), limit)
+    return as_text(data, str(path), limit, wrong)
 
 
 def open_input(path: str | os.PathLike[str]) -> BinaryIO:
@@ -65,21 +65,21 @@ def open_input(path: str | os.PathLike[str]) -> BinaryIO:
     return file
 
 
-def as_text(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
+def as_text(data: bytes, source: str, limit: int = MAX_BYTES, wrong: type[SparseKVError] = PlanError) -> str:
     """`data` as UTF-8 text.
 
     Raises:
-        PlanError: it is longer than `limit` bytes, or not text.
+        PlanError: it is longer than `limit` bytes, or not text; or what `wrong` says.
     """
     if len(data) > limit:
-        raise PlanError(f"{source}: expected at most {limit:,} bytes, found more; this is not a file of sparsekv")
+        raise wrong(f"{source}: expected at most {limit:,} bytes, found more; give less, or another file")
     if b"\0" in data:
-        raise PlanError(f"{source}: expected text, found binary data")
+        raise wrong(f"{source}: expected text, found binary data")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise PlanError(f"{source}, line {line}: expected UTF-8 text, found other bytes; save it as UTF-8") from None
+        raise wrong(f"{source}, line {line}: expected UTF-8 text, found other bytes; save it as UTF-8") from None
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:

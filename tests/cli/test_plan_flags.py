@@ -76,7 +76,7 @@ def refused(sparsekv, model, out):
         (("--families", ","), "--families"),
         (("--tasks", "juggling"), "juggling"),
         (("--tasks", ""), "--tasks"),
-        (("--prompts", "/nowhere/prompts.jsonl"), "No such file"),
+        (("--prompts", "/nowhere/prompts.jsonl"), "found none"),
         (("--profile", "/nowhere/a.profile"), "profile"),
         (("--cost", "/nowhere/a.cost"), "device-cost"),
         (("--profile-out", "/nowhere/a.profile"), "/nowhere"),

@@ -125,7 +125,7 @@ def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_loaded(sparsekv
     ("arguments", "word"),
     [
         (("--prompt", "  "), "blanks"),
-        (("--prompt-file", "/nowhere/prompt"), "No such file"),
+        (("--prompt-file", "/nowhere/prompt"), "found none"),
         (("--prompt", "a", "--prompt-file", "b"), "both"),
         (("--prompt", "a", "--dense", "--compare"), "both"),
         (("--prompt", "a" * 2048), "2048"),
@@ -300,7 +300,7 @@ def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparse
     stdin(b"abc\xff\xfe\n\0\n" + b"a" * 100 + b"\n", terminal=True)
     done = sparsekv("run", folder, *FEW)
     assert done.code == 0
-    assert done.err.count("error: expected") == 2
+    assert done.err.count("error: what was typed") == 2
     assert "100 tokens in" in done.err
 
 
