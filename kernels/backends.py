@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -259,8 +258,6 @@ def _obstacle(
 def _triton_obstacle(device: torch.device, head_dim: int) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "it needs a CUDA or ROCm GPU that torch can see"
-    if find_spec("triton") is None:
-        return "the package triton is not installed (pip install triton)"
     from sparsekv.kernels.triton_support import head_size_obstacle
 
     if torch.version.hip is None:

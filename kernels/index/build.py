@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -192,12 +191,7 @@ def _build_part(group: HeadGroup, call: IndexCall, on_gpu: bool) -> HeadIndex | 
 
 def builds_by_triton(device: torch.device) -> bool:
     """Whether "auto" means the Triton builders there: on NVIDIA GPUs, the only ones that they were run on."""
-    return device.type == "cuda" and torch.version.hip is None and _has_triton()
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def _by_triton(builder: BuilderName, device: torch.device) -> bool:

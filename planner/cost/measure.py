@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -61,8 +61,9 @@ _FEWEST = 3
 _ROUND = 128
 
 
-class PrefillHost(Protocol):
-    """How the program that runs the plan prefills, as far as that has a price.
+class PrefillHost:
+    """How the program that runs the plan prefills, as far as that has a price: here transformers, which takes whole
+    prompts, dense by the fastest kernel of our own, in a contiguous cache.
 
     Attributes:
         name: of the host.
@@ -70,26 +71,6 @@ class PrefillHost(Protocol):
         decodes: whether decode is planned for it, and timed.
         versions: of what is timed here and nowhere else.
     """
-
-    name: HostName
-    chunk: int | None
-    decodes: bool
-    versions: Mapping[str, str]
-
-    def dense(
-        self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
-    ) -> Callable[[], object]:
-        """A launch of its dense attention of a chunk."""
-
-    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object] | None:
-        """What comes before sparse attention of a chunk with a past; None for nothing."""
-
-    def take(self, out_BHTD: torch.Tensor) -> None:
-        """What comes after sparse attention."""
-
-
-class TransformersHost:
-    """Whole prompts, dense by the fastest kernel of our own, in a contiguous cache. See `PrefillHost`."""
 
     name: HostName = "transformers"
     chunk: int | None = None
@@ -99,14 +80,15 @@ class TransformersHost:
     def dense(
         self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str
     ) -> Callable[[], object]:
-        """The dense kernel that goes with the sparse one."""
+        """A launch of its dense attention of a chunk."""
         return partial(dense_prefill, q_BHTD, k_BGSD, v_BGSD, chunk, scale=scale, backend=backend)
 
-    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
-        """Nothing."""
+    def copy(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> Callable[[], object] | None:
+        """What comes before sparse attention of a chunk with a past; None for nothing."""
+        return None
 
     def take(self, out_BHTD: torch.Tensor) -> None:
-        """Nothing."""
+        """What comes after sparse attention."""
 
 
 def measure_cost(
@@ -138,7 +120,7 @@ def measure_cost(
     """
     choice = choose_backend(device, dtype, shape.head_dim, backend, tile)
     timed_families = tuple(name for name in KNOWN_FAMILIES if name in FAMILIES or name in families)
-    program = host or TransformersHost()
+    program = host or PrefillHost()
     bench = Bench(shape, device, dtype, tile, timed_families, choice.name, offload, program)
     timed = timed_lengths(shape, lengths, device.type)
     timings: list[Timing] = []

@@ -9,20 +9,20 @@ Shapes: H query heads, G KV heads, T tokens of a chunk, S tokens, P pages of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from sparsekv.kernels.tiles import Chunk
+from sparsekv.planner.cost.measure import PrefillHost
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.plans.schema import HostName
 from sparsekv.runtime.settings import preset_vllm
 from sparsekv.runtime.vllm.engine_facts import TESTED, check_installed
 from sparsekv.runtime.vllm.plan_host import Scratch
 
 
-class VllmHost:
+class VllmHost(PrefillHost):
     """See `PrefillHost`. Dense attention is vLLM's own kernel. For sparse attention a chunk's past is copied from
     pages, and its result into the step's rows.
 
@@ -35,7 +35,7 @@ class VllmHost:
         UnsupportedError: plans do not run on this device or with this release.
     """
 
-    name: HostName = "vllm"
+    name = "vllm"
     decodes = False
 
     def __init__(self, chunk: int | None, device: torch.device) -> None:
@@ -50,8 +50,8 @@ class VllmHost:
             known = " and ".join(f"{', '.join(releases)} on {device}" for device, releases in TESTED.items())
             raise UnsupportedError(f"expected vLLM {known}, found {release} on {kind}; install a tested release")
         self._vllm = internals
-        self.chunk: int | None = chunk or internals.server_step()
-        self.versions: Mapping[str, str] = {"vllm": release}
+        self.chunk = chunk or internals.server_step()
+        self.versions = {"vllm": release}
 
     def dense(
         self, q_BHTD: torch.Tensor, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor, chunk: Chunk, scale: float, backend: str

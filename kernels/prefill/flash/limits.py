@@ -68,8 +68,6 @@ def device_obstacle(device: torch.device) -> str | None:
         return f"flash-attn-4 has no block lists on compute capability {major}.{minor}"
     if not _installed():
         return f"the package flash-attn-4 is not installed ({install_command('flash')})"
-    if find_spec("triton") is None:
-        return "single columns need the package triton, which is not installed (pip install triton)"
     return None
 
 
