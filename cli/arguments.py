@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import Field, model_validator
 
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
-from sparsekv.planner.options import Hardware
+from sparsekv.planner.options import Hardware, check_lengths
 from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
@@ -154,12 +155,59 @@ def device_and_dtype(asked: Settings) -> tuple[torch.device, torch.dtype]:
     """Where to run without a model, and in what precision: bfloat16 on a GPU and float32 elsewhere by default."""
     import torch
 
-    from sparsekv.runtime.hf.load import torch_device
+    from sparsekv.runtime.devices import torch_device
 
     hardware = torch_device(asked.device)
     default = "bfloat16" if hardware.type == "cuda" else "float32"
     precision: torch.dtype = getattr(torch, default if asked.dtype == "auto" else asked.dtype)
     return hardware, precision
+
+
+def check_name(model: str, lengths: Sequence[int] = ()) -> None:
+    """Refuses what a model's name and config.json tell, before anything is imported that loads one.
+
+    Raises:
+        UsageError: there is no such model, or a length is beyond its context.
+    """
+    source = resolve_model(model)
+    if source.is_local:
+        context = _context_of(Path(source.path_or_id, "config.json"))
+        check_lengths(lengths, MAX_LENGTH if context is None else context)
+        return
+    from sparsekv.runtime.hub import needs_cache
+
+    needs_cache(source.path_or_id, None, False)
+
+
+def _context_of(config: Path) -> int | None:
+    try:
+        found = json.loads(config.read_bytes())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # what loads the model says what is wrong
+        return None
+    return found if isinstance(found, int) else None
+
+
+def check_machine(flags: Options) -> None:
+    """Refuses a device that is not there, and a backend that cannot run on it, before anything is imported that loads a
+    model.
+
+    Raises:
+        UsageError: there is no such device.
+        BackendError: the backend cannot run there.
+    """
+    asked = settings_of(flags)
+    device, backend = _device_of(flags, asked), "auto" if flags.typed("dense") else asked.backend
+    if device == backend == "auto":
+        return
+    from sparsekv.kernels.backends import check_backend
+    from sparsekv.runtime.devices import torch_device
+
+    check_backend(backend, torch_device(device))
+
+
+def _device_of(flags: Options, asked: Settings) -> str:
+    """The device that is asked for; a device map goes over SPARSEKV_DEVICE."""
+    return "auto" if flags.typed("device_map") and not flags.is_given("device") else asked.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +268,12 @@ class Subject:
             raise UsageError(self.no_plan)
         return self.plan
 
+    def check(self, flags: Options, lengths: Sequence[int] = ()) -> None:
+        """Refuses what no weights are needed for; see `check_name` and `check_machine`."""
+        check_machine(flags)  # first: what is wrong with it is not the model
+        with self._saying_whose_model():
+            check_name(self.model, lengths)
+
     def load(self, flags: Options, check: Callable[[ModelInfo, str], object] | None = None) -> LoadedModel:
         """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
 
@@ -232,11 +286,12 @@ class Subject:
             UsageError: there is no such model, or a setting is none of those allowed.
         """
         asked, device_map = settings_of(flags), flags.typed("device_map")
-        device = "auto" if device_map and not flags.is_given("device") else asked.device
+        device = _device_of(flags, asked)
         from transformers.utils import logging
 
         from sparsekv.kernels.backends import choose_backend
-        from sparsekv.runtime.hf.load import load_config, load_model, torch_device, torch_dtype
+        from sparsekv.runtime.devices import torch_device
+        from sparsekv.runtime.hf.load import load_config, load_model, torch_dtype
         from sparsekv.runtime.model_config import describe_config, dtype_name
 
         if not sys.stderr.isatty():

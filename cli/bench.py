@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import typer
 from pydantic import Field, model_validator
 
-from sparsekv.cli.arguments import AllowMismatch, Output, Subject, device_and_dtype, settings_of
+from sparsekv.cli.arguments import AllowMismatch, Output, Subject, check_machine, device_and_dtype, settings_of
 from sparsekv.cli.commands import command
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.planner.flags import (
@@ -209,6 +209,7 @@ def prefill(flags: PrefillFlags) -> None:
         )
     if not used and flags.allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
+    check_machine(flags)
     machine = settings_of(flags)
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _PREFILL_LENGTHS[hardware.type]
@@ -298,6 +299,7 @@ def decode(flags: DecodeFlags) -> None:
     used = None if by_hand else Subject.named(flags.model, flags.plan, None).plan
     if not used and flags.allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
+    check_machine(flags)
     machine = settings_of(flags)
     hardware, precision = device_and_dtype(machine)
     if flags.miss_rate is not None and hardware.type != "cuda":

@@ -86,8 +86,9 @@ class Answer:
         """What people are told after an answer."""
         said = self.generation
         host = f" + {size(self.kv_bytes_host)} on the host" if self.kv_bytes_host else ""
+        density = "dense" if self.prefill_density == 1.0 else f"at density {self.prefill_density:.2f}"
         return (
-            f"{said.prompt_tokens:,} tokens in {said.prefill_seconds:.2f} s at density {self.prefill_density:.2f}, "
+            f"{said.prompt_tokens:,} tokens in {said.prefill_seconds:.2f} s, {density}; "
             f"{said.new_tokens} new ({self.rate}), KV {size(self.kv_bytes_device)}{host}"
         )
 

@@ -233,7 +233,8 @@ class MemoryEstimate:
         import torch
 
         from sparsekv.kernels.backends import choose_backend
-        from sparsekv.runtime.hf.load import torch_device, torch_dtype
+        from sparsekv.runtime.devices import torch_device
+        from sparsekv.runtime.hf.load import torch_dtype
         from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize
 
         if device_bytes is not None and machine.device == "cpu":

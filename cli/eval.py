@@ -14,8 +14,8 @@ from sparsekv.cli.output import agreement_table, columns, emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
 from sparsekv.cli.prompts import answered_prompts
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.planner.options import DEFAULT_TASKS, PHASES, Drawn, Hardware, Phase, check_lengths
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Measurement, Plan, Quality, check_model, to_data
 from sparsekv.plans.types import format_length
@@ -107,18 +107,6 @@ class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
         return EvalSamples(tasks, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
 
 
-def check_length(length: int, context: int) -> None:
-    """Refuses a length beyond a model's context.
-
-    Raises:
-        PromptError: it is.
-    """
-    if length > context:
-        raise PromptError(
-            f"expected lengths within the model's context of {context} tokens, found {length}; give a shorter --length"
-        )
-
-
 def evaluate(flags: EvalFlags) -> None:
     """Measure the tasks on held-out samples, or own prompts: answers by exact match, text by perplexity.
 
@@ -129,6 +117,7 @@ def evaluate(flags: EvalFlags) -> None:
     subject = flags.subject
     if subject.plan is None and (unread := next(filter(flags.is_given, OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
+    subject.check(flags, () if flags.prompts_file else flags.lengths)
     if flags.curve is not None:
         measure_curve(subject, flags)
         return
@@ -146,7 +135,7 @@ def evaluate(flags: EvalFlags) -> None:
 
     def check(info: ModelInfo, _: str) -> None:
         if not prompts:
-            check_length(length, info.context_length)
+            check_lengths(flags.lengths, info.context_length)
         if plan is not None:
             check_model(plan, info, flags.allow_mismatch)
 
@@ -241,7 +230,7 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
 
     def check(info: ModelInfo, _: str) -> None:
-        check_length(max(drawn.lengths), info.context_length)
+        check_lengths(drawn.lengths, info.context_length)
         if subject.plan:
             check_model(subject.plan, info, False)
         for one in (profile, preset):

@@ -88,7 +88,9 @@ def plan(flags: PlanFlags) -> None:
     resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either
     flags.check_files()
     wanted = flags.options
-    # Imports torch, which takes seconds: what is wrong with the options was said by now.
+    if flags.needs_model:
+        Subject(flags.model).check(flags, wanted.lengths)
+    # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
     from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import only_run
     from sparsekv.planner.progress import BarProgress
@@ -153,7 +155,7 @@ def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:
 def _what_next(plan: Plan, out: Path) -> str:
     """How to go on to a verified plan."""
     if plan.quality is None:
-        return "a sparser one takes looser gates, or other options"
+        return "longer --lengths or --no-crossover leave more of it sparse, looser gates where it missed them"
     return f"go on with `sparsekv verify --plan {out} --write --verify-time {_LONGER}`"
 
 

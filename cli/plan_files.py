@@ -127,9 +127,9 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
     try:
         tempfile.TemporaryFile(dir=real.parent).close()  # permissions do not tell: /proc, or a read-only file system
-    except OSError as error:
+    except OSError:
         raise UsageError(
-            f"expected a folder that can be written, found {real.parent}: {error.strerror}; choose another one"
+            f"expected a folder to write {real.name} in, found that {real.parent} cannot be written; choose another one"
         ) from None
 
 

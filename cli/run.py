@@ -98,6 +98,7 @@ def run(flags: RunFlags) -> None:
         )
     if used is not None:
         tell_if_idle(placing, None if flags.dense_decode else used.decode)
+    subject.check(flags)
     if flags.dry_run:
         assert used is not None, "--dense was refused"
         assert text is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 from sparsekv.plans.files import parse_plan, read_text, rewrite_plan
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.schema import Plan, check_model, to_data
+from sparsekv.plans.show import verdict
 
 if TYPE_CHECKING:
     from sparsekv.planner.verify import Verification
@@ -32,7 +34,9 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
         int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples", "--verify-samples"), "N")
     ] = None
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
-    write: Annotated[bool, Flag("If the gate is met, put this quality and status in place of the plan's own.")] = False
+    write: Annotated[bool, Flag("Put this quality and status in place of the plan's own, unless they show less.")] = (
+        False
+    )
 
     def options(self, plan: Plan) -> PlanOptions:
         """What to verify of a plan: the lengths it was made for, unless others are asked for."""
@@ -41,7 +45,8 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
             own = sorted(entry.length for entry in plan.cost.lengths)
         return PlanOptions(
             lengths=self.lengths or tuple(own),
-            tasks=self.tasks or DEFAULT_TASKS,
+            tasks=self.tasks,
+            verify_chosen=("--lengths",) if self.lengths and {*self.lengths} != {*own} else (),
             verify_samples=self.verify_samples,
             gate=self.gate,
             verify_time=self.verify_time,
@@ -64,7 +69,11 @@ def verify(flags: VerifyFlags) -> None:
         file = _own_file(subject)
         before = read_text(file)
         found = parse_plan(before, str(file))
+    if all(bucket.dense for bucket in found.buckets):
+        _tell_nothing_sparse(found, subject, flags.as_json)
+        return
     asked = flags.options(found)
+    subject.check(flags, asked.lengths)
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
@@ -78,37 +87,52 @@ def verify(flags: VerifyFlags) -> None:
     if flags.write:
         _check_same_model(found, loaded.info, differs)
     settled = settle(asked, loaded.info.context_length, loaded.model.device.type)
+    settled = settled.but(tasks=settled.tasks or DEFAULT_TASKS)
     evidence = found.quality.evidence if found.quality else None
     attempt = evidence.attempt if evidence else 1  # the samples are those of that attempt
-    verdict = measure(loaded, found, settled, BarProgress(), allow_mismatch=flags.allow_mismatch, attempt=attempt)
-    facts: dict[str, Any] = {"passed": verdict.passed, "verified": verdict.passed and verdict.conclusive}
-    facts |= {"reasons": list(verdict.reasons), "quality": to_data(verdict.quality)}
+    result = measure(loaded, found, settled, BarProgress(), allow_mismatch=flags.allow_mismatch, attempt=attempt)
+    facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
+    facts |= {"reasons": list(result.reasons), "quality": to_data(result.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}
     if not flags.as_json:
-        emit(quality_table(verdict.quality))
-    if not verdict.passed:
-        raise GateError("gate missed: " + "; ".join(verdict.reasons)).with_facts(**facts)
-    (tell if flags.as_json else emit)(_met(verdict, found, subject))
+        emit(quality_table(result.quality))
+    if result.passed:
+        (tell if flags.as_json else emit)(_verdict(result.recorded(found), subject, result.reasons))
     if differs:
         tell(f"measured on {loaded.info.id}; this says nothing about {found.model.id}, the model of the plan")
     if file is not None:
-        recorded = verdict.recorded(found)
-        try:
-            rewrite_plan(recorded, file, before)
-        except SparseKVError as error:
-            error.with_facts(**facts).add_note("what was measured is printed, and in no file")
-            raise
-        tell(f"{file}: written as {recorded.status}")
+        _write(result, found, file, before, facts)
+    if not result.passed:
+        raise GateError("gate missed: " + "; ".join(result.reasons)).with_facts(**facts)
     if flags.as_json:
         emit_json(facts)
 
 
-def _met(result: Verification, plan: Plan, subject: Subject) -> str:
-    from sparsekv.plans.show import verdict
+def _tell_nothing_sparse(plan: Plan, subject: Subject, as_json: bool) -> None:
+    reason = "nothing in it is sparse, so that there is nothing to verify"
+    if as_json:
+        emit_json({"passed": True, "verified": False, "reasons": [reason], "quality": None})
+    else:
+        emit(_verdict(plan, subject, (reason,)))
 
-    first, *others = result.reasons or ("",)
-    file = str(subject.path or plan.model.id)
-    return "\n".join((*verdict(result.recorded(plan), file, first), *others))
+
+def _write(result: Verification, plan: Plan, file: Path, before: str, facts: dict[str, Any]) -> None:
+    """Puts what was found in the plan's file, unless more is known there."""
+    if not result.says_more(plan):
+        tell(f"{file}: left as it is, {plan.status}: more is known there than this run shows")
+        return
+    recorded = result.recorded(plan)
+    try:
+        rewrite_plan(recorded, file, before)
+    except SparseKVError as error:
+        error.with_facts(**facts).add_note("what was measured is printed, and in no file")
+        raise
+    tell(f"{file}: written as {recorded.status}")
+
+
+def _verdict(plan: Plan, subject: Subject, reasons: Sequence[str]) -> str:
+    first, *others = reasons or ("",)
+    return "\n".join((*verdict(plan, str(subject.path or plan.model.id), first), *others))
 
 
 def _own_file(subject: Subject) -> Path:

@@ -97,9 +97,19 @@ def choose_backend(
             return BackendChoice(name, _REASONS[name] if requested == "auto" else "requested", tuple(rejected))
         rejected.append((name, obstacle))
     if requested != "auto":
-        raise BackendError(f"backend {requested!r} cannot run on {device}: {obstacle}{USE_AUTO}")
+        raise _cannot_run(requested, device, rejected[0][1])
     why = "; ".join(f"{name}: {obstacle}" for name, obstacle in rejected)
     raise BackendError(f"no backend runs {dtype} with head size {head_dim} on {device} ({why})")
+
+
+def check_backend(requested: str, device: torch.device) -> None:
+    """Refuses a backend that cannot run on this device, whatever the model.
+
+    Raises:
+        BackendError: the message says why and what to do.
+    """
+    if requested != "auto" and (obstacle := _machine_obstacle(requested, device)):
+        raise _cannot_run(requested, device, obstacle)
 
 
 def backends_after(name: str, q_BHSD: torch.Tensor, tile: TileShape | None = None) -> tuple[str, ...]:
@@ -240,31 +250,43 @@ def _module(backend: str, modules: dict[str, str]) -> Any:
     return import_module(modules[backend])
 
 
+def _cannot_run(name: str, device: torch.device, obstacle: str) -> BackendError:
+    return BackendError(f"backend {name!r} cannot run on {device}: {obstacle}{USE_AUTO}")
+
+
 def _obstacle(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tile: TileShape | None = None
 ) -> str | None:
     """Why a backend cannot run there; None when it can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, float16 and bfloat16, found {dtype}"
+    if found := _machine_obstacle(name, device):
+        return found
     if name == "flash":
-        return device_obstacle(device) or shape_obstacle(dtype, head_dim, tile)
+        return shape_obstacle(dtype, head_dim, tile)
     if name == "triton":
-        return _triton_obstacle(device, head_dim)
+        from sparsekv.kernels.triton_support import head_size_obstacle
+
+        return head_size_obstacle(head_dim)
+    return None
+
+
+def _machine_obstacle(name: str, device: torch.device) -> str | None:
+    if name == "flash":
+        return device_obstacle(device)
+    if name == "triton":
+        return _triton_obstacle(device)
     if name == "cpu" and device.type != "cpu":
         return f"it works on tensors in main memory, not on {device.type}"
     return None
 
 
-def _triton_obstacle(device: torch.device, head_dim: int) -> str | None:
+def _triton_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "it needs a CUDA or ROCm GPU that torch can see"
-    from sparsekv.kernels.triton_support import head_size_obstacle
-
-    if torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            return f"Triton serves compute capability 8.0 (Ampere) and newer, found {major}.{minor}"
-    return head_size_obstacle(head_dim)
+    if torch.version.hip is None and (found := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"Triton serves compute capability 8.0 (Ampere) and newer, found {found[0]}.{found[1]}"
+    return None
 
 
 class BackendWarning(UserWarning):

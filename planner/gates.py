@@ -4,8 +4,8 @@ The unit is a prompt. What counts is what a plan adds to rounding: the floor is 
 every tile computed, and all figures but accuracy are excesses over it. A gate is *met* where the mean is shown to be
 inside, *missed* where it is shown to be outside, else *undecided*; one sample is no finding. At each length divergence
 is capped at `_CAP` gates, over all lengths together at `_FAILS` gates: from there on a prompt has failed, and failures
-have a gate of their own. Accuracy is that of the tasks that dense or the plan solves at least half of the time: chosen
-by either side, a task is no likelier to have been chosen for dense's luck than for the plan's.
+have a gate of their own. Accuracy is that of the tasks that dense or the plan solves at least half of the time. Which
+those are is decided for each round by the rounds before it, so that no answer decides whether it counts.
 
 Attempts at a plan spend one error budget: half of what is left for each. Of one attempt every gate has to be shown to
 be met, so that each has the whole level of the attempt; to be missed one is enough, so that they share it.
@@ -68,10 +68,6 @@ class Prompt:
         return self.divergence > size or (self.plan.flipped and not self.floor.flipped)
 
 
-def _sides(prompt: Prompt) -> tuple[Outcome, Outcome]:
-    return prompt.dense, prompt.plan
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The samples of one length, by task."""
@@ -88,17 +84,6 @@ class Measured:
             return tuple(map(Prompt, task.dense, rounding, task.sparse))
 
         return cls(own.lengths[0], {name: prompts(name, task) for name, task in own.tasks.items()})
-
-    def solved(self, least: float) -> Measured:
-        """Its tasks with right answers that dense or the plan finds at least so often."""
-
-        def is_solved(prompts: Sequence[Prompt]) -> bool:
-            if any(prompt.lost is None for prompt in prompts):
-                return False
-            dense, plan = (sum(bool(one.correct) for one in side) for side in zip(*map(_sides, prompts), strict=True))
-            return max(dense, plan) >= least * len(prompts)
-
-        return Measured(self.length, {name: some for name, some in self.tasks.items() if is_solved(some)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +102,8 @@ class _Figure:
     span: Range
     value: Callable[[Prompt], float | None]
 
-    def claim(self, lengths: Iterable[Measured], level: float, shared: float) -> Claim | None:
-        """What the samples show of it; None where it has no values."""
-        rounds = self._rounds(lengths)
+    def claim(self, rounds: Rounds, level: float, shared: float) -> Claim | None:
+        """What rounds of its values show of it; None where it has none."""
         values = [value for some in rounds for value in some]
         if not values:
             return None
@@ -133,7 +117,7 @@ class _Figure:
             more=more,
         )
 
-    def _rounds(self, lengths: Iterable[Measured]) -> list[list[float]]:
+    def rounds(self, lengths: Iterable[Measured]) -> Rounds:
         """A value of every task and length a round; the last one, if it lacks some, is left out."""
         strata = [list(map(self.value, prompts)) for one in lengths for prompts in one.tasks.values()]
         return [
@@ -174,6 +158,22 @@ def _of_all_lengths(gate: Gate, phase: PhaseName) -> tuple[_Figure, ...]:
         _divergence(gate, phase, _FAILS),
         _Figure("failed", gate.max_failed, gate.max_failed, broken, lambda prompt: float(prompt.fails(size))),
     )
+
+
+def _answered(lengths: Iterable[Measured], least: float) -> Rounds:
+    """Right answers lost, a round, of the tasks that dense or the plan solved so often in the rounds before."""
+    strata = [one for some in lengths for one in some.tasks.values() if all(prompt.lost is not None for prompt in one)]
+    rounds = range(1, min(map(len, strata), default=0))
+    return [[one[at].lost or 0.0 for one in strata if _is_solved(one[:at], least)] for at in rounds]
+
+
+def _is_solved(prompts: Sequence[Prompt], least: float) -> bool:
+    dense, plan = (sum(bool(one.correct) for one in side) for side in zip(*map(_sides, prompts), strict=True))
+    return max(dense, plan) >= least * len(prompts)
+
+
+def _sides(prompt: Prompt) -> tuple[Outcome, Outcome]:
+    return prompt.dense, prompt.plan
 
 
 def _accuracy(gate: Gate) -> _Figure:
@@ -238,12 +238,13 @@ def claims_of(
 
 def _claims(phase: PhaseName, lengths: Sequence[Measured], gate: Gate, level: float, shared: float) -> PhaseClaims:
     def told(figures: Iterable[_Figure], some: Sequence[Measured]) -> dict[str, Claim]:
-        claims = ((figure.name, figure.claim(some, level, shared)) for figure in figures)
+        claims = ((figure.name, figure.claim(figure.rounds(some), level, shared)) for figure in figures)
         return {name: claim for name, claim in claims if claim is not None}
 
-    solved = [one.solved(gate.solved) for one in lengths]
     by_length = {one.length: told(_of_a_length(gate, phase), [one]) for one in lengths}
-    return PhaseClaims(by_length, told(_of_all_lengths(gate, phase), lengths) | told([_accuracy(gate)], solved))
+    overall = told(_of_all_lengths(gate, phase), lengths)
+    accuracy = _accuracy(gate).claim(_answered(lengths, gate.solved), level, shared)
+    return PhaseClaims(by_length, overall | ({"accuracy": accuracy} if accuracy else {}))
 
 
 def line_of(phase: PhaseName, name: str, claim: Claim) -> str:

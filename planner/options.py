@@ -7,6 +7,7 @@ A field says its type, bounds, default, help and flag here and nowhere else: the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
@@ -28,6 +29,7 @@ from sparsekv.planner.flags import (
 from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName
+from sparsekv.plans.types import format_length
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
 
 _SEARCHED = [name for name, kind in PATTERNS.items() if kind.ranges(TileShape(), 1)]
@@ -295,6 +297,19 @@ class Hardware(Device, Precision, Kernels):
     """Where a model runs, in what precision, by which kernels."""
 
 
+def check_lengths(lengths: Sequence[int], context: int) -> None:
+    """Refuses lengths beyond a model's context.
+
+    Raises:
+        UsageError: one is.
+    """
+    if max(lengths, default=0) > context:
+        raise UsageError(
+            f"expected lengths within the model's context of {format_length(context)} tokens, found "
+            f"{format_length(max(lengths))}; leave it out, or choose a model with a longer context"
+        )
+
+
 class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
     """How to plan.
 
@@ -307,6 +322,7 @@ class PlanOptions(Targets, Search, DecodeSearch, Gated, Drawn, Hardware):
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
     verify_lengths: Lengths = ()
     verify_seed: int | None = None  # of held-out samples; by default it follows from the plan
+    verify_chosen: tuple[str, ...] = ()  # by what samples were chosen, besides tasks and a seed: none verify a plan
     samples: Annotated[
         int | None,
         Field(ge=1, le=MOST),

@@ -70,7 +70,7 @@ def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None =
         that it keeps its gates; where every sparser plan missed them, it is dense.
 
     Raises:
-        GateError: no density comes to the target speedup, or the plan gives numbers that are not finite.
+        GateError: no density comes to the target speedup, or the model gives numbers that are not finite.
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
@@ -96,7 +96,7 @@ def compile_plan(
         progress: where to report; the stages that will run are numbered.
 
     Raises:
-        GateError: no density comes to the target speedup, or the plan gives numbers that are not finite.
+        GateError: no density comes to the target speedup, or the model gives numbers that are not finite.
         UsageError, PromptError, BackendError: prompts do not fit, or the profile does not reach the targets.
     """
     started = time.monotonic()

@@ -84,8 +84,8 @@ class _Lines(_Bar):
 
     def _figures(self) -> Iterator[str]:
         (task,) = self._bars.tasks
-        share = f"{task.percentage:.0f}%" if task.total else f"{task.completed:g}"
-        yield f"{task.description}: {share} in {_clock(task.elapsed or 0.0)}"
+        share = f"{task.percentage:.0f}% in " if task.total else ""
+        yield f"{task.description}: {share}{_clock(task.elapsed or 0.0)}"
         if task.time_remaining is not None and task.percentage >= _PACED:
             yield f"about {_clock(task.time_remaining)} left"
 

@@ -8,16 +8,15 @@ without room for them is refused before anything runs (`check_targets`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparsekv.kernels.tiles import Chunk
-from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, Phase, PlanOptions
+from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, Phase, PlanOptions, check_lengths
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import PATTERNS, TileShape
-from sparsekv.plans.types import format_length
 
 # Densities are rounded; one that is the target but for rounding is the target.
 ROUNDING = 1e-4
@@ -145,10 +144,18 @@ def settle(options: PlanOptions, context_length: int, device_type: str) -> Settl
         "samples": options.samples or len(options.prompts) or samples,
         "verify_time": _time(options, device_type),
         "verify_lengths": options.verify_lengths or lengths,
+        "verify_chosen": tuple(_chosen(options)),
         "density_is_default": not (options.target_density or preset),
         "samples_are_default": not (options.samples or options.prompts or options.tasks or preset),
     }
     return Settled.model_construct(**{name: getattr(options, name) for name in PlanOptions.model_fields} | filled)
+
+
+def _chosen(options: PlanOptions) -> Iterator[str]:
+    """By what held-out samples were chosen: whoever tries others could go on until some pass."""
+    yield from options.verify_chosen
+    yield from ("--tasks",) if options.tasks else ()
+    yield from () if options.verify_seed is None else ("--seed",)
 
 
 def _time(options: PlanOptions, device_type: str) -> float:
@@ -169,11 +176,7 @@ def _lengths(options: PlanOptions, context_length: int, device_type: str) -> tup
         usual = _LENGTHS.get(device_type, _LENGTHS["cpu"])
         longest = min(context_length, usual[-1])
         return (*(length for length in usual if length <= _APART * longest), longest)
-    if max(options.lengths) > context_length:
-        raise UsageError(
-            f"expected lengths within the model's context of {format_length(context_length)} tokens, "
-            f"found {format_length(max(options.lengths))}; leave it out, or plan a model with a longer context"
-        )
+    check_lengths(options.lengths, context_length)
     return tuple(sorted(options.lengths))
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
-from sparsekv.planner.evaluation.results import EvalResult, measurement_of, merged
+from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
 from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of
 from sparsekv.planner.options import Gate
 from sparsekv.planner.progress import Progress, Step, prefill_work
@@ -38,6 +38,7 @@ _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU;
 _ROUND_TOKENS = 1 << 17  # of a task between two looks
 _NEAR_END = 0.7  # of a bucket's end: with fixed budgets a bucket is sparsest there
 _DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
+_NO_NUMBER = 20.0  # nats, of a sample without finite probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,15 @@ class Verification:
     conclusive: bool
     reasons: tuple[str, ...]
     missed: Mapping[PhaseName, tuple[int, ...]]
+
+    def says_more(self, plan: Plan) -> bool:
+        """Whether it is to stand in the file of a plan, in place of what is known there: it verifies the plan, misses
+        the same gates, or is of more prompts of an unverified one."""
+        own, known = self.quality.evidence, plan.quality.evidence if plan.quality else None
+        assert own is not None, "measured just now"
+        if not self.passed:
+            return own.gates == (known.gates if known else Gate().named)
+        return self.conclusive or known is None or (plan.status != "verified" and own.prompts >= known.prompts)
 
     def recorded(self, plan: Plan) -> Plan:
         """The plan with its quality; verified where that was conclusive."""
@@ -84,7 +94,7 @@ def verify(
         attempt: which plan this is of those that were tried, from 1: later ones need more proof.
 
     Raises:
-        GateError: the plan gives numbers that are not finite.
+        GateError: the model without a plan, or a kernel with every tile computed, gives numbers that are not finite.
         UsageError: nothing of the plan is sparse.
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
@@ -164,10 +174,14 @@ class _Found:
     gate: Gate
     attempt: int
     looks: int = 0
+    broken: dict[tuple[str, int], int] = field(default_factory=dict)  # samples without finite probabilities
     claims: Mapping[PhaseName, PhaseClaims] = field(default_factory=dict)
 
     def add(self, name: str, result: EvalResult) -> None:
         own, length = self.results[name], result.lengths[0]
+        if bad := sum(not outcome.is_finite for outcome in result.outcomes):
+            self.broken[name, length] = self.broken.get((name, length), 0) + bad
+            result = result.with_finite(_NO_NUMBER)
         own[length] = merged([own[length], result]) if length in own else result
 
     def look(self, phases: Sequence[PhaseName]) -> None:
@@ -192,7 +206,7 @@ class _Found:
     @property
     def is_missed(self) -> bool:
         """Whether something is."""
-        return any(claims.having("missed") for claims in self.claims.values())
+        return bool(self.broken) or any(claims.having("missed") for claims in self.claims.values())
 
     @property
     def undecided(self) -> dict[PhaseName, tuple[int, ...]]:
@@ -231,31 +245,40 @@ def _compare(
     results = evaluator.compare(some, names, step=step)
     for name in names:
         if name in results:
-            result = EvalResult.of(length, asked.tasks, some, results[DENSE], results[name])
-            _check_finite(result, name)
-            found.add(name, result)
+            check_finite(results[DENSE], "without a plan")
+            if name not in found.phases:
+                check_finite(results[name], "with every tile computed")
+            found.add(name, EvalResult.of(length, asked.tasks, some, results[DENSE], results[name]))
 
 
-def _check_finite(result: EvalResult, phase: str) -> None:
-    outcomes = result.outcomes
-    bad = sum(not (math.isfinite(outcome.nll) and math.isfinite(outcome.kl)) for outcome in outcomes)
+def check_finite(found: Comparison, how: str) -> None:
+    """Refuses a model, or kernels, that a plan cannot be held against.
+
+    Raises:
+        GateError: some probabilities are nan or infinite.
+    """
+    bad = sum(not outcome.is_finite for outcome in found.outcomes)
     if bad:
         raise GateError(
-            f"expected finite probabilities from the plan, found nan or infinity in {bad} of {len(outcomes)} samples "
-            f"({phase}); check the model in this precision without a plan, or use another --backend"
+            f"expected finite probabilities {how}, found nan or infinity in {bad} of {len(found.outcomes)} samples; "
+            "check the model in this precision, or use another --backend"
         )
 
 
 def _verdict(plan: Plan, found: _Found, options: Settled) -> Verification:
     """What the results of each phase say of a plan by its gates."""
     missed = {phase: claims.missed_lengths for phase, claims in found.claims.items() if claims.having("missed")}
+    missed |= {phase: broken for phase in found.phases if (broken := tuple(n for p, n in found.broken if p == phase))}
     reasons = tuple(
+        f"{phase} at {format_length(length)}: nan or infinity in {count} samples"
+        for (phase, length), count in found.broken.items()
+    ) + tuple(
         line_of(phase, name, claim) for phase, claims in found.claims.items() for name, claim in claims.having("missed")
     )
     doubts = reasons or tuple(_doubts(plan, found, options))
     quality = Quality(
         **{phase: _recorded(phase, found, options.prefill_chunk) for phase in found.phases},
-        evidence=_evidence(found, options, verified=not doubts),
+        evidence=_evidence(found, options, next(iter(doubts), None)),
     )
     return Verification(quality, not missed, not doubts, doubts, missed)
 
@@ -279,8 +302,8 @@ def _doubts(plan: Plan, found: _Found, options: Settled) -> Iterator[str]:
     yield from _untouched(plan, found)
     if not options.gate.is_strict:
         yield "the gates are looser than the defaults; leave them out to have the plan verified"
-    if options.verify_seed is not None:
-        yield "the samples were chosen by --seed; leave it out to have the plan verified"
+    if options.verify_chosen:
+        yield f"samples were chosen by {', '.join(options.verify_chosen)}; `sparsekv verify` without them may verify it"
 
 
 def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement:
@@ -307,7 +330,7 @@ def _recorded(phase: PhaseName, found: _Found, chunk: int | None) -> Measurement
     return own.model_copy(update=whole)
 
 
-def _evidence(found: _Found, options: Settled, *, verified: bool) -> Evidence:
+def _evidence(found: _Found, options: Settled, reason: str | None) -> Evidence:
     prompts = max(sum(len(result.outcomes) for result in found.of(phase)) for phase in found.phases)
     return Evidence(
         level=level_of(found.attempt),
@@ -315,8 +338,10 @@ def _evidence(found: _Found, options: Settled, *, verified: bool) -> Evidence:
         looks=found.looks,
         prompts=prompts,
         seed=options.verify_seed,
+        tasks=options.tasks,
         gates=options.gate.named,
-        excludes=_excludes(found, options) if verified else None,
+        excludes=None if reason else _excludes(found, options),
+        reason=reason,
     )
 
 

@@ -163,7 +163,7 @@ class Evidence(Part):
 
     `level` is the probability of a wrong claim in this attempt; all attempts together spend 0.05. `seed` is absent
     where samples follow from the content of the plan, so that nobody chose them; `looks` counts how often it was
-    decided whether to draw more.
+    decided whether to draw more; `reason` is what keeps the plan from being verified.
     """
 
     method: Literal["betting"] = "betting"
@@ -172,8 +172,10 @@ class Evidence(Part):
     looks: Positive
     prompts: Positive
     seed: Natural | None = None
+    tasks: tuple[Text, ...] = ()
     gates: Annotated[dict[Text, NonNegative], AfterValidator(in_order)]
     excludes: Text | None = None
+    reason: Text | None = None
 
 
 class Quality(Part):

@@ -147,6 +147,8 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write --verify-time 1800"
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
+    evidence = plan.quality.evidence if plan.quality else None
+    reason = reason or (evidence.reason or "" if evidence else "")
     if not reason and found:
         reason = f"{found.kl:.2g} nats from dense on {found.samples} held-out samples"
     status = f"status: {plan.status}" + (f", {reason}" if reason else "" if plan.quality else ", never measured")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -40,6 +40,11 @@ class Outcome:
     scored: int = 0
     exact: bool | None = None
     flipped: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether its probabilities are numbers."""
+        return math.isfinite(self.nll) and math.isfinite(self.kl)
 
     @property
     def agreed_share(self) -> float:
@@ -133,6 +138,18 @@ class EvalResult:
             return tuple(outcome for sample, outcome in both if sample.task == task)
 
         return cls((length,), {task: TaskResult(of_task(task, dense), of_task(task, own)) for task in tasks}, own.spent)
+
+    def with_finite(self, nats: float) -> EvalResult:
+        """A sample without finite probabilities failed, and counts as so many nats."""
+
+        def finite(outcome: Outcome) -> Outcome:
+            if outcome.is_finite:
+                return outcome
+            is_wrong = None if outcome.correct is None else False
+            return replace(outcome, correct=is_wrong, nll=nats, kl=nats, flipped=True)
+
+        tasks = {name: TaskResult(task.dense, tuple(map(finite, task.sparse))) for name, task in self.tasks.items()}
+        return replace(self, tasks=tasks)
 
     @property
     def prefill_density(self) -> float:

@@ -28,10 +28,11 @@ from sparsekv.plans.aliases import ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import architecture_of
+from sparsekv.runtime.devices import torch_device
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
-from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap, check_device
+from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap
 
 _NAMED = 3  # tensors that a message names
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -130,26 +131,6 @@ def _options(found: ModelSource, revision: str | None = None, local_files_only: 
     if found.is_local:
         return {}
     return {"revision": revision, "local_files_only": needs_cache(found.path_or_id, revision, local_files_only)}
-
-
-def torch_device(device: str) -> torch.device:
-    """The device of that name; "auto" is the first GPU, or the CPU.
-
-    Raises:
-        UsageError: there is no such device on this machine.
-    """
-    check_device(device)
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-        torch.empty(0, device=target)
-    except (RuntimeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"expected a device that this machine has, found {device!r:.40} ({reason:.120}); try cpu"
-        ) from error
-    return target
 
 
 def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:

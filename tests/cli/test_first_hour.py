@@ -30,7 +30,7 @@ def test_a_value_that_cannot_be_meant_is_refused_before_weights_are_read(sparsek
 def test_a_plan_that_cannot_be_written_is_refused_at_once(sparsekv):
     done = sparsekv("plan", "tiny-retriever", "-o", "/proc/x.yaml")
     assert done.code == 2
-    assert "can be written" in done.err
+    assert "cannot be written" in done.err
 
 
 @pytest.mark.parametrize(

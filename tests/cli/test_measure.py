@@ -127,7 +127,7 @@ def test_eval_without_a_plan_is_dense_alone(sparsekv, copy):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("--length", "4k"), "2048"),
+        (("--length", "4k"), "2k"),
         (("--length", "1k,2k"), "one --length"),
         (("--length", "soon"), "--length"),
         (("--tasks", "juggling", "--length", "1k"), "juggling"),

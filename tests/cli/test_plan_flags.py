@@ -231,7 +231,7 @@ def test_out_must_be_a_file_in_a_folder(refused, tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(refused, tmp_path):
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
-    assert "can be written" in refused(out=folder / "plan.yaml")
+    assert "cannot be written" in refused(out=folder / "plan.yaml")
 
 
 def test_a_link_is_followed_to_where_it_leads(refused, tmp_path):

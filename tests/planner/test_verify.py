@@ -1,5 +1,7 @@
 """The gate: what counts as missed, and which lengths did worst."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from planner_models import loaded_tiny, quick_options
 from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
+from sparsekv.kernels.prefill import cpu
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.settled import settle
@@ -19,7 +22,8 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 
 def options(samples: int | None = 3, *, lengths: tuple[int, ...] = (512,), **changes):
-    return settle(quick_options(lengths=lengths, verify_samples=samples, **changes), 4096, "cpu")
+    settled = settle(quick_options(lengths=lengths, verify_samples=samples, **changes), 4096, "cpu")
+    return settled.but(verify_chosen=tuple(flag for flag in settled.verify_chosen if flag != "--tasks"))
 
 
 def everything(model) -> Plan:
@@ -84,6 +88,37 @@ def test_loose_gates_and_chosen_samples_verify_nothing(loaded: LoadedModel, chan
     assert any(word in line for line in found.reasons)
     assert found.quality.evidence.gates == changes.get("gate", Gate()).named
     assert found.quality.evidence.seed == changes.get("verify_seed")
+
+
+def test_a_plan_without_finite_numbers_missed_its_gate_and_ends_nothing(loaded: LoadedModel, monkeypatch) -> None:
+    def broken(*call, **settings):
+        found = compute(*call, **settings)
+        return replace(found, out_BHSD=torch.full_like(found.out_BHSD, torch.nan))
+
+    compute = cpu.prefill
+    monkeypatch.setattr(cpu, "prefill", broken)
+    found = verify(loaded, narrow(loaded.model), options(None, verify_time=1e6))
+    assert not found.passed
+    assert found.missed == {"prefill": (512,)}
+    assert "nan" in found.reasons[0]
+
+
+def test_tasks_of_ones_own_verify_nothing(loaded: LoadedModel) -> None:
+    settled = settle(quick_options(lengths=(512,), verify_samples=1), 4096, "cpu")
+    found = verify(loaded, narrow(loaded.model), settled)
+    assert any("--tasks" in line for line in found.reasons)
+    assert found.quality.evidence.tasks == settled.tasks
+
+
+def test_what_is_known_of_a_plan_gives_way_only_to_more(loaded: LoadedModel) -> None:
+    plan, loose = narrow(loaded.model), {"gate": LOOSE}
+    three, two = (verify(loaded, plan, options(count, **loose)) for count in (3, 2))
+    missed = verify(loaded, plan, options(None, gate=Gate(max_kl=1e-4), verify_time=1e6))
+    known = three.recorded(plan)
+    assert (three.says_more(plan), three.says_more(known), two.says_more(known)) == (True, True, False)
+    assert not missed.says_more(known)  # by other gates
+    assert missed.says_more(missed.recorded(plan))
+    assert not three.says_more(known.model_copy(update={"status": "verified"}))
 
 
 def test_samples_follow_from_what_the_plan_executes(loaded: LoadedModel) -> None:

@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import UnsupportedError, UsageError
-from sparsekv.runtime.hf.load import load_config, load_model, torch_device
+from sparsekv.runtime.devices import torch_device
+from sparsekv.runtime.hf.load import load_config, load_model
 from sparsekv.runtime.settings import DEVICE_MAPS
 
 HUB_ID = "some-organisation/some-model"
