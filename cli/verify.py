@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sparsekv.cli import commands
 from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
+from sparsekv.cli.prompts import answered_prompts
 from sparsekv.planner.flags import MOST, Flag, Lengths
 from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
@@ -34,6 +35,10 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
         int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, ("--samples", "--verify-samples"), "N")
     ] = None
     verify_time: Annotated[float | None, Field(gt=0.0, le=1e6), Flag(VERIFY_TIME, metavar="SECONDS")] = None
+    prompts_file: Annotated[
+        Path | None,
+        Flag('Own prompts, that the plan has not seen: JSON lines of {"prompt", "answer"}.', ("--prompts",), "FILE"),
+    ] = None
     write: Annotated[bool, Flag("Put this quality and status in place of the plan's own, unless they show less.")] = (
         False
     )
@@ -56,6 +61,12 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
             backend=settings_of(self).backend,
         )
 
+    @model_validator(mode="after")
+    def _every_flag_is_read(self) -> Self:
+        if self.prompts_file is not None:
+            self.refuse(("tasks", "seed"), "no samples are drawn", "prompts_file")
+        return self
+
 
 def verify(flags: VerifyFlags) -> None:
     """Run a plan on held-out prompts against dense: prefill, decode, both.
@@ -74,6 +85,7 @@ def verify(flags: VerifyFlags) -> None:
         return
     asked = flags.options(found)
     subject.check(flags, asked.lengths)
+    prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle
     from sparsekv.planner.verify import verify as measure
@@ -90,7 +102,15 @@ def verify(flags: VerifyFlags) -> None:
     settled = settled.but(tasks=settled.tasks or DEFAULT_TASKS)
     evidence = found.quality.evidence if found.quality else None
     attempt = evidence.attempt if evidence else 1  # the samples are those of that attempt
-    result = measure(loaded, found, settled, BarProgress(), allow_mismatch=flags.allow_mismatch, attempt=attempt)
+    result = measure(
+        loaded,
+        found,
+        settled,
+        BarProgress(),
+        allow_mismatch=flags.allow_mismatch,
+        attempt=attempt,
+        prompts=prompts,
+    )
     facts: dict[str, Any] = {"passed": result.passed, "verified": result.passed and result.conclusive}
     facts |= {"reasons": list(result.reasons), "quality": to_data(result.quality)}
     facts |= {"model": loaded.info.id, "plan_model": found.model.id, "differs": differs}

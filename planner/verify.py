@@ -13,12 +13,13 @@ import hashlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from sparsekv.planner.evaluation import DENSE, EvalSamples, Evaluator, Mode, PhaseName, PlanMode, opened
+from sparsekv.planner.evaluation.given import GivenPrompt, GivenSamples, samples_of
 from sparsekv.planner.evaluation.results import Comparison, EvalResult, measurement_of, merged
 from sparsekv.planner.gates import Measured, PhaseClaims, claims_of, fails_at, level_of, line_of
 from sparsekv.planner.options import Gate
@@ -82,6 +83,7 @@ def verify(
     *,
     allow_mismatch: bool = False,
     attempt: int = 1,
+    prompts: Sequence[GivenPrompt] = (),
 ) -> Verification:
     """Runs a plan on held-out prompts and compares it with dense.
 
@@ -92,6 +94,7 @@ def verify(
         allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
             plan's own model.
         attempt: which plan this is of those that were tried, from 1: later ones need more proof.
+        prompts: of the caller, in place of samples of tasks; they verify nothing, as they were chosen.
 
     Raises:
         GateError: the model without a plan, or a kernel with every tile computed, gives numbers that are not finite.
@@ -104,6 +107,9 @@ def verify(
         raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
     modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
+    if prompts:
+        samples = GivenSamples.of(samples, samples_of(loaded.tokenizer, prompts, loaded.info.context_length))
+        options = options.but(tasks=samples.tasks, verify_chosen=(*options.verify_chosen, "--prompts"))
     samples.check_fit(source)
     found = _Found({name: {} for name in modes}, options.gate, attempt)
     with (
@@ -208,10 +214,12 @@ class _Found:
         """Whether something is."""
         return bool(self.broken) or any(claims.having("missed") for claims in self.claims.values())
 
-    @property
-    def undecided(self) -> dict[PhaseName, tuple[int, ...]]:
-        """Where more samples are wanted."""
-        wanted = {phase: claims.undecided_lengths for phase, claims in self.claims.items()}
+    def undecided_but(self, ended: Collection[int]) -> dict[PhaseName, tuple[int, ...]]:
+        """Where more samples are wanted, and are to be had."""
+        wanted = {
+            phase: tuple(length for length in claims.undecided_lengths if length not in ended)
+            for phase, claims in self.claims.items()
+        }
         return {phase: lengths for phase, lengths in wanted.items() if lengths}
 
 
@@ -219,6 +227,7 @@ def _draw(found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, o
     """Samples, until all is decided or something is missed, or there are to be no more."""
     most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
     drawn: dict[int, int] = defaultdict(int)
+    ended: set[int] = set()  # lengths without more prompts
     wanted = dict.fromkeys(found.phases, samples.lengths)
     while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
         for length in sorted({length for lengths in wanted.values() for length in lengths}):
@@ -227,10 +236,11 @@ def _draw(found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, o
             count = int(min(most - drawn[length], _rounds(samples, evaluator)))
             asked = replace(samples, samples=count, first=drawn[length])
             names = [name for phase in wanted for name in (phase, _floor(phase)) if length in wanted[phase]]
-            _compare(found, evaluator, asked, length, kit, names, step)
+            if not _compare(found, evaluator, asked, length, kit, names, step):
+                ended.add(length)
             drawn[length] += count
         found.look(found.phases)
-        wanted = found.undecided if time.monotonic() < deadline else {}
+        wanted = {} if time.monotonic() > deadline or ended >= {*samples.lengths} else found.undecided_but(ended)
 
 
 def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
@@ -240,15 +250,17 @@ def _rounds(samples: EvalSamples, evaluator: Evaluator) -> int:
 
 def _compare(
     found: _Found, evaluator: Evaluator, asked: EvalSamples, length: int, kit: Kit, names: Sequence[str], step: Step
-) -> None:
+) -> bool:
+    """Runs samples; whether there were any."""
     some = asked.drawn(kit, length)
-    results = evaluator.compare(some, names, step=step)
+    results = evaluator.compare(some, names, step=step) if some else {}
     for name in names:
         if name in results:
             check_finite(results[DENSE], "without a plan")
             if name not in found.phases:
                 check_finite(results[name], "with every tile computed")
             found.add(name, EvalResult.of(length, asked.tasks, some, results[DENSE], results[name]))
+    return bool(some)
 
 
 def check_finite(found: Comparison, how: str) -> None:

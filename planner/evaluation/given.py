@@ -6,18 +6,18 @@ A length is a power of two, and holds the prompts that are at most that long wit
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from sparsekv.planner.evaluation.batches import MOST_TEXT
+from sparsekv.planner.evaluation.batches import MOST_TEXT, EvalSamples
 from sparsekv.planner.evaluation.evaluator import compare
 from sparsekv.planner.evaluation.modes import DENSE, Mode
 from sparsekv.planner.evaluation.results import EvalResult
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.planner.tasks import PieceEncoder, Sample
+from sparsekv.planner.tasks import Kit, PieceEncoder, Sample
 from sparsekv.plans.errors import PromptError
 from sparsekv.runtime.hf.load import LoadedModel
 
@@ -65,6 +65,40 @@ def evaluate_given(
             for name, own in found.items():
                 results[name].append(EvalResult.of(length, tasks, samples, found[DENSE], own))
     return {name: tuple(own) for name, own in results.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSamples(EvalSamples):
+    """Prompts of the caller in place of samples of tasks, as one task: each is drawn once. A length has those that are
+    at most that long and longer than the one before it; the longest has all that are longer."""
+
+    given: tuple[Sample, ...] = ()
+
+    @classmethod
+    def of(cls, samples: EvalSamples, given: Sequence[Sample]) -> GivenSamples:
+        """These at the lengths of `samples`, in an order that follows from their seed.
+
+        Raises:
+            PromptError: a length has none.
+        """
+        order = np.random.default_rng(samples.seed).permutation(len(given))
+        own = tuple(replace(given[at], task="prompts") for at in order)
+        settings = {one.name: getattr(samples, one.name) for one in fields(EvalSamples)}
+        return cls(**settings | {"tasks": ("prompts",)}, given=own)
+
+    def check_fit(self, kit: Kit) -> None:
+        """Raises PromptError where a length has no prompt."""
+        for length in self.lengths:
+            if not any(self._length_of(sample) == length for sample in self.given):
+                raise PromptError(f"expected prompts for every length that is verified, found none of {length} tokens")
+
+    def drawn(self, kit: Kit, length: int) -> list[Sample]:
+        """Those of a length that are next; fewer than asked for, or none, at the end."""
+        own = [sample for sample in self.given if self._length_of(sample) == length]
+        return own[self.first : self.first + self.samples]
+
+    def _length_of(self, sample: Sample) -> int:
+        return min((length for length in self.lengths if sample.length <= length), default=max(self.lengths))
 
 
 def samples_of(tokenizer: Any, prompts: Iterable[GivenPrompt], context: int) -> list[Sample]:

@@ -10,11 +10,12 @@ from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.kernels.prefill import cpu
+from sparsekv.planner.evaluation.given import GivenPrompt
 from sparsekv.planner.options import Gate, PlanOptions
 from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import content_seed, planned_phases, verify
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import PromptError, UsageError
 from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan
@@ -108,6 +109,17 @@ def test_tasks_of_ones_own_verify_nothing(loaded: LoadedModel) -> None:
     found = verify(loaded, narrow(loaded.model), settled)
     assert any("--tasks" in line for line in found.reasons)
     assert found.quality.evidence.tasks == settled.tasks
+
+
+def test_own_prompts_are_drawn_once_and_verify_nothing(loaded: LoadedModel) -> None:
+    prompts = [GivenPrompt(f"{number} " + "some text " * 120, " and more") for number in range(4)]
+    settled = options(None, verify_time=1e6, gate=Gate(max_kl=9.0, min_agreement=0.0, min_exact=0.0))
+    found = verify(loaded, narrow(loaded.model), settled, prompts=prompts)
+    assert found.quality.evidence.tasks == ("prompts",)
+    assert found.quality.prefill.claims["failed"].prompts == 4
+    assert any("--prompts" in line for line in found.reasons)
+    with pytest.raises(PromptError, match="512"):
+        verify(loaded, narrow(loaded.model), options(None, lengths=(512, 4096)), prompts=prompts)
 
 
 def test_what_is_known_of_a_plan_gives_way_only_to_more(loaded: LoadedModel) -> None:
