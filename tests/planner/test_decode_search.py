@@ -11,7 +11,6 @@ from model_folders import save_model
 from planner_models import bare_job, made_up_cost, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 from progress import Counting
-from pydantic import ValidationError
 
 from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import decode_share
@@ -383,8 +382,3 @@ def test_a_budget_that_was_asked_for_bounds_the_trials() -> None:
     large, small = trial(segment(0, (1, 2, 3, 4, 5)), bound=0.001), trial(segment(0, (1, 2), 0.05), bound=0.001)
     plan = chosen(tried(large, small), options=ALWAYS.but(decode_budget=fraction(0.05)))
     assert plan.bucket(LENGTH).segments == small.segments
-
-
-def test_a_trial_of_a_layer_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(ValidationError, match=str(LAYERS)):
-        made_up_profile(tried(trial(segment(0, (LAYERS,)), bound=0.1)), model=MODEL)

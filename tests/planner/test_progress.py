@@ -38,7 +38,7 @@ def test_no_time_left_is_told_of_the_first_units_which_pay_for_warming_up(consol
 
 
 def test_a_stage_of_unknown_length_has_no_time_left() -> None:
-    assert told(100.0, 2, total=None)[1:-1] == ["evaluate: 1 in 0:01:40, prompt 1", "evaluate: 2 in 0:03:20, prompt 2"]
+    assert told(100.0, 2, total=None)[1:-1] == ["evaluate: 0:01:40, prompt 1", "evaluate: 0:03:20, prompt 2"]
 
 
 def test_a_log_is_not_flooded() -> None:

@@ -243,6 +243,8 @@ def _quality() -> Quality:
         prompts=264,
         seed=7,
         gates={"max_kl_prefill": 0.05, "max_failed": 0.05},
+        tasks=("niah_single", "perplexity"),
         excludes="at 8k, 32k: failures on 5% of prompts",
+        reason="samples were chosen by --seed",
     )
     return Quality(prefill=measured, decode=one, both=one, evidence=evidence)
