@@ -48,7 +48,6 @@ from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import Adaptive, AShape, Budget, Pattern, TileShape, VerticalSlash, fraction, last_q_for
 from sparsekv.plans.phases import DecodeBudget, PrefillPlan, Segment
 from sparsekv.plans.schema import Plan
-from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import LoadedModel
 
 _AROUND = (0.25, 2.0)  # times the default density of a length
@@ -137,7 +136,7 @@ def _preset(inputs: CurveInputs, length: int) -> Modes:
 
 
 def _compiled_decode(inputs: CurveInputs, length: int) -> Modes:
-    entry = _decode_entry(inputs, length)
+    entry = _entry(inputs, length)
     found: dict[tuple[Segment, ...], str] = {}
     for name, options in _decode_options(length, bool(entry.trials)):
         asked, own = for_profile(options, cast(Profile, inputs.profile))
@@ -214,7 +213,7 @@ def _vertical_slash(inputs: CurveInputs, length: int) -> Modes:
 
 def _by_head(inputs: CurveInputs, length: int) -> Modes:
     """Algorithm 1 of MInference (section 3.2) over our own ratios: for each head the least damage at one density."""
-    entry = _entry(inputs.profile, length, "layers")
+    entry = _entry(inputs, length)
     tables = ScoreTables.of(entry)
     own_LCH = tables.of_families(FAMILIES)
     densities_C = np.array([candidate.density for candidate in entry.candidates])
@@ -257,7 +256,7 @@ def _density(density: float) -> str:
 
 
 def _by_rule(rule: FilterRuleName, inputs: CurveInputs, length: int) -> Modes:
-    entry, profile = _decode_entry(inputs, length), cast(Profile, inputs.profile)
+    entry, profile = _entry(inputs, length), cast(Profile, inputs.profile)
     for share, budget in _budgets(inputs):
         if segments := segments_by_rule(profile, entry, rule, budget):
             yield share, PlanMode(decode_plan(inputs.loaded.info, segments), "decode")
@@ -285,20 +284,8 @@ def _budgets(inputs: CurveInputs) -> Iterator[tuple[str, Budget]]:
     return ((f"budget {share:g}", fraction(share)) for share in inputs.budgets)
 
 
-def _decode_entry(inputs: CurveInputs, length: int) -> LengthProfile:
-    return _entry(inputs.profile, length, "reuse")
-
-
-def _entry(profile: Profile | None, length: int, need: str) -> LengthProfile:
-    assert profile is not None
-    for entry in profile.lengths:
-        if entry.length == length and getattr(entry, need):
-            return entry
-    phase = "prefill" if need == "layers" else "decode"
-    raise UsageError(
-        f"expected a profile of {phase} at {format_length(length)} tokens, found none in --profile; profile it with "
-        f"`sparsekv plan MODEL --lengths {format_length(length)} --profile-out FILE`, or choose others with --methods"
-    )
+def _entry(inputs: CurveInputs, length: int) -> LengthProfile:
+    return next(entry for entry in cast(Profile, inputs.profile).lengths if entry.length == length)
 
 
 # --- which there are --------------------------------------------------------------------------------------------------
@@ -377,11 +364,25 @@ def chosen_methods(phases: Sequence[Phase], names: Sequence[str], given: Collect
     return {phase: [name for name in METHODS[phase] if is_on(name)] for phase in phases}
 
 
-def curve_modes(methods: Mapping[Phase, Sequence[str]], inputs: CurveInputs, length: int) -> tuple[CurveMode, ...]:
-    """Every point of the methods at a length.
+def check_profiled(
+    methods: Mapping[Phase, Sequence[str]], profiles: Mapping[str, Profile], lengths: tuple[int, ...]
+) -> None:
+    """Refuses lengths and phases that the profiles of chosen methods lack, before there is a model.
 
     Raises:
-        UsageError: a profile lacks the length, or its phase, or every density asked for.
+        UsageError: naming what is missing.
+    """
+    for phase, names in methods.items():
+        needed = {METHODS[phase][name].needs for name in names}
+        for profile in (one for kind, one in profiles.items() if kind in needed):
+            for_profile(PlanOptions(lengths=lengths, phases=(phase,)), profile)
+
+
+def curve_modes(methods: Mapping[Phase, Sequence[str]], inputs: CurveInputs, length: int) -> tuple[CurveMode, ...]:
+    """Every point of the methods at a length; `check_profiled` has seen them.
+
+    Raises:
+        UsageError: a profile lacks every density asked for.
     """
     return tuple(
         CurveMode(phase, name, setting, mode)

@@ -39,8 +39,9 @@ from sparsekv.bench.harness import (
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.bench.step_attention import Fillable, StepAttention, fill
 from sparsekv.kernels.backends import choose_backend
+from sparsekv.planner.options import check_lengths
 from sparsekv.planner.progress import Progress
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan
@@ -111,9 +112,8 @@ def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench)
     """Refuses what cannot be timed on a model, from its description alone.
 
     Raises:
-        UsageError: no lengths, batches or repeats; a length without room for the tokens that are timed; a plan without
-            decode.
-        PromptError: a length beyond the model's context.
+        UsageError: no lengths, batches or repeats; a length without room for the tokens that are timed, or beyond the
+            model's context; a plan without decode.
         PlanMismatchError, UnsupportedError: a plan is not for this model.
     """
     if not (bench.lengths and bench.batches) or min(*bench.batches, bench.repeats, bench.new_tokens) < 1:
@@ -123,10 +123,7 @@ def check_decode(info: ModelInfo, plans: Mapping[str, Plan], bench: DecodeBench)
             f"expected lengths of {bench.fewest_tokens} tokens or more, most of which are generated to time them, "
             f"found {min(bench.lengths)}"
         )
-    if max(bench.lengths) > info.context_length:
-        raise PromptError(
-            f"expected lengths within the model's context of {info.context_length} tokens, found {max(bench.lengths)}"
-        )
+    check_lengths(bench.lengths, info.context_length)
     for plan in plans.values():
         if plan.decode is None:
             raise UsageError("expected a plan with a decode phase, found one without; make one by hand: --budget 2k")

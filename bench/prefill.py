@@ -37,8 +37,9 @@ from sparsekv.bench.harness import (
 )
 from sparsekv.bench.random_model import BenchModel
 from sparsekv.kernels.backends import BackendWarning, choose_backend
+from sparsekv.planner.options import check_lengths
 from sparsekv.planner.progress import Progress, prefill_work
-from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
@@ -228,16 +229,13 @@ def bench_prefill(
         words: what the plan is, for the rows.
 
     Raises:
-        PromptError: a length is beyond the model's context.
         PlanMismatchError, UnsupportedError: the plan is not for this model.
         BackendError: the backend cannot run here.
-        UsageError: dense is to be measured on, or host memory is to hold, more layers than there are.
+        UsageError: a length is beyond the model's context, or dense is to be measured on, or host memory is to hold,
+            more layers than there are.
     """
     model, info = subject.model, subject.info
-    if max(bench.lengths) > info.context_length:
-        raise PromptError(
-            f"expected lengths within the model's context of {info.context_length} tokens, found {max(bench.lengths)}"
-        )
+    check_lengths(bench.lengths, info.context_length)
     if bench.dense_layers is not None and bench.dense_layers + 1 > info.layers:
         raise UsageError(f"expected --dense-layers below the model's {info.layers} layers, found {bench.dense_layers}")
     if bench.kv_host_layers is not None and bench.kv_host_layers > info.layers:

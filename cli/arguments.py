@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
 from sparsekv.planner.options import Hardware, check_lengths
-from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, names_gguf, resolve_model, without_plan
+from sparsekv.plans.aliases import PLAN_NAME, ModelSource, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
@@ -163,30 +163,6 @@ def device_and_dtype(asked: Settings) -> tuple[torch.device, torch.dtype]:
     return hardware, precision
 
 
-def check_name(model: str, lengths: Sequence[int] = ()) -> None:
-    """Refuses what a model's name and config.json tell, before anything is imported that loads one.
-
-    Raises:
-        UsageError: there is no such model, or a length is beyond its context.
-    """
-    source = resolve_model(model)
-    if source.is_local:
-        context = _context_of(Path(source.path_or_id, "config.json"))
-        check_lengths(lengths, MAX_LENGTH if context is None else context)
-        return
-    from sparsekv.runtime.hub import needs_cache
-
-    needs_cache(source.path_or_id, None, False)
-
-
-def _context_of(config: Path) -> int | None:
-    try:
-        found = json.loads(config.read_bytes())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # what loads the model says what is wrong
-        return None
-    return found if isinstance(found, int) else None
-
-
 def check_machine(flags: Options) -> None:
     """Refuses a device that is not there, and a backend that cannot run on it, before anything is imported that loads a
     model.
@@ -221,6 +197,7 @@ class Subject:
     )
     from_plan: bool = False  # the plan's own model, not named in the call
     no_plan: str = ""  # why there is none
+    source: ModelSource | None = None  # of the model, where it was looked for
 
     @classmethod
     def named(cls, target: str | None, plan: Path | None, model: str | None) -> Subject:
@@ -240,17 +217,19 @@ class Subject:
                 f"expected a model (a folder, GGUF file, hub id or alias), found the file {target}; if it is a plan, "
                 f"write --plan {target}"
             )
-        place, path, reason = plan, None, ""
+        place, path, reason, source = plan, None, "", None
         if plan is not None:
             path = plan_file(plan)
         elif target is not None:
-            place = Path(resolve_model(target).place)
-            path, reason = _plan_of(place)
+            source = _found(resolve_model(target))
+            place = Path(source.place)
+            path, reason = _plan_of(source)
         found = None if path is None else load_plan(path)
         own = path if place is not None and path in (place, place / PLAN_NAME) else None
         name = target if model is None else model
         if name is not None:
-            return cls(name, found, own, no_plan=reason or without_plan(name, f"no {PLAN_NAME} beside {name}"))
+            reason = reason or without_plan(name, f"no {PLAN_NAME} beside {name}")
+            return cls(name, found, own, no_plan=reason, source=source if model is None else None)
         if found is None:
             raise UsageError(
                 "expected a MODEL (a folder, GGUF file, hub id or alias), or --plan FILE, which names its own; found "
@@ -268,11 +247,28 @@ class Subject:
             raise UsageError(self.no_plan)
         return self.plan
 
-    def check(self, flags: Options, lengths: Sequence[int] = ()) -> None:
-        """Refuses what no weights are needed for; see `check_name` and `check_machine`."""
+    def checked(self, flags: Options, lengths: Sequence[int] = ()) -> Self:
+        """This subject, whose model was looked for; called before transformers is imported, which takes seconds.
+
+        Args:
+            flags: device, device_map and backend.
+            lengths: of the prompts. Of a model that is no folder, only what loads it knows the context.
+
+        Raises:
+            UsageError: there is no such device or model, or a length is beyond the model's context.
+            BackendError: the backend cannot run there.
+        """
         check_machine(flags)  # first: what is wrong with it is not the model
         with self._saying_whose_model():
-            check_name(self.model, lengths)
+            source = self.source or _found(resolve_model(self.model))
+            if not source.is_local:
+                from sparsekv.runtime.hub import needs_cache
+
+                needs_cache(source)
+        context = _context_of(source)
+        if context is not None:
+            check_lengths(lengths, context)
+        return replace(self, source=source)
 
     def load(self, flags: Options, check: Callable[[ModelInfo, str], object] | None = None) -> LoadedModel:
         """Loads the model. Flags go over SPARSEKV_* over what fits the machine.
@@ -296,9 +292,8 @@ class Subject:
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
-        target = torch_device(device)  # what is wrong with it is not the model
+        target, source = torch_device(device), self.source or resolve_model(self.model)
         with self._saying_whose_model():
-            source = resolve_model(self.model)
             config = load_config(source)
         info = describe_config(config, source.path_or_id)
         if asked.backend != "auto" and not flags.typed("dense"):
@@ -321,8 +316,9 @@ class Subject:
         from sparsekv.runtime.hf.generate import encode_prompt
         from sparsekv.runtime.hf.load import load_config, load_tokenizer
 
+        source = self.source or resolve_model(self.model)
         with self._saying_whose_model():
-            config, tokenizer = load_config(self.model), load_tokenizer(self.model)
+            config, tokenizer = load_config(source), load_tokenizer(source)
         return config, len(encode_prompt(tokenizer, text, chat=chat))
 
     @contextmanager
@@ -353,7 +349,7 @@ def plan_file(place: Path) -> Path:
         return place  # the reader of the file says what is wrong with it
     from sparsekv.runtime.hub import download_plan
 
-    return download_plan(str(place))
+    return download_plan(ModelSource(str(place)))
 
 
 def _names_repository(place: Path) -> bool:
@@ -362,14 +358,33 @@ def _names_repository(place: Path) -> bool:
     return is_hub_id(str(place)) and not is_path
 
 
-def _plan_of(model: Path) -> tuple[Path | None, str]:
+def _found(source: ModelSource) -> ModelSource:
+    """A folder or file as it is; the hub is asked once for what it has."""
+    if source.is_local:
+        return source
+    from sparsekv.runtime.hub import asked
+
+    return asked(source)
+
+
+def _context_of(source: ModelSource) -> int | None:
+    """Of a model in a folder; None where only what loads it can tell, or say what is wrong with its config."""
+    try:
+        config = json.loads(Path(source.path_or_id, "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    context = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    return context if isinstance(context, int) else None
+
+
+def _plan_of(source: ModelSource) -> tuple[Path | None, str]:
     """The plan of a model's folder or hub repository; None, and why, where there is none, which may be no fault."""
-    if model.is_dir():
-        path = model / PLAN_NAME
+    if source.is_local:
+        path = Path(source.place, PLAN_NAME)
         return (path if path.is_file() else None), ""
     from sparsekv.runtime.hub import download_plan
 
     try:
-        return download_plan(str(model)), ""
+        return download_plan(source), ""
     except UsageError as error:
         return None, str(error)

@@ -27,7 +27,7 @@ from sparsekv.planner.flags import (
     TokenBudget,
 )
 from sparsekv.planner.options import Device, Hardware, Kernels, Precision, PrefillChunk, Seed
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import BackendError, UsageError
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.patterns import PATTERNS, TileShape, tokens
 from sparsekv.plans.schema import Plan
@@ -69,7 +69,15 @@ class Benched(Options):
     random_weights: Annotated[bool, Flag("Random weights of the model's shape, made on the device.")] = False
 
 
-def subject_of(flags: Benched, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
+def checked(flags: Benched, subject: Subject, lengths: Lengths) -> Subject:
+    """See `Subject.checked`; random weights take any length, of a model that need not be there."""
+    if not flags.random_weights:
+        return subject.checked(flags, lengths)
+    check_machine(flags)
+    return subject
+
+
+def subject_of(flags: Benched, named: Subject, device: torch.device, dtype: torch.dtype, **how: Any) -> BenchModel:
     """The model, for a run of which `random_model` says `how`."""
     from sparsekv.bench.random_model import BenchModel, random_model
     from sparsekv.runtime.model_config import dtype_name
@@ -78,7 +86,7 @@ def subject_of(flags: Benched, device: torch.device, dtype: torch.dtype, **how: 
         subject = random_model(flags.model, device=device, dtype=dtype, **how)
         tell(subject.note)
         return subject
-    loaded = Subject(flags.model).load(Hardware(device=str(device), dtype=dtype_name(dtype)))
+    loaded = named.load(Hardware(device=str(device), dtype=dtype_name(dtype)))
     return BenchModel(loaded.model, loaded.info, flags.model, "loaded")
 
 
@@ -147,6 +155,7 @@ def kernels(flags: KernelFlags) -> None:
     from float32 attention over the same index.
     """
     hardware, precision = device_and_dtype(settings_of(flags))
+    _check_backends(flags, hardware)
     from sparsekv.bench.kernels import COLUMNS, PLANTED_NOTE, KernelBench, bench_kernels
     from sparsekv.planner.progress import BarProgress
 
@@ -172,6 +181,20 @@ def kernels(flags: KernelFlags) -> None:
         tell(PLANTED_NOTE)
     shape = f"{flags.heads}/{flags.kv_heads} heads of size {flags.head_dim}, {rows[0].dtype}, {tile.key} tiles"
     print_rows(rows, f"{rows[0].device}, {shape}\n{PLANTED_NOTE}", COLUMNS, flags.as_json)
+
+
+def _check_backends(flags: KernelFlags, device: torch.device) -> None:
+    """Refuses backends none of which runs here; beside one that runs, the row of another one says why it does not."""
+    from sparsekv.kernels.backends import check_backend
+
+    for name in flags.backend:
+        try:
+            check_backend(name, device)
+        except BackendError:
+            if name == flags.backend[-1]:
+                raise
+        else:
+            return
 
 
 class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
@@ -201,7 +224,8 @@ class PrefillFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 def prefill(flags: PrefillFlags) -> None:
     """A model from its tokens to the last logits, by its plan and dense, in turn."""
     by_hand = flags.density or flags.patterns or (flags.layers and flags.plan is None)
-    used = None if by_hand else Subject.named(flags.model, flags.plan, None).plan
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    used = named.plan
     if used and flags.tile is not None:
         raise UsageError(
             "expected --tile of a plan made by hand, found a plan, which has its own tiles; leave --tile out, or add "
@@ -209,8 +233,7 @@ def prefill(flags: PrefillFlags) -> None:
         )
     if not used and flags.allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
-    check_machine(flags)
-    machine = settings_of(flags)
+    named, machine = checked(flags, named, flags.lengths), settings_of(flags)
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _PREFILL_LENGTHS[hardware.type]
     from sparsekv.bench.hand_plans import FAMILIES, hand_plan
@@ -219,7 +242,7 @@ def prefill(flags: PrefillFlags) -> None:
     from sparsekv.planner.settled import density_for
 
     how = {"longest": max(wanted), "layers": flags.layers, "seed": flags.seed}
-    subject, words = subject_of(flags, hardware, precision, **how), "given"
+    subject, words = subject_of(flags, named, hardware, precision, **how), "given"
     if used is None:
         shares = flags.density or tuple(map(density_for, wanted))
         used, words = hand_plan(subject.info, wanted, shares, flags.tile or TileShape(), flags.patterns or FAMILIES)
@@ -296,11 +319,11 @@ class DecodeFlags(Benched, Timed, Hardware, AllowMismatch, Output):
 def decode(flags: DecodeFlags) -> None:
     """Attention of one step, and whole tokens, by a plan and dense, in turn."""
     by_hand = any(map(flags.is_given, _DECODE_BY_HAND))
-    used = None if by_hand else Subject.named(flags.model, flags.plan, None).plan
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    used = named.plan
     if not used and flags.allow_mismatch:
         raise UsageError("expected a plan beside --allow-mismatch, found none: one made by hand fits; leave it out")
-    check_machine(flags)
-    machine = settings_of(flags)
+    named, machine = checked(flags, named, flags.lengths), settings_of(flags)
     hardware, precision = device_and_dtype(machine)
     if flags.miss_rate is not None and hardware.type != "cuda":
         raise UsageError(f"expected a GPU for --miss-rate, whose kernel runs there, found {hardware}; leave it out")
@@ -326,7 +349,7 @@ def decode(flags: DecodeFlags) -> None:
     # Larger cases may not fit, or only those by a plan that offloads: their rows say so.
     offloads = any(one.decode and one.decode.offload for one in plans.values())
     how = {"longest": max(wanted), "seed": flags.seed, "cached": 0 if offloads else min(wanted) * min(flags.batch)}
-    subject = subject_of(flags, hardware, precision, **how)
+    subject = subject_of(flags, named, hardware, precision, **how)
     if flags.offload is not None:
         _offloaded(flags, subject, plans, words, bench)
         return
@@ -401,14 +424,16 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
 def serve(flags: ServeFlags) -> None:
     """Requests through two engines of vLLM in this process, by a plan and dense, in turn."""
     by_hand, machine = any(map(flags.is_given, _SERVE_BY_HAND)), settings_of(flags)
+    from sparsekv.runtime.vllm.engine_facts import check_installed
+
+    check_installed()
+    named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
+    used = checked(flags, named, flags.lengths).plan
     from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan
     from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model, start_engines
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import density_for
-    from sparsekv.runtime.vllm.engine_facts import check_installed
 
-    check_installed()
-    used = None if by_hand else Subject.named(flags.model, flags.plan, None).plan
     hardware, precision = device_and_dtype(machine)
     wanted = flags.lengths or _SERVE_LENGTHS[hardware.type]
     loads = tuple(Load(length, flags.answer, flags.at_once, flags.requests or flags.at_once) for length in wanted)

@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import placed, size, tell
 from sparsekv.planner.progress import BarProgress, Progress, Step
+from sparsekv.plans.phases import first_sparse
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import (
@@ -42,6 +43,7 @@ class Answer:
     prefill_density: float
     kv_bytes_device: int
     kv_bytes_host: int
+    decode_share: float | None = None  # of the cached tokens that were attended to; None without a step by a plan
 
     def as_data(self) -> dict[str, Any]:
         """The JSON of one answer."""
@@ -181,6 +183,20 @@ class Session:
         dense, sparse = (session.once(text, watch=_watch(progress, name, most)) for name, session in sides.items())
         return dense, sparse
 
+    def why_dense(self, answer: Answer) -> str:
+        """Why nothing of an answer by the plan was sparse; empty where something was, or nothing was to be."""
+        if self.plan is None or not (self.prefill or self.decode):
+            return ""
+        parts = ((self.prefill, self.plan.prefill), (self.decode, self.plan.decode))
+        starts = [start for follows, part in parts if follows and part and (start := first_sparse(part.lengths))]
+        if not starts:
+            return "the plan is dense at every length: this ran dense"
+        tokens = answer.generation.prompt_tokens + answer.generation.new_tokens
+        if tokens > min(starts):
+            is_dense = answer.prefill_density == 1.0 and answer.decode_share in (None, 1.0)
+            return f"nothing of this run was sparse: its {tokens:,} tokens are too few to skip any" if is_dense else ""
+        return f"this prompt is shorter than the plan's first sparse length ({min(starts):,} tokens): it ran dense"
+
     @property
     def has_turns(self) -> bool:
         """Whether turns are told apart, by the model's chat template; else a conversation is one text."""
@@ -259,7 +275,7 @@ class Conversation:
             return Answer(said, 1.0, sum(int(tensor.nbytes) for tensor in tensors if tensor is not None), 0)
         stats = self.handle.stats()
         density = 1.0 if stats.prefill_density is None else stats.prefill_density
-        return Answer(said, density, stats.kv_bytes_device, stats.kv_bytes_host)
+        return Answer(said, density, stats.kv_bytes_device, stats.kv_bytes_host, stats.decode_share)
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]

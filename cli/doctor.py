@@ -21,6 +21,7 @@ from sparsekv.cli.arguments import (
     Placement,
     Placing,
     Subject,
+    check_machine,
     device_and_dtype,
     settings_of,
 )
@@ -93,12 +94,15 @@ def doctor(flags: DoctorFlags) -> None:
     if flags.memory is None:
         _say_machine(machine, flags.as_json)
         return
+    if flags.device_memory is None:
+        check_machine(flags)
     model, length = flags.memory
-    plan, placing = Subject.named(model, flags.plan, None).plan, flags.placing
+    subject, placing = Subject.named(model, flags.plan, None), flags.placing
+    plan = subject.plan
     tell_if_idle(placing, plan.decode if plan else None)
     from sparsekv.runtime.hf.public_shapes import config_of
 
-    config, notes = config_of(model)
+    config, notes = config_of(model, subject.source)
     limits = {"device_bytes": flags.device_memory, "host_bytes": flags.host_memory}
     estimate = MemoryEstimate.of(config, model, plan, machine, placing, flags.allow_mismatch, **limits)
     notes += [] if plan else ["no plan: all layers are dense"]

@@ -117,7 +117,7 @@ def evaluate(flags: EvalFlags) -> None:
     subject = flags.subject
     if subject.plan is None and (unread := next(filter(flags.is_given, OF_PLAN), None)):
         raise UsageError(f"expected a plan beside {flags.flag_of(unread)}, found none; name one with --plan FILE")
-    subject.check(flags, () if flags.prompts_file else flags.lengths)
+    subject = subject.checked(flags, () if flags.prompts_file else flags.lengths)
     if flags.curve is not None:
         measure_curve(subject, flags)
         return
@@ -162,10 +162,8 @@ def evaluate(flags: EvalFlags) -> None:
 
 def _all_dense(plan: Plan, phase: PhaseName, length: int) -> str | None:
     """A line where nothing that is measured is sparse at the length: dense is then compared with itself."""
-    from sparsekv.planner.verify import is_sparse_at
-
     parts = [part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if phase in (name, "both")]
-    if any(part is not None and is_sparse_at(part.bucket(length), length) for part in parts):
+    if any(part is not None and part.bucket(length).is_sparse_at(length) for part in parts):
         return None
     return f"the plan is dense at {format_length(length)}, and dense is compared with itself; `show` says where not"
 
@@ -219,28 +217,27 @@ def measure_curve(subject: Subject, flags: EvalFlags) -> None:
     out = flags.curve
     check_replaceable(out, "--curve", "curve")
     from sparsekv.bench.curve_file import write_curve
-    from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, chosen_methods
+    from sparsekv.bench.curve_methods import BUDGETS, CurveInputs, check_profiled, chosen_methods
     from sparsekv.bench.curves import measure_curves
     from sparsekv.planner.data_files import check_model as check_profile
     from sparsekv.planner.progress import BarProgress
 
     (profile, preset), drawn = _profiles(flags.profile), flags.drawn
-    inputs = {"plan": subject.plan, "profile": profile, "preset": preset}
+    profiles = {name: one for name, one in (("profile", profile), ("preset", preset)) if one is not None}
     phases = tuple(phase for phase in PHASES if not flags.phases or phase in flags.phases)
-    methods = chosen_methods(phases, flags.methods, [name for name, one in inputs.items() if one is not None])
+    methods = chosen_methods(phases, flags.methods, [*profiles, *(["plan"] if subject.plan else [])])
+    check_profiled(methods, profiles, drawn.lengths)
 
     def check(info: ModelInfo, _: str) -> None:
         check_lengths(drawn.lengths, info.context_length)
         if subject.plan:
             check_model(subject.plan, info, False)
-        for one in (profile, preset):
-            if one is not None:
-                check_profile(one, info, weights=False)
+        for one in profiles.values():
+            check_profile(one, info, weights=False)
 
     loaded = subject.load(flags, check)
-    for one in (profile, preset):
-        if one is not None:
-            check_profile(one, loaded.info)
+    for one in profiles.values():
+        check_profile(one, loaded.info)
     budgets = flags.budgets or BUDGETS
     rows = measure_curves(
         CurveInputs(loaded, subject.plan, profile, preset, flags.densities, budgets, drawn.tasks[0], drawn.seed),

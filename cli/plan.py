@@ -22,9 +22,13 @@ from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan, to_data
 
 if TYPE_CHECKING:
+    from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
+    from sparsekv.planner.profile.profile_data import Profile
     from sparsekv.planner.progress import Progress
+
+    Measured = tuple[Profile | None, DeviceCost | None]
 
 _LONGER = 1800  # seconds of verification to go on with
 
@@ -87,9 +91,10 @@ def plan(flags: PlanFlags) -> None:
     started = time.monotonic()
     resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either
     flags.check_files()
-    wanted = flags.options
+    wanted, subject = flags.options, Subject(flags.model)
+    measured = _measured(flags, wanted)
     if flags.needs_model:
-        Subject(flags.model).check(flags, wanted.lengths)
+        subject = subject.checked(flags, wanted.lengths)
     # Imports torch and transformers, which takes seconds: what is wrong with the call was said by now.
     from sparsekv.planner.plan import compile_plan
     from sparsekv.planner.profile.resume import only_run
@@ -98,7 +103,7 @@ def plan(flags: PlanFlags) -> None:
     progress = BarProgress()
     with nullcontext() if flags.profile else only_run(flags.resume), flags.telling_what_is_saved():
         result = compile_plan(
-            _job(flags, wanted, progress),
+            _job(flags, wanted, subject, measured, progress),
             profile_out=flags.profile_out,
             cost_out=flags.cost_out,
             resume=flags.resume,
@@ -110,21 +115,26 @@ def plan(flags: PlanFlags) -> None:
     _tell(result, flags, time.monotonic() - started)
 
 
-def _job(flags: PlanFlags, wanted: PlanOptions, progress: Progress) -> Job:
-    """The files that were measured before, and the model where they leave anything to it."""
+def _measured(flags: PlanFlags, wanted: PlanOptions) -> Measured:
+    """What was measured before, and has what is asked for."""
     from sparsekv.planner.cost.device_cost import DeviceCost
     from sparsekv.planner.data_files import read_measured
-    from sparsekv.planner.job import check_plannable, job_of, job_of_files, narrowed
-    from sparsekv.planner.profile.profile_data import Profile
+    from sparsekv.planner.profile.profile_data import Profile, narrowed
 
     profile = read_measured(Profile, flags.profile) if flags.profile else None
     cost = read_measured(DeviceCost, flags.cost) if flags.cost else None
+    narrowed(wanted, profile, cost)
+    return profile, cost
+
+
+def _job(flags: PlanFlags, wanted: PlanOptions, subject: Subject, measured: Measured, progress: Progress) -> Job:
+    """What was measured before, and the model where that leaves anything to it."""
+    from sparsekv.planner.job import check_plannable, job_of, job_of_files
+
+    profile, cost = measured
     if profile and cost and flags.no_verify:
         return job_of_files(flags.model, wanted, profile, cost)
-    narrowed(wanted, profile, cost)  # says what is not in the files before a model is looked for
-    loaded = Subject(flags.model).load(
-        flags, lambda info, hardware: check_plannable(info, wanted, hardware, profile, cost)
-    )
+    loaded = subject.load(flags, lambda info, hardware: check_plannable(info, wanted, hardware, profile, cost))
     return job_of(loaded, wanted, profile, cost, progress)
 
 

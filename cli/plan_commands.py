@@ -176,7 +176,11 @@ def _together(errors: Sequence[PlanError | UsageError]) -> SparseKVError:
 
 
 def seal(plan: PlanArgument, as_json: Json = False) -> None:
-    """Sign an edited plan again. It becomes `unverified`: nobody has measured what it says now."""
+    """Sign an edited plan again.
+
+    It becomes `unverified`, whatever status was written into it, and loses its quality and its cost: nobody has
+    measured what it says now. `verify --write` measures quality again; cost comes from `plan` alone.
+    """
     sealed = sign_again(plan)
     if as_json:
         facts = {"status": sealed.plan.status, "integrity": sealed.plan.integrity, "changed": sealed.changed}

@@ -91,6 +91,7 @@ def run(flags: RunFlags) -> None:
     machine, placing = settings_of(flags), flags.placing
     subject = flags.subject
     used = None if flags.dense else subject.need_plan()
+    subject = subject.checked(flags)
     text = given_prompt(flags.prompt, flags.prompt_file)
     if text is None and (flags.as_json or flags.compare or flags.dry_run):
         raise UsageError(
@@ -98,7 +99,6 @@ def run(flags: RunFlags) -> None:
         )
     if used is not None:
         tell_if_idle(placing, None if flags.dense_decode else used.decode)
-    subject.check(flags)
     if flags.dry_run:
         assert used is not None, "--dense was refused"
         assert text is not None
@@ -107,18 +107,23 @@ def run(flags: RunFlags) -> None:
     session = _session(flags, subject, used, machine.backend)
     if text is None:
         _talk(session)
-    elif flags.compare:
+        return
+    if flags.compare:
         from sparsekv.planner.progress import BarProgress
 
-        dense_answer, sparse_answer = session.dense_and_sparse(text, BarProgress())
+        dense_answer, answer = session.dense_and_sparse(text, BarProgress())
         if flags.as_json:
-            emit_json(_comparison(dense_answer, sparse_answer))
+            emit_json(_comparison(dense_answer, answer))
         else:
-            emit(_comparison_text(dense_answer, sparse_answer))
+            emit(_comparison_text(dense_answer, answer))
     elif flags.as_json:
-        emit_json(session.once(text).as_data())
+        answer = session.once(text)
+        emit_json(answer.as_data())
     else:
-        _tell(session.once(text, _stream))
+        answer = session.once(text, _stream)
+        _tell(answer)
+    if why := session.why_dense(answer):
+        tell(why)
 
 
 def _estimate(flags: RunFlags, subject: Subject, used: Plan, text: str) -> None:
@@ -175,7 +180,10 @@ def _talk(session: Session) -> None:
                 if text is None:
                     return
                 if text.strip():
-                    _tell(conversation.ask(text.rstrip("\n"), _stream))
+                    is_first = not conversation.messages
+                    _tell(answer := conversation.ask(text.rstrip("\n"), _stream))
+                    if is_first and (why := session.why_dense(answer)):
+                        tell(why)
             except (PromptError, UsageError) as error:
                 tell(f"error: {error}")
 

@@ -84,7 +84,7 @@ def verify(flags: VerifyFlags) -> None:
         _tell_nothing_sparse(found, subject, flags.as_json)
         return
     asked = flags.options(found)
-    subject.check(flags, asked.lengths)
+    subject = subject.checked(flags, asked.lengths)
     prompts = answered_prompts(flags.prompts_file) if flags.prompts_file else ()
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import settle

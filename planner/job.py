@@ -25,7 +25,7 @@ from sparsekv.planner.evaluation.predictions import answered, prefill
 from sparsekv.planner.filter_layers import check_budget, check_filters, check_trials
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, held_out
-from sparsekv.planner.profile.profile_data import Profile, for_profile
+from sparsekv.planner.profile.profile_data import Profile, narrowed
 from sparsekv.planner.progress import Progress
 from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tasks import QUOTE_TASKS, RETRIEVAL_TASKS, TASKS, Kit, Split, prepare
@@ -162,21 +162,6 @@ def head_shape(model: ModelInfo) -> HeadShape:
     """The heads whose attention is timed."""
     group = model.group_of(model.full_layers[0])
     return HeadShape(heads=group.heads, kv_heads=group.kv_heads, head_dim=group.head_dim)
-
-
-def narrowed(
-    options: PlanOptions, profile: Profile | None, cost: DeviceCost | None
-) -> tuple[PlanOptions, Profile | None]:
-    """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
-    for. vLLM runs decode dense: only prefill is planned for it.
-
-    Raises:
-        UsageError: something was asked for that the files do not have, or contradict.
-    """
-    asked = options if cost is None else options.but(host=cost.host)
-    if asked.host == "vllm":
-        asked = asked.but(phases=("prefill",))
-    return (asked, None) if profile is None else for_profile(asked, profile)
 
 
 def _vllm(options: PlanOptions, device: Any) -> PrefillHost:

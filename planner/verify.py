@@ -253,7 +253,7 @@ def _compare(
 ) -> bool:
     """Runs samples; whether there were any."""
     some = asked.drawn(kit, length)
-    results = evaluator.compare(some, names, step=step) if some else {}
+    results = evaluator.compare(some, names, step=step, before=asked.first * len(asked.tasks)) if some else {}
     for name in names:
         if name in results:
             check_finite(results[DENSE], "without a plan")
@@ -388,7 +388,7 @@ def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
             end, longest = _end(plan, bucket), bucket.up_to or plan.model.context_length
             continued = isinstance(bucket, PrefillBucket) and _continues(bucket, before)
             was_run = any(max(after, _NEAR_END * end) < length <= longest for length in run)
-            if is_sparse_at(bucket, longest) and not (continued or was_run):
+            if bucket.is_sparse_at(longest) and not (continued or was_run):
                 reached, least = _range(after, bucket.up_to), format_length(max(after + 1, math.ceil(_NEAR_END * end)))
                 remarks.append(f"{phase} {reached} is sparse and was not run sparse at a length from {least} on")
             after, before = bucket.up_to or after, bucket
@@ -410,7 +410,7 @@ def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> li
     return [
         length
         for length, result in results
-        if is_sparse_at(part.bucket(length), length) and getattr(result, share) < _DENSE_FROM
+        if part.bucket(length).is_sparse_at(length) and getattr(result, share) < _DENSE_FROM
     ]
 
 
@@ -430,10 +430,3 @@ def _range(after: int, up_to: int | None) -> str:
     if up_to is None:
         return beyond or "at every length"
     return f"{beyond}, up to {format_length(up_to)}," if beyond else f"up to {format_length(up_to)}"
-
-
-def is_sparse_at(bucket: PrefillBucket | DecodeBucket, length: int) -> bool:
-    """Whether its decode segments choose tokens there: with a short context they attend to everything."""
-    if isinstance(bucket, PrefillBucket):
-        return not bucket.dense
-    return any(segment.chosen_tokens(length) is not None for segment in bucket.segments)

@@ -32,6 +32,7 @@ class ModelSource:
 
     path_or_id: str
     is_gguf: bool = False
+    trouble: str | None = None  # why the hub does not give it, "" where it does; None where the hub was not asked
 
     @property
     def place(self) -> str:

@@ -7,6 +7,7 @@ filter layer chose among all between (OmniKV).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -23,6 +24,7 @@ from pydantic import (
 
 from sparsekv.plans.patterns import Budget, Dense, Pattern, TileShape
 from sparsekv.plans.types import (
+    MAX_LENGTH,
     Count,
     FieldError,
     Flag,
@@ -68,6 +70,18 @@ def check_ascending(buckets: Sequence[Bucket]) -> None:
 def bucket_of(buckets: Sequence[AnyBucket], length: int) -> AnyBucket:
     """The first bucket that reaches `length` (past + chunk tokens)."""
     return next(bucket for bucket in buckets if bucket.up_to is None or length <= bucket.up_to)
+
+
+def first_sparse(buckets: Sequence[PrefillBucket] | Sequence[DecodeBucket]) -> int | None:
+    """The least context at which a phase is not dense; None where it is at every length."""
+    after = 0
+    for bucket in buckets:
+        lengths = range(after + 1, (bucket.up_to or MAX_LENGTH) + 1)
+        index = bisect_left(lengths, True, key=bucket.is_sparse_at)  # a bucket that is sparse stays it up to its end
+        if index < len(lengths):
+            return lengths[index]
+        after = lengths[-1]
+    return None
 
 
 def reach(after: int, up_to: int | None) -> str:
@@ -121,6 +135,10 @@ class PrefillBucket(Part):
         _check_overlap(self.heads)
         object.__setattr__(self, "heads", _merged(self.heads))
         return self
+
+    def is_sparse_at(self, length: int) -> bool:
+        """Whether some head computes less than everything there."""
+        return not self.dense
 
     def patterns(self, layer: int, heads: int) -> tuple[Pattern, ...]:
         """The pattern of each of the `heads` query heads of a layer; heads that no group names are dense."""
@@ -310,6 +328,10 @@ class DecodeBucket(Part):
             message = f"expected filter layers outside the segments of others, found {format_ids(both)} in one"
             raise FieldError(message, "segments")
         return self
+
+    def is_sparse_at(self, length: int) -> bool:
+        """Whether its segments choose tokens there: with a short context they attend to everything."""
+        return any(segment.chosen_tokens(length) is not None for segment in self.segments)
 
     @property
     def sparse_layers(self) -> frozenset[int]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -14,22 +21,33 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from sparsekv.plans.aliases import PLAN_NAME, without_plan
+from sparsekv.plans.aliases import PLAN_NAME, ModelSource, without_plan
 from sparsekv.plans.errors import UsageError
 
-_SECONDS = 5.0  # that the hub has to answer in; the name lookup of a machine without a route may take a minute
+Found = TypeVar("Found")
+
+# That the hub has to answer in, that something has to take a connection in before that, and in which a machine without
+# a network says so. A name is looked up without any limit, so that threads wait.
+_SECONDS, _CONNECT_SECONDS, _AT_ONCE = 5.0, 1.75, 0.1
 _OFFLINE = "offline"
 
 
-def needs_cache(repository: str, revision: str | None, local_only: bool) -> bool:
-    """Whether only the local copy of `repository` can be used; asks the hub once, without retries.
+def asked(source: ModelSource) -> ModelSource:
+    """The source after the hub was asked for it, once and without retries; a folder or a file as it is."""
+    if source.is_local or source.trouble is not None:
+        return source
+    return replace(source, trouble=_trouble(source.path_or_id))
+
+
+def needs_cache(source: ModelSource, revision: str | None = None, local_only: bool = False) -> bool:
+    """Whether only the local copy of a hub model can be used; asks the hub where it was not asked.
 
     Raises:
         UsageError: neither the hub nor the local cache has it for us; the message says what to type.
     """
-    trouble = (
-        f"{_OFFLINE}: only the local cache may be used, and it has no copy" if local_only else _trouble(repository)
-    )
+    repository = source.path_or_id
+    trouble = f"{_OFFLINE}: only the local cache may be used, and it has no copy"
+    trouble = trouble if local_only else asked(source).trouble or ""
     if trouble and not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
         raise UsageError(without_model(repository, trouble))
     return bool(trouble)
@@ -47,7 +65,7 @@ def without_model(repository: str, trouble: str) -> str:
     )
 
 
-def download_plan(repository: str) -> Path:
+def download_plan(source: ModelSource) -> Path:
     """The plan in a hub repository, at the revision that models are loaded at (`main`), as a file in the local cache.
 
     The copy of an earlier call serves where the hub cannot be reached.
@@ -55,17 +73,19 @@ def download_plan(repository: str) -> Path:
     Raises:
         UsageError: the repository has none, or it cannot be had; the message says what to do.
     """
-    trouble = _trouble(repository)
+    repository, trouble = source.path_or_id, asked(source).trouble
+    if trouble:
+        cached = try_to_load_from_cache(repository, PLAN_NAME)  # a download would look for the hub even so
+        if isinstance(cached, str):
+            return Path(cached)
+        raise UsageError(without_plan(repository, f"no {PLAN_NAME} of {repository}: {trouble}"))
     try:
-        return Path(hf_hub_download(repository, PLAN_NAME, local_files_only=trouble is not None))
-    except LocalEntryNotFoundError as error:
-        reason = trouble or _reason(error)
-        raise UsageError(without_plan(repository, f"no {PLAN_NAME} of {repository}: {reason}")) from error
-    except EntryNotFoundError as error:
-        found = f"no {PLAN_NAME} in the hub repository {repository}"
-        raise UsageError(without_plan(repository, found)) from error
+        return Path(hf_hub_download(repository, PLAN_NAME))
     except Exception as error:  # whatever the HTTP library of the hub client raises
-        raise UsageError(without_plan(repository, f"no {PLAN_NAME} of {repository}: {_reason(error)}")) from error
+        found = f"no {PLAN_NAME} of {repository}: {_reason(error)}"
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            found = f"no {PLAN_NAME} in the hub repository {repository}"
+        raise UsageError(without_plan(repository, found)) from error
 
 
 def find_plan(repository: str, revision: str | None = None) -> Path | None:
@@ -79,20 +99,55 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def _trouble(repository: str) -> str | None:
-    found: list[str | None] = []
-    asked = threading.Thread(target=lambda: found.append(_refusal(repository)), daemon=True)
-    asked.start()
-    asked.join(_SECONDS)
-    return found[0] if found else f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
+def _trouble(repository: str) -> str:
+    """Why the hub does not give us a repository; empty where it does."""
+    lookup = _Asking(partial(_refusal, repository))
+    if not lookup.is_answered_in(_AT_ONCE):
+        connection = _Asking(_connects)
+        if not lookup.is_answered_in(_CONNECT_SECONDS) and not connection.answer:
+            return f"{_OFFLINE}: the hub took no connection in {_CONNECT_SECONDS:.0f} s, and there is no local copy"
+    if lookup.is_answered_in(_SECONDS - _CONNECT_SECONDS):
+        return lookup.answer or ""
+    return f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
 
 
-def _refusal(repository: str) -> str | None:
+class _Asking(Thread, Generic[Found]):
+    """A question that may never be answered."""
+
+    def __init__(self, question: Callable[[], Found]) -> None:
+        super().__init__(daemon=True)
+        self._question = question
+        self.answer: Found | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.answer = self._question()
+
+    def is_answered_in(self, seconds: float) -> bool:
+        """Waits so long at most."""
+        self.join(seconds)
+        return not self.is_alive()
+
+
+def _refusal(repository: str) -> str:
     try:
         HfApi().auth_check(repository)
     except Exception as error:  # whatever the HTTP library of the hub client raises, and its offline mode
         return _reason(error)
-    return None
+    return ""
+
+
+def _connects() -> bool:
+    """Whether the hub, or the proxy on the way to it, takes a connection."""
+    hub = urlsplit(constants.ENDPOINT)
+    proxies = {} if proxy_bypass(hub.hostname or "") else getproxies()
+    way = urlsplit(proxies.get(hub.scheme) or proxies.get("all") or constants.ENDPOINT)
+    port = way.port or {"http": 80, "socks5": 1080}.get(way.scheme, 443)
+    try:
+        socket.create_connection((way.hostname or "", port), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _reason(error: Exception) -> str:

@@ -148,7 +148,12 @@ class Evaluator:
     greedy: bool
 
     def compare(
-        self, samples: Sequence[Sample], names: Collection[str] | None = None, *, step: Step | None = None
+        self,
+        samples: Sequence[Sample],
+        names: Collection[str] | None = None,
+        *,
+        step: Step | None = None,
+        before: int = 0,
     ) -> dict[str, Comparison]:
         """Runs dense and modes on samples.
 
@@ -158,6 +163,7 @@ class Evaluator:
                 "" where no generated text is to be compared with it, and then `MOST_TEXT` tokens of it are measured on.
             names: of the modes that run; None is all.
             step: advanced by the `prefill_work` of each sample, for dense and each mode.
+            before: how many samples of the same length ran before these, for the notes of the step.
 
         Returns:
             By mode, and for "dense": outcomes in the order of the samples, and what was computed.
@@ -172,11 +178,14 @@ class Evaluator:
         outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
         spent: dict[str, Spent] = defaultdict(Spent)
         with closing(self._measured(modes, samples)) as measured:  # closed, it suspends what is applied
-            for name, some, found, computed in measured:
+            for name, some, found, computed in measured:  # dense first
+                before += len(some) if name == DENSE else 0
                 outcomes[name].update(zip(map(id, some), found, strict=True))
                 spent[name] += computed
                 for sample in some:
-                    (step or Step()).advance(prefill_work(sample.length), f"{sample.length} tokens, {name}")
+                    (step or Step()).advance(
+                        prefill_work(sample.length), f"{sample.length} tokens, prompt {before}, {name}"
+                    )
         return {
             name: Comparison(tuple(outcomes[name][id(sample)] for sample in samples), spent[name])
             for name in (DENSE, *modes)

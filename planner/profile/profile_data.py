@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.options import KNOWN_FAMILIES, Family, PlanOptions
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
@@ -160,6 +161,21 @@ class Profile(Part):
     calibration: Digest
     versions: dict[Text, Text] = Field(default_factory=dict)
     lengths: Annotated[tuple[LengthProfile, ...], Field(min_length=1, max_length=MAX_LENGTHS)]
+
+
+def narrowed(
+    options: PlanOptions, profile: Profile | None, cost: DeviceCost | None
+) -> tuple[PlanOptions, Profile | None]:
+    """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
+    for. vLLM runs decode dense: only prefill is planned for it.
+
+    Raises:
+        UsageError: something was asked for that the files do not have, or contradict.
+    """
+    asked = options if cost is None else options.but(host=cost.host)
+    if asked.host == "vllm":
+        asked = asked.but(phases=("prefill",))
+    return (asked, None) if profile is None else for_profile(asked, profile)
 
 
 def for_profile(options: PlanOptions, profile: Profile) -> tuple[PlanOptions, Profile]:

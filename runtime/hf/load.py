@@ -130,7 +130,7 @@ def _options(found: ModelSource, revision: str | None = None, local_files_only: 
         return {"gguf_file": os.path.abspath(found.path_or_id)}
     if found.is_local:
         return {}
-    return {"revision": revision, "local_files_only": needs_cache(found.path_or_id, revision, local_files_only)}
+    return {"revision": revision, "local_files_only": needs_cache(found, revision, local_files_only)}
 
 
 def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from sparsekv.plans.aliases import ALIASES, resolve_model
+from sparsekv.plans.aliases import ALIASES, ModelSource, resolve_model
 from sparsekv.plans.errors import UsageError
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.load import load_config
@@ -59,14 +59,17 @@ PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(name: str) -> tuple[Any, list[str]]:
+def config_of(name: str, source: ModelSource | None = None) -> tuple[Any, list[str]]:
     """The config of a model, or one of its shape where it cannot be had; and what there is to say about that.
+
+    Args:
+        source: what the name stands for, where it was looked for.
 
     Raises:
         UsageError: neither can be had.
         UnsupportedError: its architecture is not supported.
     """
-    source = resolve_model(name)
+    source = source or resolve_model(name)
     try:
         return load_config(source), []
     except UsageError as error:

@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.bench.curve_file import read_curve
+from sparsekv.plans.errors import BackendError
 from sparsekv.plans.files import write_plan
 from sparsekv.plans.schema import Plan
 
@@ -43,8 +44,12 @@ def test_kernels_prints_a_row_of_every_case_that_can_run(sparsekv):
         assert said in done.out
 
 
-def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv):
-    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "triton", "--json")
+def test_kernels_that_could_not_be_timed_are_a_failure(sparsekv, monkeypatch):
+    def fails(*_: object) -> None:
+        raise BackendError("no memory")
+
+    monkeypatch.setattr("sparsekv.bench.kernels.choose_backend", fails)
+    done = sparsekv(*KERNELS, "--patterns", "a_shape", "--backend", "cpu", "--json")
     assert done.code == 1
     assert done.data[0]["sparse_ms"] is None
     assert done.data[0]["note"]
@@ -94,7 +99,7 @@ def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(spar
         (("--window", "8"), "--window"),
         (("--filters", "9"), "9"),
         (("--filters", "1-0"), "--filters"),
-        (("--lengths", "64k"), "2048"),
+        (("--lengths", "64k"), "2k"),
         (("--lengths", "16"), "16"),
         (("--batch", "1,0"), "--batch"),
         (("--budget", "0"), "--budget"),
@@ -207,11 +212,11 @@ def test_a_curve_is_written_and_printed(sparsekv, folder, tmp_path):
         (("--phases", "prefill", "--methods", "quest"), "quest"),
         (("--densities", "2"), "--densities"),
         (("--phase", "decode"), "--phase"),
-        (("--length", "4k"), "2048"),
+        (("--length", "4k"), "2k"),
     ],
 )
 def test_what_no_curve_can_be_made_of_is_refused(sparsekv, folder, tmp_path, arguments, word):
-    done = sparsekv("eval", folder, "--curve", tmp_path / "curve.json", *arguments)
+    done = sparsekv("eval", folder, "--curve", tmp_path / "curve.json", "--length", "1k", *arguments)
     assert (done.code, done.out) == (2, "")
     assert word in done.err
     assert not (tmp_path / "curve.json").exists()

@@ -21,7 +21,7 @@ from sparsekv.bench.baselines.decode_rules import (
 )
 from sparsekv.bench.baselines.prefill_rules import MaxThreshold
 from sparsekv.bench.curve_file import CurvePoint, read_curve, write_curve
-from sparsekv.bench.curve_methods import CurveInputs, chosen_methods, curve_modes
+from sparsekv.bench.curve_methods import CurveInputs, check_profiled, chosen_methods, curve_modes
 from sparsekv.bench.curves import measure_curves
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.evaluation import EvalSamples, Mode, compare
@@ -206,8 +206,13 @@ def test_methods_without_their_input_are_left_out_or_refused() -> None:
         chosen_methods(("prefill",), ("quest",), ())
 
 
-def test_a_length_that_was_not_profiled_is_refused(loaded: LoadedModel, profiled: Profile) -> None:
-    given = CurveInputs(loaded, profile=profiled)
+def test_a_length_or_phase_that_was_not_profiled_is_refused(profiled: Profile) -> None:
     for phase, method in (("prefill", "vertical_slash_by_head"), ("decode", "even"), ("prefill", "sparsekv")):
         with pytest.raises(UsageError, match="512"):
-            curve_modes({phase: [method]}, given, 512)
+            check_profiled({phase: [method]}, {"profile": profiled}, (LENGTH, 512))
+    check_profiled({"prefill": ["streamingllm"]}, {"profile": profiled}, (512,))
+    prefill = profiled.model_copy(
+        update={"lengths": tuple(entry.model_copy(update={"reuse": None}) for entry in profiled.lengths)}
+    )
+    with pytest.raises(UsageError, match="found none of decode"):
+        check_profiled({"decode": ["even"]}, {"profile": prefill}, (LENGTH,))

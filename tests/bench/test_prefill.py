@@ -11,7 +11,7 @@ from tiny_plans import every_head, info_of, plan_for
 
 from sparsekv.bench.prefill import SPARSE, PrefillBench, PrefillRuns, bench_prefill, layer_flops
 from sparsekv.bench.random_model import BenchModel
-from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
+from sparsekv.plans.errors import PlanMismatchError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.describe import attention_modules
 
@@ -157,7 +157,7 @@ def test_a_repeat_that_fails_leaves_what_was_measured(subject, plan, changed):
 def test_what_cannot_be_timed_is_refused_before_anything_runs(subject, plan):
     other = tiny_model(layers=3)
     for error, options in (
-        (PromptError, {"lengths": (2048,)}),
+        (UsageError, {"lengths": (2048,)}),
         (UsageError, {"dense_layers": 2}),
         (UsageError, {"kv_host_layers": 3}),
         (UsageError, {"lengths": ()}),

@@ -12,8 +12,9 @@ from model_folders import save_model, sparse_plan
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
-from sparsekv.plans.files import write_plan
+from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
+from sparsekv.plans.phases import PrefillBucket
 
 KEYS = {
     "text",
@@ -259,6 +260,34 @@ def test_the_beginning_that_compare_runs_first_does_what_the_whole_prompt_does(d
     loaded = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
     session = Session(loaded, plan)
     assert session.warm_up_length(tokens) == length
+
+
+@pytest.mark.parametrize(
+    ("first", "flags", "said"),
+    [
+        (64, ("--prompt", "a"), "first sparse length (65 tokens)"),
+        (1, ("--prompt", "a few"), "nothing of this run was sparse"),
+        (1024, (), "first sparse length (1,025 tokens)"),
+        (1024, ("--json",), "first sparse length (1,025 tokens)"),
+        (1024, ("--compare",), "first sparse length (1,025 tokens)"),
+        (1024, ("--dense-prefill", "--dense-decode"), ""),
+        (64, (), ""),
+        (None, (), "at every length"),
+    ],
+)
+def test_a_run_by_a_plan_of_which_nothing_was_sparse_says_so(sparsekv, folder, tmp_path, first, flags, said):
+    sparse = sparse_plan(tiny_model(context=2048)).prefill.lengths[-1]
+    dense = PrefillBucket(up_to=first, dense=True)
+    lengths = (dense, sparse) if first else (dense,)
+    plan = load_plan(folder / "sparsekv.yaml")
+    prefill = plan.prefill.model_copy(update={"lengths": lengths})
+    write_plan(plan.model_copy(update={"prefill": prefill, "decode": None}), tmp_path / "plan.yaml")
+    done = sparsekv("run", folder, "--plan", tmp_path / "plan.yaml", "--prompt", PROMPT, *FEW, *flags)
+    assert done.code == 0, done.err
+    notes = ("first sparse length", "nothing of this run was sparse", "dense at every length")
+    told = [line for line in done.err.splitlines() if any(note in line for note in notes)]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
 
 
 def test_dense_needs_no_plan_and_each_phase_can_be_switched_off(sparsekv, copy):

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from planner_profiles import made_up_length, made_up_profile
 from plans_samples import large_plan, small_plan
 
+from sparsekv.planner.data_files import write_measured
 from sparsekv.plans.files import write_plan
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "scipy", "huggingface_hub", "altair", "vl_convert")
@@ -27,6 +30,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     write_plan(small_plan(), folder / "small.yaml")
     write_plan(large_plan(), folder / "large.yaml")
+    write_measured(made_up_profile(made_up_length(4096, np.random.default_rng(0))), folder / "profile.json")
     return folder
 
 
@@ -63,15 +67,50 @@ def test_commands_without_a_model_import_nothing_heavy(plans, arguments):
         ("verify", "--plan", "small.yaml", "--lengths", "soon"),
         ("eval", "tiny-retriever", "--tasks", "juggling"),
         ("bench", "kernels", "--lengths", "soon"),
+        ("plan", "tiny-retriever", "-o", "new.yaml", "--lengths", "4k,64k"),
+        ("plan", "tiny-retriever", "-o", "no/such/folder/new.yaml"),
+        ("plan", "tiny-retriever", "-o", "new.yaml", "--profile", "profile.json", "--lengths", "16k"),
+        ("plan", "nobody/nothing", "-o", "new.yaml"),
+        ("run", "nobody/nothing", "--dense", "--prompt", "a"),
+        ("verify", "tiny-retriever", "--plan", "small.yaml", "--lengths", "64k"),
+        ("eval", "tiny-retriever", "--length", "64k"),
+        ("eval", "tiny-retriever", "--curve", "new.json", "--lengths", "64k"),
+        ("bench", "prefill", "tiny-retriever", "--lengths", "64k"),
+        ("bench", "decode", "tiny-retriever", "--lengths", "64k"),
     ],
     ids=" ".join,
 )
-def test_wrong_options_are_told_before_torch_is_imported(plans, arguments):
+def test_what_is_wrong_with_options_lengths_places_and_names_is_told_before_torch_is_imported(plans, arguments):
+    assert not {"torch", "transformers", "scipy"} & refused(arguments, plans)
+
+
+@pytest.mark.parametrize("machine", [("--device", "cuda:77"), ("--device", "cpu", "--backend", "flash")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "tiny-retriever", "-o", "new.yaml"),
+        ("run", "tiny-retriever", "--plan", "small.yaml", "--prompt", "a"),
+        ("verify", "tiny-retriever", "--plan", "small.yaml"),
+        ("eval", "tiny-retriever", "--plan", "small.yaml"),
+        ("bench", "prefill", "tiny-retriever"),
+        ("bench", "decode", "llama3-8b", "--random-weights"),
+        ("bench", "kernels"),
+        ("doctor",),
+        ("doctor", "--memory", "tiny-retriever", "8k"),
+    ],
+    ids=" ".join,
+)
+def test_a_device_or_backend_that_is_not_there_is_told_before_transformers_is_imported(plans, arguments, machine):
+    assert not {"transformers", "scipy"} & refused((*arguments, *machine), plans)
+
+
+def refused(arguments: tuple[str, ...], folder: Path) -> set[str]:
+    """Which of HEAVY a refusal has imported."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], cwd=plans, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=folder, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2, done.stderr
-    assert not {"torch", "transformers", "scipy"} & set(json.loads(done.stderr.splitlines()[-1]))
+    return set(json.loads(done.stderr.splitlines()[-1]))
 
 
 def test_the_package_itself_imports_nothing_heavy():

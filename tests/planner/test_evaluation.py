@@ -18,7 +18,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 from transformers import PreTrainedModel
 
-from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate
+from sparsekv.planner.evaluation import DENSE, EvalSamples, Mode, PlanMode, compare, evaluate, opened
 from sparsekv.planner.evaluation.batches import MOST_TEXT, Batch, batches
 from sparsekv.planner.evaluation.predictions import answered, divergence, log_likelihood, until_end
 from sparsekv.planner.evaluation.results import EvalResult, Outcome, Spent, TaskResult, merged
@@ -321,6 +321,23 @@ def test_a_mode_without_decode_reads_texts_with_the_prompt(loaded: LoadedModel) 
 class Interrupts(Step):
     def advance(self, units: float = 1, note: str = "") -> None:
         raise KeyboardInterrupt
+
+
+class Notes(Step):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def advance(self, units: float = 1, note: str = "") -> None:
+        self.told.append(note)
+
+
+def test_progress_counts_prompts_from_those_that_ran_before(loaded: LoadedModel) -> None:
+    notes = Notes()
+    with opened(loaded, modes_of(sparse_plan(loaded), ("prefill",)), batch=1) as evaluator:
+        evaluator.compare(drawn(2), step=notes, before=4)
+    assert [note.partition(", ")[2] for note in notes.told] == [
+        f"prompt {number}, {name}" for number in (5, 6) for name in (DENSE, "prefill")
+    ]
 
 
 def test_the_model_is_dense_after_an_interruption(loaded: LoadedModel) -> None:

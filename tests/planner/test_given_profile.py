@@ -6,10 +6,10 @@ from planner_models import made_up_cost
 from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
 from progress import Counting
 
-from sparsekv.planner.job import job_of, narrowed
+from sparsekv.planner.job import job_of
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_plan
-from sparsekv.planner.profile.profile_data import for_profile
+from sparsekv.planner.profile.profile_data import for_profile, narrowed
 from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape, tokens

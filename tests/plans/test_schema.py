@@ -10,11 +10,24 @@ from plans_samples import full_plan, model_info, small_plan
 from pydantic import ValidationError
 
 from sparsekv.plans.patterns import AShape, BlockSparse, Budget, Dense, TileShape, tokens
-from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
+from sparsekv.plans.phases import (
+    DecodeBucket,
+    DecodeBudget,
+    DecodePlan,
+    HeadGroup,
+    PrefillBucket,
+    PrefillPlan,
+    Segment,
+    first_sparse,
+)
 from sparsekv.plans.schema import Plan, to_data
 
 FULL = to_data(full_plan())
 REMOVED = object()
+
+
+def few(tokens: int) -> Segment:
+    return Segment(filter=0, layers=(1,), budget=DecodeBudget(tokens=tokens), recent=128)
 
 
 def changed(path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
@@ -247,3 +260,17 @@ def test_free_mappings_are_held_in_one_order() -> None:
     one, other = model_info(rope={"a": 1, "b": {"d": 1, "c": 2}}), model_info(rope={"b": {"c": 2, "d": 1}, "a": 1})
     assert list(one.rope) == list(other.rope)
     assert str(to_data(one)) == str(to_data(other))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "start"),
+    [
+        ([PrefillBucket(up_to=None, dense=True)], None),
+        ([PrefillBucket(up_to=4096, dense=True), PrefillBucket(up_to=None, same_as=8192)], 4097),
+        ([DecodeBucket(up_to=None, segments=(few(100),))], 4 + 100 + 128 + 1),
+        ([DecodeBucket(up_to=200, segments=(few(100),)), DecodeBucket(up_to=None, segments=(few(10),))], 201),
+        ([DecodeBucket(up_to=64, dense=True), DecodeBucket(up_to=None, dense=True)], None),
+    ],
+)
+def test_the_first_sparse_length_is_the_least_at_which_not_everything_is_computed(buckets, start) -> None:
+    assert first_sparse(buckets) == start

@@ -17,9 +17,10 @@ from sparsekv.kernels.tiles import Chunk, computed_tiles
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import Chunks, DeviceCost, Line
 from sparsekv.planner.cost.predict import causal_tiles, predict
-from sparsekv.planner.job import check_plannable, narrowed
+from sparsekv.planner.job import check_plannable
 from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once, plan_remarks
+from sparsekv.planner.profile.profile_data import narrowed
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import AShape, Pattern, TileShape, VerticalSlash, tokens
 from sparsekv.plans.schema import Target
