@@ -23,6 +23,7 @@ from sparsekv.bench.baselines.decode_rules import (
     ExactTopK,
     FilterRuleName,
     QuestPages,
+    Rounded,
     StepwiseRule,
     decode_plan,
     segments_by_rule,
@@ -33,7 +34,6 @@ from sparsekv.bench.baselines.prefill_rules import (
     prefill_plan,
     static_at_density,
 )
-from sparsekv.bench.baselines.rounding import Rounded
 from sparsekv.kernels.index.adaptive import ScoreKind
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -239,3 +239,20 @@ def decode_plan(model: ModelInfo, segments: tuple[Segment, ...]) -> Plan:
     """A plan with these segments at every length."""
     bucket = DecodeBucket(up_to=None, segments=segments)
     return Plan(status="unverified", model=model, decode=DecodePlan(lengths=(bucket,)))
+
+
+class Rounded:
+    """Dense in bfloat16, as a mode of `compare`."""
+
+    stepwise = True
+    dense_prefill = False
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Callable[[], Spent]]:
+        """Weights that are stored in bfloat16 come back as they were."""
+        weights: Any = model
+        weights.to(torch.bfloat16)
+        try:
+            yield lambda: Spent()
+        finally:
+            weights.to(torch.float32)
