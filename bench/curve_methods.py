@@ -3,10 +3,10 @@
 Ours: `plan` is the plan file as it is; `sparsekv` is compiled from a profile, for prefill at every density, for decode
 at every bound on the divergence, and beyond these with larger budgets in the densest and smaller ones in the sparsest.
 
-Baselines of prefill (baselines/prefill_rules.py): `vertical_slash` has a published ratio of MInference, 1000 columns to
+Baselines of prefill (baselines.py): `vertical_slash` has a published ratio of MInference, 1000 columns to
 6096 diagonals, scaled in each head until one calibration prompt costs the density; `vertical_slash_by_head` takes the
 best ratio of each head from the profile, every head at the same density; `minference` is compiled from a profile of
-`--preset minference`. Baselines of decode: baselines/decode_rules.py. `bfloat16` is dense rounded, of a float32 model.
+`--preset minference`. `bfloat16` is dense rounded, of a float32 model.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
-from sparsekv.bench.baselines.decode_rules import (
+from sparsekv.bench.baselines import (
     ExactTopK,
     FilterRuleName,
+    MaxThreshold,
     QuestPages,
+    Rounded,
     StepwiseRule,
     decode_plan,
-    segments_by_rule,
-)
-from sparsekv.bench.baselines.prefill_rules import (
-    MaxThreshold,
     fitted_at_densities,
     prefill_plan,
+    segments_by_rule,
     static_at_density,
 )
-from sparsekv.bench.baselines.rounding import Rounded
 from sparsekv.kernels.index.adaptive import ScoreKind
 from sparsekv.planner.allocate import allocate
 from sparsekv.planner.cost.device_cost import DeviceCost, HeadShape, Line

@@ -162,11 +162,7 @@ def value_at(line: Line, density: float) -> float | None:
     """The divergence at a density: between two points interpolated, beyond the last one that of the last."""
     if not line or density < line[0][0]:
         return None
-    for (low, high_kl), (high, low_kl) in pairwise(line):
-        if low <= density < high:
-            share = (math.log(density) - math.log(low)) / (math.log(high) - math.log(low))
-            return math.exp(math.log(high_kl) + share * (math.log(low_kl) - math.log(high_kl)))
-    return line[-1][1]
+    return _interpolated(line, density)
 
 
 def density_within(line: Line, kl: float) -> float | None:
@@ -174,11 +170,16 @@ def density_within(line: Line, kl: float) -> float | None:
     swapped = [(1.0 / value, density) for density, value in line]  # ascending
     if not swapped or 1.0 / kl > swapped[-1][0]:
         return None
-    for (low, below), (high, above) in pairwise(swapped):
-        if low <= 1.0 / kl < high:
-            share = (math.log(1.0 / kl) - math.log(low)) / (math.log(high) - math.log(low))
-            return math.exp(math.log(below) + share * (math.log(above) - math.log(below)))
-    return line[0][0] if 1.0 / kl < swapped[0][0] else line[-1][0]
+    return _interpolated(swapped, max(1.0 / kl, swapped[0][0]))
+
+
+def _interpolated(line: Line, at: float) -> float:
+    """On a straight line in logarithms; `at` is not before the first point."""
+    for (low, before), (high, after) in pairwise(line):
+        if low <= at < high:
+            share = math.log(at / low) / math.log(high / low)
+            return float(before * (after / before) ** share)
+    return line[-1][1]
 
 
 def _cell(value: float | None) -> str:

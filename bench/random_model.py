@@ -40,6 +40,15 @@ def available_on(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def stretched_config(name: str, longest: int) -> tuple[Any, list[str]]:
+    """The config of a model, or of its shape, with a context of at least `longest` tokens; and notes on both."""
+    config, notes = config_of(name)
+    if config.max_position_embeddings < longest:
+        notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
+        config.max_position_embeddings = longest
+    return config, notes
+
+
 def random_model(
     name: str,
     *,
@@ -63,11 +72,8 @@ def random_model(
             memory left.
         UnsupportedError: its architecture is not supported.
     """
-    config, notes = config_of(name)
+    config, notes = stretched_config(name, longest)
     notes = ["weights are random, so that attention is diffuse and answers mean nothing", *notes]
-    if config.max_position_embeddings < longest:
-        notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
-        config.max_position_embeddings = longest
     if layers is not None:
         if not 1 <= layers <= config.num_hidden_layers:
             raise UsageError(f"expected 1 to {config.num_hidden_layers} layers, found {layers}")

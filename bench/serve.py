@@ -21,6 +21,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sparsekv.bench.harness import Columns, Row, in_short, number, repeat_in_turn
+from sparsekv.bench.random_model import stretched_config
 from sparsekv.planner.progress import Progress
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import BackendError
@@ -29,7 +30,6 @@ from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.types import format_length
 from sparsekv.runtime.hf.load import load_config
-from sparsekv.runtime.hf.public_shapes import config_of
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.settings import preset_vllm
 
@@ -142,10 +142,7 @@ def served_model(name: str, random_weights: bool, longest: int) -> Iterator[Serv
         config = load_config(source)
         yield ServedModel(source.path_or_id, describe_config(config, name), config.vocab_size, name, random=False)
         return
-    config, notes = config_of(name)
-    if config.max_position_embeddings < longest:
-        notes.append(f"context stretched from {format_length(config.max_position_embeddings)}")
-        config.max_position_embeddings = longest
+    config, notes = stretched_config(name, longest)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -24,16 +24,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekv.planner.cost.crossover import Mask, Savings, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.cost.predict import (
     ABSENT,
     DENSE,
     Choice,
     Floats,
+    Mask,
+    Savings,
     ScoreTables,
     head_times,
     layer_times,
+    longest_losing,
+    pays,
     prefill_estimate,
 )
 from sparsekv.planner.options import Family

@@ -25,9 +25,8 @@ from itertools import chain, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sparsekv.planner.cost.crossover import longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost
-from sparsekv.planner.cost.predict import decode_share, dense_step_us, step_us, visible_tokens
+from sparsekv.planner.cost.predict import decode_share, dense_step_us, longest_losing, pays, step_us, visible_tokens
 from sparsekv.planner.profile.profile_data import DecodeTrial, LengthProfile, Profile, Reuse, TokenChoice
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.errors import UsageError

@@ -148,7 +148,7 @@ def _refuse_path(name: str, path: Path) -> None:
 
 
 def _shipped() -> Path:
-    folder = Path(str(files("sparsekv.plans.data"))) / SHIPPED
+    folder = Path(str(files("sparsekv.plans"))) / "data" / SHIPPED
     if not _is_model(folder):
         raise UsageError(
             f"expected the model {SHIPPED} with this installation, in {folder}, found none; install sparsekv again, "

@@ -47,9 +47,8 @@ from sparsekv.runtime.hf.graph_stores import StepStores
 from sparsekv.runtime.hf.graphs import can_capture
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.stores.bank import HostStore
-from sparsekv.runtime.stores.hot_set import Reads
 from sparsekv.runtime.stores.pinned import HostMemory
-from sparsekv.runtime.stores.store import HostReads
+from sparsekv.runtime.stores.store import HostReads, Reads
 
 # Work of the largest dense launch that is timed, in floating-point operations: a fraction of a second either way.
 _MOST_WORK = {"cpu": 1.2e10, "cuda": 2e14}

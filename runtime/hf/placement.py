@@ -21,8 +21,7 @@ from sparsekv.plans.types import format_ids
 from sparsekv.runtime.core.program import LayerProgram
 from sparsekv.runtime.hf.describe import decoder_of
 from sparsekv.runtime.model_config import attention_groups
-from sparsekv.runtime.stores.hot_set import Reads
-from sparsekv.runtime.stores.store import Layout
+from sparsekv.runtime.stores.store import Layout, Reads
 
 # Recent tokens kept on the device where no plan says: a few MB a layer, and what decode adds leaves in no hurry.
 _HOT = tokens(1024)

@@ -38,9 +38,8 @@ from sparsekv.kernels.tiles import NO_TOKEN
 from sparsekv.plans.errors import UnsupportedError
 from sparsekv.plans.patterns import Budget
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.hot_set import LEAVING, HotSet, Reads
 from sparsekv.runtime.stores.pinned import Block, CopyDone, CopyStream, HostMemory
-from sparsekv.runtime.stores.store import Bytes, HostReads, Layout, check_fit, grown
+from sparsekv.runtime.stores.store import LEAVING, Bytes, HostReads, HotSet, Layout, Reads, check_fit, grown
 
 
 def empty_packed(tokens: int, layout: Layout) -> torch.Tensor:

@@ -11,15 +11,15 @@ import torch
 from planner_models import TILE, bare_job, quick_options
 from planner_profiles import made_up_model, made_up_profile, made_up_reuse
 
-from sparsekv.bench.baselines.decode_rules import (
+from sparsekv.bench.baselines import (
     PAGE,
     ExactTopK,
+    MaxThreshold,
     QuestPages,
     StepwiseRule,
     decode_plan,
     segments_by_rule,
 )
-from sparsekv.bench.baselines.prefill_rules import MaxThreshold
 from sparsekv.bench.curve_file import CurvePoint, read_curve, write_curve
 from sparsekv.bench.curve_methods import CurveInputs, check_profiled, chosen_methods, curve_modes
 from sparsekv.bench.curves import measure_curves

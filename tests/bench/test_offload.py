@@ -18,7 +18,7 @@ from sparsekv.runtime.core import select
 from sparsekv.runtime.core.stats import RunStats
 from sparsekv.runtime.stores.pinned import HostMemory
 
-swapped_choices: Callable = pytest.importorskip("sparsekv.bench.miss_rate").swapped_choices
+swapped_choices: Callable = pytest.importorskip("sparsekv.bench.offload").swapped_choices
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LENGTH = 300

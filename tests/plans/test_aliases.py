@@ -55,9 +55,10 @@ def test_the_shipped_model_is_found_or_its_absence_is_explained(
     monkeypatch.setattr(aliases, "files", lambda _: tmp_path)
     with pytest.raises(UsageError, match="tiny-retriever"):
         resolve_model(SHIPPED)
-    (tmp_path / SHIPPED).mkdir()
-    (tmp_path / SHIPPED / "config.json").write_text("{}")
-    assert resolve_model(SHIPPED).path_or_id == str(tmp_path / SHIPPED)
+    shipped = tmp_path / "data" / SHIPPED
+    shipped.mkdir(parents=True)
+    (shipped / "config.json").write_text("{}")
+    assert resolve_model(SHIPPED).path_or_id == str(shipped)
 
 
 def test_a_folder_is_found_by_path_and_by_bare_name(folder: Path) -> None:

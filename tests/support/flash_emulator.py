@@ -2,9 +2,9 @@
 
 It has the same eyes: whole tiles are taken without a mask whatever they hold, masked ones through the predicates of
 `mask_mod`, rows and keys are counted from the launch's own tensors, nothing is read past a count, and the end of K is
-only looked at in the last tile of each list. Slow. Lists are made by torch operations, as lists.py makes them on a GPU.
+only looked at in the last tile of each list. Slow. Lists are made by torch operations, as call.py makes them on a GPU.
 
-Shapes: M rows of a query tile, N keys listed for it; else as in call.py and lists.py.
+Shapes: M rows of a query tile, N keys listed for it; else as in call.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 
 from sparsekv.kernels.device_cache import on_device
 from sparsekv.kernels.prefill.flash.backend import Passes, run
-from sparsekv.kernels.prefill.flash.call import Part, causal, causal_in_window
-from sparsekv.kernels.prefill.flash.lists import BlockLists, empty_lists
+from sparsekv.kernels.prefill.flash.call import BlockLists, Part, causal, causal_in_window, empty_lists
 from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.kernels.topk import blocks
 

@@ -17,9 +17,8 @@ import torch
 
 from sparsekv.kernels.prefill.columns import add_columns
 from sparsekv.kernels.prefill.flash import call
-from sparsekv.kernels.prefill.flash.call import Part, Span, dense_ranges, spans
+from sparsekv.kernels.prefill.flash.call import BlockLists, Part, Span, dense_ranges, lower, spans, widest
 from sparsekv.kernels.prefill.flash.limits import device_obstacle, is_aligned, shape_obstacle
-from sparsekv.kernels.prefill.flash.lists import BlockLists, lower, widest
 from sparsekv.kernels.tiles import AttentionOutput, Chunk, TileIndex
 from sparsekv.plans.errors import BackendError
 

@@ -15,7 +15,7 @@ import contextlib, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn.cute.interface import _flash_attn_fwd
 from sparsekv.kernels.prefill.flash import call
-from sparsekv.kernels.prefill.flash.lists import BlockLists
+from sparsekv.kernels.prefill.flash.call import BlockLists
 from sparsekv.kernels.prefill.flash.call import Part
 from sparsekv.plans.patterns import TileShape
 

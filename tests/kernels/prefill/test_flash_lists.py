@@ -10,8 +10,7 @@ from flash_cases import SQUARE, TALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsekv.kernels.prefill.flash.call import HeadRange, Span, dense_ranges, spans
-from sparsekv.kernels.prefill.flash.lists import lower, widest
+from sparsekv.kernels.prefill.flash.call import HeadRange, Span, dense_ranges, lower, spans, widest
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import TileShape
 

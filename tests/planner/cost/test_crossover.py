@@ -11,14 +11,16 @@ from planner_profiles import made_up_length, made_up_model, made_up_profile, mad
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
 from sparsekv.planner.allocate import allocate
-from sparsekv.planner.cost.crossover import LEAST_GAIN, longest_losing, pays
 from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.cost.predict import (
+    LEAST_GAIN,
     LayerTimes,
     ScoreTables,
     choice_of,
     dense_step_us,
     layer_times,
+    longest_losing,
+    pays,
     predict,
     shares_at,
     step_us,

@@ -11,7 +11,7 @@ from sparsekv.plans.patterns import AShape, BlockSparse, Dense, VerticalSlash, f
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.hot_set import Reads
+from sparsekv.runtime.stores.store import Reads
 
 pytestmark = pytest.mark.gpu
 FULL = (

@@ -19,8 +19,7 @@ from sparsekv.runtime.hf import graph_stores
 from sparsekv.runtime.hf.graph_stores import StepStores, kinds_of, obstacle
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.hot_set import Reads
-from sparsekv.runtime.stores.store import HostReads
+from sparsekv.runtime.stores.store import HostReads, Reads
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the steps are captured there")
 SINK, CHOSEN, RECENT, BATCH, GROUPS = 2, 6, 5, 2, 3

@@ -23,7 +23,7 @@ from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.patterns import Budget, fraction, tokens
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore, grown
-from sparsekv.runtime.stores.hot_set import Reads, allocated_tokens
+from sparsekv.runtime.stores.store import Reads, allocated_tokens
 
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
 

@@ -1,1 +1,0 @@
-"""Files that ship with the package: the reference model, the JSON Schema."""
