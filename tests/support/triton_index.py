@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +80,3 @@ def differences(found: TileIndex, expected: TileIndex) -> list[str]:
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
-
-
-def with_patterns(layer: Layer, *patterns) -> Layer:
-    return replace(layer, patterns=patterns)

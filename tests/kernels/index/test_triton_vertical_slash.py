@@ -125,11 +125,6 @@ def test_long_layers_are_built_in_groups_of_heads(monkeypatch: pytest.MonkeyPatc
     check(layer)
 
 
-def test_two_builds_give_the_same_index_to_the_last_number() -> None:
-    layer = make_layer((MIDDLE,), Chunk((0,), (150,)), TILES[0], seed=8)
-    assert differences(triton_index(layer), triton_index(layer)) == []
-
-
 def test_auto_is_triton_on_nvidia_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     assert build.builds_by_triton(cuda)
