@@ -114,14 +114,12 @@ def model():
     return tiny_model(layers=6)
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_decode_is_what_the_plan_says(model, name: str, offload: bool):
+def test_decode_is_what_the_plan_says(model, name: str):
     turns = [random_tokens(2, 100), random_tokens(2, 40, seed=1)]
     with capture_attention(model, BruteForce(SEGMENTS[name])):
         expected = run(model, turns)
-    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers if layer != part.filter)
-    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse if offload else (), hot=10))):
+    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name]))):
         torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -218,22 +216,18 @@ def test_a_context_that_outgrows_the_last_sparse_length_is_dense_again(model):
     assert [share == 1.0 for share in shares] == [False] * 5 + [True] * 3
 
 
-def test_statistics_count_what_decode_attended_to(model):
-    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4)))) as handle:
-        cache = model(random_tokens(1, 50)).past_key_values
-        model(random_tokens(1, 1), past_key_values=cache)
-        stats = handle.stats()
-        assert stats.decode_tokens_cached == 6 * 51
-        assert stats.decode_tokens_attended == 3 * 51 + 3 * (2 + 4 + 3)
-
-
-def test_a_filter_layer_that_attends_to_its_own_choice_counts_the_keys_that_it_scores_as_half(model):
-    plan = plan_for(model, None, decode_plan(segment(0, (0, 1, 2), 4)))
+@pytest.mark.parametrize(
+    ("layers", "scored"), [((1, 2, 3), 51), ((0, 1, 2), 51 // 2 + 2 + 4 + 3)], ids=["a dense filter", "its own choice"]
+)
+def test_statistics_count_what_decode_attended_to_and_keys_that_are_only_scored_as_half(model, layers, scored):
+    plan = plan_for(model, None, decode_plan(segment(0, layers, 4)))
     with torch.no_grad(), apply(model, plan) as handle:
         cache = model(random_tokens(1, 50)).past_key_values
         model(random_tokens(1, 1), past_key_values=cache)
         stats = handle.stats()
-    assert stats.decode_tokens_attended == 3 * 51 + 51 // 2 + 3 * (2 + 4 + 3)
+    sparse = len(set(layers) - {0})
+    assert stats.decode_tokens_cached == 6 * 51
+    assert stats.decode_tokens_attended == scored + (5 - sparse) * 51 + sparse * (2 + 4 + 3)
     assert stats.decode_share == pytest.approx(decode_share(plan.decode.lengths[0].segments, 51, plan.model))
 
 
