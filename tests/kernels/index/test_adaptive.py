@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from index_cases import TILES, Layer, adaptive_, layers, make_layer
+from index_cases import TILES, Layer, adaptive_, build, layers, make_layer
 from tile_masses import antidiagonal_scores, pooled_scores, visible_tiles
 
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
+from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import (
     Adaptive,
     Budget,
@@ -26,12 +26,6 @@ often = settings(
 KINDS = ("antidiagonal", "pooled")
 ALL = fraction(1.0)
 CLOSE = 1e-5
-
-
-def build(layer: Layer) -> TileIndex:
-    return build_index(
-        layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, scale=layer.scale, window=layer.window
-    )
 
 
 def rows_of(layer: Layer):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_cases import TILES, Layer, budgets, make_layer
-from triton_index import SMALL, call_of, differences, group_of, torch_index, triton_index
+from index_cases import TILES, Layer, budgets, differences, make_layer
+from triton_index import SMALL, call_of, group_of, torch_index, triton_index
 
 from sparsekv.kernels.device_cache import fields_on_device
 from sparsekv.kernels.index.layout import LineScores
