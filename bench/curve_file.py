@@ -21,7 +21,8 @@ class CurvePoint(Part):
     """One method at one density and length, in one phase; what was not measured is None.
 
     `density` is the share of tiles (prefill) or of cached tokens read (decode); `kl` the mean divergence of next-token
-    logits from dense, in nats; `agreement` the share of equal top-1 tokens; `accuracy` the share of right answers.
+    logits from dense, in nats; `agreement` the share of equal top-1 tokens; `accuracy` the share of right answers, over
+    the tasks that dense solves, and `dense_accuracy` dense's own.
     Other keys of a file are left to the readers that they are for.
     """
 
@@ -34,6 +35,7 @@ class CurvePoint(Part):
     kl: NonNegative | None = None
     agreement: NonNegative | None = None
     accuracy: NonNegative | None = None
+    dense_accuracy: NonNegative | None = None
 
 
 class CurveRow(CurvePoint):
@@ -44,7 +46,6 @@ class CurveRow(CurvePoint):
         samples: of all tasks together.
         kl_interval, agreement_interval: 95% intervals.
         exact: share of samples of which every token of dense's greedy text is picked.
-        accuracy, dense_accuracy: over the tasks that dense solves; None where it solves none.
     """
 
     setting: Text
@@ -52,7 +53,6 @@ class CurveRow(CurvePoint):
     kl_interval: tuple[NonNegative, NonNegative] | None = None
     agreement_interval: tuple[NonNegative, NonNegative] | None = None
     exact: NonNegative | None = None
-    dense_accuracy: NonNegative | None = None
 
 
 def write_curve(rows: Sequence[CurveRow], path: Path) -> None:

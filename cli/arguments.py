@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 import typer
 from pydantic import Field, model_validator
 
+from sparsekv.cli.output import tell
 from sparsekv.planner.flags import Flag, Options, text
 from sparsekv.planner.options import Hardware
-from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, resolve_model, without_plan
+from sparsekv.plans.aliases import PLAN_NAME, is_hub_id, names_gguf, resolve_model, without_plan
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.types import MAX_ID, MAX_LENGTH, parse_ids
 
@@ -80,7 +81,7 @@ class Subjects(AllowMismatch):
     ] = None
     model: Annotated[
         str | None,
-        Flag("Alias, hub id or folder; the plan's own model by default.", ("--model", "-m"), "NAME"),
+        Flag("Alias, hub id, folder or GGUF file; the plan's own model by default.", ("--model", "-m"), "NAME"),
     ] = None
 
     @property
@@ -189,16 +190,16 @@ class Subject:
         """
         from sparsekv.plans.files import load_plan
 
-        if target is not None and os.path.isfile(target):
+        if target is not None and os.path.isfile(target) and not names_gguf(target):
             raise UsageError(
-                f"expected a model (a folder, hub id or alias), found the file {target}; if it is a plan, write "
-                f"--plan {target}"
+                f"expected a model (a folder, GGUF file, hub id or alias), found the file {target}; if it is a plan, "
+                f"write --plan {target}"
             )
         place, path, reason = plan, None, ""
         if plan is not None:
             path = plan_file(plan)
         elif target is not None:
-            place = Path(resolve_model(target).path_or_id)
+            place = Path(resolve_model(target).place)
             path, reason = _plan_of(place)
         found = None if path is None else load_plan(path)
         own = path if place is not None and path in (place, place / PLAN_NAME) else None
@@ -207,7 +208,8 @@ class Subject:
             return cls(name, found, own, no_plan=reason or without_plan(name, f"no {PLAN_NAME} beside {name}"))
         if found is None:
             raise UsageError(
-                "expected a MODEL (a folder, hub id or alias), or --plan FILE, which names its own; found neither"
+                "expected a MODEL (a folder, GGUF file, hub id or alias), or --plan FILE, which names its own; found "
+                "neither"
             )
         return cls(found.model.id, found, own, from_plan=True)
 
@@ -236,18 +238,26 @@ class Subject:
         device = "auto" if device_map and not flags.is_given("device") else asked.device
         from transformers.utils import logging
 
-        from sparsekv.runtime.hf.load import load_config, load_model, torch_device
-        from sparsekv.runtime.model_config import describe_config
+        from sparsekv.kernels.backends import choose_backend
+        from sparsekv.runtime.hf.load import load_config, load_model, torch_device, torch_dtype
+        from sparsekv.runtime.model_config import describe_config, dtype_name
 
         if not sys.stderr.isatty():
             logging.disable_progress_bar()
         target = torch_device(device)  # what is wrong with it is not the model
-        if check is not None:
-            with self._saying_whose_model():
-                config = load_config(self.model)
-            check(describe_config(config, resolve_model(self.model).path_or_id), target.type)
         with self._saying_whose_model():
-            return load_model(self.model, device=device, dtype=asked.dtype, device_map=device_map)
+            source = resolve_model(self.model)
+            config = load_config(source)
+        info = describe_config(config, source.path_or_id)
+        if asked.backend != "auto" and not flags.typed("dense"):
+            choose_backend(target, torch_dtype(asked.dtype, config, target), info.attention[0].head_dim, asked.backend)
+        if check is not None:
+            check(info, target.type)
+        with self._saying_whose_model():
+            loaded = load_model(source, device=device, dtype=asked.dtype, device_map=device_map, config=config)
+        if source.is_gguf:
+            tell(f"{source.path_or_id}: its quantised weights run as {dtype_name(loaded.model.dtype)}")
+        return loaded
 
     def config_and_prompt_tokens(self, text: str, chat: bool) -> tuple[PreTrainedConfig, int]:
         """The model's config and how many tokens a prompt has, without its weights.

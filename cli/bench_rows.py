@@ -41,7 +41,7 @@ class Timed(Options):
 class Benched(Options):
     """Which model."""
 
-    model: Annotated[str, Flag("Alias, hub id or folder.", metavar="MODEL", is_argument=True)]
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
     plan: Annotated[
         Path | None, Flag("The plan; by default that in the model's folder or repository.", metavar="FILE")
     ] = None

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Cache, DynamicCache
 
 from sparsekv.cli.output import placed, size, tell
-from sparsekv.planner.progress import BarProgress, Step
+from sparsekv.planner.progress import BarProgress, Progress, Step
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import Handle, apply
 from sparsekv.runtime.hf.generate import (
@@ -29,6 +29,8 @@ from sparsekv.runtime.hf.placement import OffloadMode
 _BEGINNING = 512
 _BEGINNING_COMPILED = 32768  # costs a GPU little
 _ALIKE = 16 * 128
+_STUCK = 32  # new tokens
+_Watch = AbstractContextManager[Callable[[], None]]
 _SHOWN_FROM = 1 << 30  # bytes of host memory, a second or two
 
 
@@ -60,6 +62,12 @@ class Answer:
         """Tokens a second of decode; the first token belongs to the prefill."""
         said = self.generation
         return f"{(said.new_tokens - 1) / said.decode_seconds:.1f}/s" if said.decode_seconds > 0 else "-"
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it ends in a token or two over and over, as of a model asked for what it was not trained on."""
+        last = self.generation.token_ids[-_STUCK:]
+        return len(last) == _STUCK and len({*last}) <= 2
 
     def facts(self) -> dict[str, str]:
         """What people compare, by name."""
@@ -147,25 +155,35 @@ class Session:
             tell(f"offload auto: {placed(handle.host_layers, self.loaded.info.layers)}")
         return cache
 
-    def once(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
-        """The answer to one prompt."""
+    def once(self, text: str, on_text: Callable[[str], None] | None = None, watch: _Watch | None = None) -> Answer:
+        """The answer to one prompt; see `Conversation.ask`."""
         with self.applied() as handle:
-            return Conversation(self, handle).ask(text, on_text)
+            return Conversation(self, handle).ask(text, on_text, watch)
 
-    def dense_and_sparse(self, text: str) -> tuple[Answer, Answer]:
+    def dense_and_sparse(self, text: str, progress: Progress | None = None) -> tuple[Answer, Answer]:
         """The answers without and with the plan, one after the other.
 
         Both run a beginning of the prompt before they are timed: whatever runs first compiles kernels, starts threads
-        and allocates memory.
+        and allocates memory. `progress` hears which of them runs, and of its prefill and tokens.
         """
+        progress = progress or Progress()
         without = replace(self, plan=None)
         prompt = encode_prompt(self.loaded.tokenizer, text, chat=self.chat)
         beginning = prompt[: self.warm_up_length(len(prompt))]
-        for session in (without, self):
+        sides = {"dense": without, "sparse": self}
+        for name, session in sides.items():
             with session.applied() as handle:
                 cache = session.new_cache(handle, len(beginning), 2, at_most=self.tokens(prompt), say=False)
-                generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk, cache=cache)
-        return without.once(text), self.once(text)
+                with progress.stage(f"{name}: warm-up"):
+                    generate_stream(self.loaded, beginning, max_new_tokens=2, chunk=self.chunk, cache=cache)
+        most = self.tokens(prompt) - len(prompt)
+        dense, sparse = (session.once(text, watch=_watch(progress, name, most)) for name, session in sides.items())
+        return dense, sparse
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether turns are told apart, by the model's chat template; else a conversation is one text."""
+        return self.chat and self.loaded.tokenizer.chat_template is not None
 
     def warm_up_length(self, tokens: int) -> int:
         """As little of a prompt as does what all of it does; where kernels are compiled, in the same length buckets."""
@@ -192,8 +210,13 @@ class Conversation:
     cache: Cache | None = None
     turns: bool = False
 
-    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
+    def ask(self, text: str, on_text: Callable[[str], None] | None = None, watch: _Watch | None = None) -> Answer:
         """Answers the next turn.
+
+        Args:
+            text: what the user says.
+            on_text: called with each piece of text as it is final.
+            watch: entered around the generation; what it gives is called after each token.
 
         Raises:
             PromptError: the turn is empty, or the conversation no longer fits the model's context.
@@ -212,15 +235,17 @@ class Conversation:
         if self.handle is not None:
             self.handle.reset_stats()
         cache, self.cache = self.cache, None  # whatever ends the turn early leaves tokens in it that nobody knows of
-        said = generate_stream(
-            self.session.loaded,
-            prompt,
-            max_new_tokens=self.session.max_new_tokens,
-            sampling=self.session.sampling,
-            chunk=self.session.chunk,
-            cache=cache,
-            on_text=on_text,
-        )
+        with watch or nullcontext() as on_token:
+            said = generate_stream(
+                self.session.loaded,
+                prompt,
+                max_new_tokens=self.session.max_new_tokens,
+                sampling=self.session.sampling,
+                chunk=self.session.chunk,
+                cache=cache,
+                on_text=on_text,
+                on_token=on_token,
+            )
         self.cache = cache
         self.messages = [*messages, {"role": "assistant", "content": said.text}]
         self.token_ids = prompt + said.token_ids
@@ -239,9 +264,25 @@ class Conversation:
         tokenizer, text = self.session.loaded.tokenizer, messages[-1]["content"]
         if len(messages) == 1:
             return encode_prompt(tokenizer, text, chat=self.session.chat)
-        if self.session.chat and tokenizer.chat_template is not None:
+        if self.session.has_turns:
             return encode_chat(tokenizer, messages)
         return self.token_ids + tuple(tokenizer(f"\n{text}", add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@contextmanager
+def _watch(progress: Progress, name: str, most: int) -> Iterator[Callable[[], None]]:
+    """Prefill and tokens of one generation, a stage each."""
+    steps: list[Step] = []
+    with ExitStack() as stack:
+        stack.enter_context(progress.stage(f"{name}: prefill"))
+
+        def advance() -> None:
+            if not steps:
+                stack.close()
+                steps.append(stack.enter_context(progress.stage(f"{name}: tokens", most)))
+            steps[0].advance()
+
+        yield advance
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BeforeValidator
@@ -78,8 +79,17 @@ def _option(one: Spelled) -> Any:
 
 def _read_type(one: Spelled) -> Any:
     """What the command line reads: numbers, words, files and choices as they are, all else as text."""
-    read: Any = one.flag.reads or (str if _is_text(one) else one.field.annotation)
+    read: Any = _plain(one.flag.reads or (str if _is_text(one) else one.field.annotation))
     return read if one.field.is_required() or get_origin(read) is list else read | None
+
+
+def _plain(read: Any) -> Any:
+    """A type without its bounds, which not every release of typer takes inside of another one."""
+    if get_origin(read) is Annotated:
+        return _plain(get_args(read)[0])
+    if get_origin(read) in (Union, UnionType):
+        return Union[tuple(map(_plain, get_args(read)))]  # noqa: UP007
+    return read
 
 
 def _is_text(one: Spelled) -> bool:

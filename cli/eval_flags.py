@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from sparsekv.cli.arguments import Output, Subjects
 from sparsekv.planner.flags import MOST, Flag, Lengths, Names, Options, Shares, each_once, text, words
-from sparsekv.planner.options import TASKS, Drawn, Hardware, Phase
+from sparsekv.planner.options import DEFAULT_TASKS, Drawn, Hardware, Phase
 from sparsekv.plans.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
@@ -64,9 +64,19 @@ class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
     ] = (4096,)
     samples: Annotated[int, Field(ge=1, le=MOST), Flag("Samples a task.", metavar="N")] = 20
     phase: Annotated[PhaseName, Flag("Phases that follow the plan.")] = "both"
+    prompts_file: Annotated[
+        Path | None,
+        Flag(
+            'Instead of tasks, own prompts: JSON lines of {"prompt", "answer", "task"?}, measured by length.',
+            ("--prompts",),
+            "FILE",
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
+        if self.prompts_file is not None:
+            self.refuse(("tasks", "lengths", "samples", "seed", "curve"), "no samples are drawn", "prompts_file")
         if self.curve is not None:
             self.refuse(OF_PLAN, "a curve is of both phases, by what is fastest", "curve")
         elif unread := next(filter(self.is_given, CURVE_OPTIONS), None):
@@ -82,7 +92,8 @@ class EvalFlags(Subjects, CurveFlags, Drawn, Hardware, Output):
         from sparsekv.planner.evaluation import EvalSamples
 
         lengths = tuple(sorted(self.lengths))
-        return EvalSamples(self.tasks or TASKS, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
+        tasks = self.tasks or DEFAULT_TASKS
+        return EvalSamples(tasks, lengths, self.samples, self.batch, self.seed, self.prefill_chunk)
 
 
 def check_length(length: int, context: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -26,7 +27,7 @@ from sparsekv.cli.output import (
     report,
     show_warning,
 )
-from sparsekv.plans.errors import BackendError, UsageError
+from sparsekv.plans.errors import BackendError, UsageError, did_you_mean
 
 # Raised for wrong options, and shown by typer itself together with the usage.
 _WrongUsage: type[Exception] = typer.BadParameter.__bases__[0]
@@ -120,17 +121,25 @@ def _check_working_folder() -> None:
         raise UsageError("the working folder no longer exists; change into one that does") from None
 
 
+def _with_suggestion(message: str) -> str:
+    """A message about a value that is none of the choices, with the nearest of them."""
+    parts = re.fullmatch(r"(?s).*'(.*)' is not one of (.*)\.", message)
+    if parts is None:
+        return message
+    return message.removesuffix(".") + (did_you_mean(parts[1], re.findall(r"'([^']+)'", parts[2])) or ".")
+
+
 @contextmanager
 def _telling_usage(ctx: Any) -> Iterator[None]:
     """Wrong usage as JSON, once, where that is asked for; people are told by typer, and nothing that moves a cursor."""
     try:
         yield
     except _WrongUsage as error:
-        error.message = escaped(error.message)  # type: ignore[attr-defined]
+        error.message = escaped(_with_suggestion(error.message))  # type: ignore[attr-defined]
         if ctx.meta.get(_JSON):
             ctx.meta[_JSON] = False
-            told = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
-            emit_json({"error": told})
+            data = failure_data("UsageError", error.format_message(), error.exit_code)  # type: ignore[attr-defined]
+            emit_json({"error": data})
         raise
 
 

@@ -118,7 +118,15 @@ def quality_table(quality: Quality) -> str:
     for phase, measured in quality.phases.items():
         named = (phase, f"{measured.density:.3f}")
         rows += [(*named, *score_row(task, score), str(score.samples)) for task, score in measured.tasks.items()]
-    return f"{columns(rows, right=(1, 3, 4, 6))}\n{_DENSITIES}\n\n{agreement_table(quality)}"
+    return f"{columns(rows, right=(1, 3, 4, 6))}\n{_DENSITIES}\n\n{_gates_table(quality) or agreement_table(quality)}"
+
+
+def _gates_table(quality: Quality) -> str:
+    """What was shown of each gate; empty where nothing was held against one."""
+    from sparsekv.plans.show import CLAIM_HEADER, claim_rows
+
+    rows = list(claim_rows(quality))
+    return columns([tuple(map(str.lower, CLAIM_HEADER)), *rows], right=(3, 4, 5, 6)) if rows else ""
 
 
 def agreement_table(quality: Quality) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -15,19 +16,26 @@ from sparsekv.cli.plan_files import PlanFiles
 from sparsekv.planner.flags import MOST, Flag
 from sparsekv.planner.options import HELD_OUT, DecodeSearch, Gate, Hardware, PlanOptions, Search
 from sparsekv.plans.aliases import resolve_model
+from sparsekv.plans.errors import GateError
 
 if TYPE_CHECKING:
     from sparsekv.planner.job import Job
     from sparsekv.planner.plan import PlanResult
     from sparsekv.planner.progress import Progress
+    from sparsekv.plans.schema import Plan
+
+_LONGER = 1800  # seconds of verification to go on with
 
 
 class PlanFlags(PlanFiles, PlanOptions, Output):
     """What `plan` is asked to do."""
 
-    model: Annotated[str, Flag("Alias, hub id or folder.", metavar="MODEL", is_argument=True)]
+    model: Annotated[str, Flag("Alias, hub id, folder or GGUF file.", metavar="MODEL", is_argument=True)]
     no_verify: Annotated[bool, Flag("Leave the plan unverified.")] = False
     verify_samples: Annotated[int | None, Field(ge=1, le=MOST), Flag(HELD_OUT, metavar="N")] = None
+    require_verified: Annotated[
+        bool, Flag("Exit 1 where the plan that is written was not shown to keep its gates.")
+    ] = False
 
     @property
     def needs_model(self) -> bool:
@@ -53,7 +61,7 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
             self.refuse(("host",), "the device was measured already", "cost")
         if self.no_verify:
             chunk = () if self.host == "vllm" and not self.cost else ("prefill_chunk",)
-            unread = (*Gate.model_fields, "verify_samples", "batch", *chunk)
+            unread = (*Gate.model_fields, "verify_samples", "require_verified", "batch", *chunk)
             self.refuse(unread, "nothing is verified", "no_verify")
         if self.no_verify and self.profile:
             self.refuse(("tasks", "seed"), "no prompts are drawn", "profile", "no_verify")
@@ -71,7 +79,12 @@ class PlanFlags(PlanFiles, PlanOptions, Output):
 
 
 def plan(flags: PlanFlags) -> None:
-    """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan."""
+    """Profile a model, choose what each head computes, verify it on held-out prompts, and write the plan.
+
+    What misses its gate is made denser, at last dense, so that a plan always comes out; its status says whether it was
+    shown to keep its gates.
+    """
+    started = time.monotonic()
     resolve_model(flags.model)  # before the files: where there is no model, a plan finds no folder of it either
     flags.check_files()
     wanted = flags.options
@@ -93,7 +106,7 @@ def plan(flags: PlanFlags) -> None:
         write_plan(result.plan, flags.out)
         if not flags.profile:
             flags.resume.unlink(missing_ok=True)
-    _tell(result, flags.out, flags.as_json)
+    _tell(result, flags, time.monotonic() - started)
 
 
 def _job(flags: PlanFlags, wanted: PlanOptions, progress: Progress) -> Job:
@@ -114,31 +127,50 @@ def _job(flags: PlanFlags, wanted: PlanOptions, progress: Progress) -> Job:
     return job_of(loaded, wanted, profile, cost, progress)
 
 
-def _tell(result: PlanResult, out: Path, as_json: bool) -> None:
-    from sparsekv.plans.schema import to_data
+def _tell(result: PlanResult, flags: PlanFlags, seconds: float) -> None:
     from sparsekv.plans.show import verdict
 
-    quality, remarks = result.plan.quality, list(result.remarks)
-    unproven = quality is not None and result.plan.status != "verified"  # the first remark says why
-    if as_json:
-        emit_json(
-            {
-                "path": str(out),
-                "status": result.plan.status,
-                "prefill_density": result.prefill_density,
-                "predicted_speedup": result.predicted_speedup,
-                "filter_layers": list(result.filter_layers),
-                "quality": None if quality is None else to_data(quality),
-                "seconds": round(result.seconds, 3),
-            }
-        )
-    else:
-        if quality is not None:
-            emit(quality_table(quality) + "\n")
-        lines = verdict(result.plan, str(out), remarks.pop(0) if unproven else "")
-        emit("\n".join((f"{out}: written in {result.seconds:.0f} s", *lines)))
+    plan, out, remarks = result.plan, flags.out, list(result.remarks)
+    is_unproven = not flags.no_verify and plan.status != "verified"  # the first remark says why
+    reason = remarks.pop(0) if is_unproven else ""
+    if not flags.as_json:
+        if plan.quality is not None:
+            emit(quality_table(plan.quality) + "\n")
+        lines = verdict(plan, str(out), reason)
+        emit("\n".join((f"{out}: written in {seconds:.0f} s", *lines)))
+    elif reason:
+        tell(reason)
     for remark in remarks:
         tell(remark)
+    facts = _facts(result, out, seconds)
+    if flags.require_verified and is_unproven:
+        raise GateError(
+            f"expected a verified plan, found {plan.status}: {reason}. {out} is written; {_what_next(plan, out)}"
+        ).with_facts(**facts)
+    if flags.as_json:
+        emit_json(facts)
+
+
+def _what_next(plan: Plan, out: Path) -> str:
+    """How to go on to a verified plan."""
+    if plan.quality is None:
+        return "a sparser one takes looser gates, or other options"
+    return f"go on with `sparsekv verify --plan {out} --write --verify-time {_LONGER}`"
+
+
+def _facts(result: PlanResult, out: Path, seconds: float) -> dict[str, Any]:
+    from sparsekv.plans.schema import to_data
+
+    quality = result.plan.quality
+    return {
+        "path": str(out),
+        "status": result.plan.status,
+        "prefill_density": result.prefill_density,
+        "predicted_speedup": result.predicted_speedup,
+        "filter_layers": list(result.filter_layers),
+        "quality": None if quality is None else to_data(quality),
+        "seconds": round(seconds, 3),
+    }
 
 
 app = commands.app(commands.command(plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,15 +75,16 @@ class PlanFiles(Options):
             yield
         except BaseException as stop:
             if isinstance(stop, KeyboardInterrupt) or self._is_resumable():
-                stop.add_note(self._saved(_version_of(self.profile_out) != before))
+                command = "the same command" if isinstance(stop, KeyboardInterrupt) else "a run that profiles the same"
+                stop.add_note(self._saved(_version_of(self.profile_out) != before, command))
             raise
 
     def _is_resumable(self) -> bool:
         return self.profile is None and self.resume.exists()
 
-    def _saved(self, is_complete: bool) -> str:
+    def _saved(self, is_complete: bool, command: str) -> str:
         if self._is_resumable():
-            told = f"saved what was profiled in {self.resume}: the same command goes on from there"
+            told = f"saved what was profiled in {self.resume}: {command} goes on from there"
             if is_complete:
                 told += (
                     f"; the profile in {self.profile_out} is complete: `--profile {self.profile_out}`, without "
@@ -123,8 +125,12 @@ def check_writable(path: Path) -> None:
         raise UsageError(f"expected a file to write, found {path}, which is not a regular file; name another one")
     if not real.parent.is_dir():
         raise UsageError(f"expected a folder to write {real.name} in, found no {real.parent}; make it first")
-    if not os.access(real.parent, os.W_OK):
-        raise UsageError(f"expected a folder that can be written, found {real.parent}; choose another one")
+    try:
+        tempfile.TemporaryFile(dir=real.parent).close()  # permissions do not tell: /proc, or a read-only file system
+    except OSError as error:
+        raise UsageError(
+            f"expected a folder that can be written, found {real.parent}: {error.strerror}; choose another one"
+        ) from None
 
 
 _HEAD = 1 << 20  # bytes of a file that tell its kind

@@ -1,13 +1,19 @@
-"""Prompts of the caller: to answer, from an option, a file or standard input; and to calibrate on, from a file."""
+"""Prompts of the caller: to answer, from an option, a file or standard input; to calibrate on and to be evaluated on,
+from a file."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sparsekv.plans.errors import PromptError, UsageError
+from sparsekv.plans.files import open_input
+
+if TYPE_CHECKING:
+    from sparsekv.planner.evaluation.given import GivenPrompt
 
 MAX_BYTES = 64 << 20  # more tokens than any model takes, and nothing that fills the memory of a machine
 
@@ -16,7 +22,8 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
     """The prompt of a call, or None where a person at a terminal is to be asked for it.
 
     Args:
-        file: a file that holds it; `-` is standard input.
+        file: a file that holds it; `-` is standard input. Of both, one newline at the end is left out: `echo` and
+            editors add it, and a model goes on behind it in another way.
 
     Raises:
         UsageError: text and file are both given, or the file cannot be read.
@@ -29,10 +36,10 @@ def given_prompt(text: str | None, file: Path | None, stream: TextIO | None = No
         # What an argument holds beside UTF-8 reaches us as escapes that no tokenizer takes.
         return _text(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None and str(file) != "-":
-        return _text_of(file)
+        return _without_newline(_text_of(file))
     if file is None and stream.isatty():
         return None
-    return _text(stream.buffer.read(MAX_BYTES + 1), "standard input")
+    return _without_newline(_text(stream.buffer.read(MAX_BYTES + 1), "standard input"))
 
 
 def typed_prompt() -> str | None:
@@ -46,43 +53,65 @@ def typed_prompt() -> str | None:
 
 
 def own_prompts(file: Path) -> tuple[str, ...]:
-    """Calibration prompts: JSON lines of {"prompt", "answer"?}, joined. A file not called .jsonl is one prompt.
+    """Calibration prompts: JSON lines of {"prompt", "answer"?, "task"?}, joined. Any file not called .jsonl is one.
 
     Raises:
         UsageError: the file cannot be read.
         PromptError: it is no text, or a line is not what it should be.
     """
-    text = _text_of(file)
     if file.suffix.lower() != ".jsonl":
-        return (text,)
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    return tuple(_prompt(file, number, line) for number, line in lines)
+        return (_text_of(file),)
+    return tuple(found["prompt"] + found.get("answer", "") for _, found in _lines(file))
 
 
-def _prompt(file: Path, number: int, line: str) -> str:
-    expected = f'{file}, line {number}: expected {{"prompt": TEXT}}, with "answer": TEXT if there is one'
+def answered_prompts(file: Path) -> tuple[GivenPrompt, ...]:
+    """Prompts to evaluate on: JSON lines of {"prompt", "answer", "task"?}.
+
+    Raises:
+        UsageError: the file cannot be read.
+        PromptError: a line is not what it should be, or has no answer.
+    """
+    found = tuple(_lines(file))
+    unanswered = next((number for number, line in found if not line.get("answer", "").strip()), None)
+    if unanswered is not None:
+        raise PromptError(f'{file}, line {unanswered}: expected an "answer" to compare with, found none')
+    from sparsekv.planner.evaluation.given import GivenPrompt  # brings torch
+
+    return tuple(GivenPrompt(**line) for _, line in found)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    lines = enumerate(_text_of(file).split("\n"), start=1)
+    return ((number, _fields(file, number, line)) for number, line in lines if line.strip())
+
+
+def _fields(file: Path, number: int, line: str) -> dict[str, str]:
+    expected = f'{file}, line {number}: expected {{"prompt": TEXT}}, with "answer": TEXT and "task": NAME if there are'
     try:
         found: Any = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise PromptError(f"{expected}, found no JSON") from error
     if not isinstance(found, dict):
         raise PromptError(f"{expected}, found a {type(found).__name__}")
-    unknown = set(found) - {"prompt", "answer"}
+    unknown = set(found) - {"prompt", "answer", "task"}
     if unknown:
         raise PromptError(f"{expected}, found also {', '.join(sorted(unknown))}")
-    prompt, answer = found.get("prompt"), found.get("answer", "")
-    if not isinstance(prompt, str) or not prompt.strip() or not isinstance(answer, str):
+    if not all(isinstance(text, str) for text in found.values()) or not found.get("prompt", "").strip():
         raise PromptError(f"{expected}, found {line.strip()[:60]}")
-    return prompt + answer
+    return found
 
 
 def _text_of(file: Path) -> str:
     try:
-        with file.open("rb") as opened:  # may be a pipe
+        with open_input(file) as opened:
             data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read the prompt file {file}: {error.strerror}") from error
     return _text(data, str(file))
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\r\n") if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def _text(data: bytes, source: str) -> str:

@@ -31,7 +31,12 @@ class RunFlags(Subjects, Placement, Hardware, Output):
 
     prompt: Annotated[str | None, Flag("The prompt.", ("--prompt", "-p"), "TEXT")] = None
     prompt_file: Annotated[
-        Path | None, Flag("A file with the prompt; - is stdin.", ("--prompt-file", "-f"), "FILE")
+        Path | None,
+        Flag(
+            "A file with the prompt; - is stdin, also without it. One newline at the end is left out.",
+            ("--prompt-file", "-f"),
+            "FILE",
+        ),
     ] = None
     raw: Annotated[bool, Flag("Do not apply the model's chat template.")] = False
     dense: Annotated[bool, Flag("Run without the plan.")] = False
@@ -72,7 +77,9 @@ class RunFlags(Subjects, Placement, Hardware, Output):
             because = "--dense-prefill and --dense-decode together run dense and place keys and values"
             self.refuse(("offload", "kv_host_layers"), because, "dense")
             if not (self.target or self.plan or self.model):
-                raise UsageError("expected a model (a folder, hub id or alias) beside --dense, found none; name one")
+                raise UsageError(
+                    "expected a model (a folder, GGUF file, hub id or alias) beside --dense, found none; name one"
+                )
         if self.dry_run:
             self.refuse(("dense", "compare"), "nothing is run", "dry_run")
         return self
@@ -101,7 +108,9 @@ def run(flags: RunFlags) -> None:
     if text is None:
         _talk(session)
     elif flags.compare:
-        dense_answer, sparse_answer = session.dense_and_sparse(text)
+        from sparsekv.planner.progress import BarProgress
+
+        dense_answer, sparse_answer = session.dense_and_sparse(text, BarProgress())
         if flags.as_json:
             emit_json(_comparison(dense_answer, sparse_answer))
         else:
@@ -157,7 +166,8 @@ def _talk(session: Session) -> None:
     from sparsekv.cli.chat import Conversation
     from sparsekv.cli.prompts import typed_prompt
 
-    tell("type a prompt; Ctrl-D ends")
+    one_text = "" if session.has_turns else "; without a chat template each turn goes on from the text before it"
+    tell(f"type a prompt; Ctrl-D ends{one_text}")
     with session.applied() as handle:
         conversation = Conversation(session, handle, turns=True)
         while True:
@@ -179,6 +189,8 @@ def _stream(text: str) -> None:
 def _tell(said: Answer) -> None:
     emit("")
     tell(said.as_line())
+    if said.is_stuck:
+        tell("the answer repeats itself to its end: this model was not trained for such a prompt or turn")
 
 
 # --- dense and sparse side by side ------------------------------------------------------------------------------------
@@ -204,12 +216,18 @@ def _comparison_text(dense: Answer, sparse: Answer) -> str:
     index, count = _first_difference(dense, sparse), dense.generation.new_tokens
     lines = [f"{name} {answer.generation.text.strip()}" for name, answer in (("dense: ", dense), ("sparse:", sparse))]
     lines += ["", columns([("", "dense", "sparse"), *rows], right=(1, 2)), ""]
-    return "\n".join(
-        [
-            *lines,
-            "all new tokens are the same" if index is None else f"the answers part at new token {index + 1} of {count}",
-        ]
-    )
+    told = "all new tokens are the same" if index is None else f"the answers part at new token {index + 1} of {count}"
+    return "\n".join([*lines, told, _gain(dense, sparse)])
+
+
+def _gain(dense: Answer, sparse: Answer) -> str:
+    """What the plan gained, in a line."""
+    one, other = dense.generation, sparse.generation
+    gained = f"sparse: prefill {one.prefill_seconds / other.prefill_seconds:.2f}x as fast as dense"
+    if one.decode_seconds > 0 and other.decode_seconds > 0:
+        ratio = (other.new_tokens - 1) / other.decode_seconds * one.decode_seconds / (one.new_tokens - 1)
+        gained += f", decode {ratio:.2f}x"
+    return f"{gained}, at a prefill density of {sparse.prefill_density:.2f}"
 
 
 app = commands.app(commands.command(run))

@@ -12,7 +12,7 @@ from sparsekv.cli import commands
 from sparsekv.cli.arguments import Json, PlanPlace, plan_file
 from sparsekv.cli.output import emit, emit_json, tell
 from sparsekv.cli.plan_files import check_replaceable
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, install_command
 
 if TYPE_CHECKING:
     from sparsekv.planner.profile.profile_data import Profile
@@ -44,7 +44,7 @@ def show(
         check_replaceable(html, "--html", "page")
     found = load_plan(plan_file(plan))
     if html is not None:
-        _write_page(found, html, profile, curve)
+        _write_page(found, str(plan), html, profile, curve)
     if as_json:
         from sparsekv.plans.show import summary
 
@@ -66,20 +66,19 @@ def _print(plan: Plan, full: bool, place: str) -> None:
     emit("\n".join(("", *verdict(plan, place))))
 
 
-def _write_page(plan: Plan, html: Path, profile: Path | None, curve: Path | None) -> None:
+def _write_page(plan: Plan, place: str, html: Path, profile: Path | None, curve: Path | None) -> None:
     try:
         from sparsekv.bench.report.page import report
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"expected the packages that --html needs, found no {error.name}; "
-            "install them: pip install 'sparsekv[report]'"
+            f"expected the packages that --html needs, found no {error.name}; install them: {install_command('report')}"
         ) from error
     from sparsekv.bench.curve_file import read_curve
     from sparsekv.plans.files import write_bytes
 
     points = read_curve(curve) if curve else ()
     profiled = _profile_of(plan, profile) if profile else None
-    write_bytes(html, report(plan, profiled, points).encode())
+    write_bytes(html, report(plan, place, profiled, points).encode())
 
 
 def _profile_of(plan: Plan, path: Path) -> Profile:

@@ -12,7 +12,7 @@ from sparsekv.cli.arguments import Output, Subject, Subjects, settings_of
 from sparsekv.cli.output import emit, emit_json, quality_table, tell
 from sparsekv.cli.plan_files import check_writable
 from sparsekv.planner.flags import MOST, Flag, Lengths
-from sparsekv.planner.options import HELD_OUT, TASKS, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
+from sparsekv.planner.options import DEFAULT_TASKS, HELD_OUT, VERIFY_TIME, Drawn, Gated, Hardware, PlanOptions
 from sparsekv.plans.errors import GateError, SparseKVError, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class VerifyFlags(Subjects, Gated, Drawn, Hardware, Output):
             own = sorted(entry.length for entry in plan.cost.lengths)
         return PlanOptions(
             lengths=self.lengths or tuple(own),
-            tasks=self.tasks or TASKS,
+            tasks=self.tasks or DEFAULT_TASKS,
             verify_samples=self.verify_samples,
             gate=self.gate,
             verify_time=self.verify_time,

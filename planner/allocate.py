@@ -57,7 +57,8 @@ def allocate(
     would not pay all the way up to the model's context).
 
     The density over the sparse heads of each bucket is at most its target. Heads, layers, and lengths between the
-    profiled ones that dense is predicted to compute faster go dense, unless `options.crossover` is off.
+    profiled ones that dense is predicted to compute faster go dense, unless `options.crossover` is off; and so do the
+    lengths of `options.dense`.
 
     Args:
         options: settled for the profile: `target_density` has one entry a profiled length, or none where the profile
@@ -71,10 +72,7 @@ def allocate(
     entries = [entry for entry in profile.lengths if entry.layers]
     targets = options.target_density or tuple(entry.densities[-1] for entry in entries)
     work = [_Length(profile, entry, cost, options) for entry in entries]
-    if options.target_speedup is not None:
-        choices = [length.at_speedup(options.target_speedup) for length in work]
-    else:
-        choices = [length.at_density(target) for length, target in zip(work, targets, strict=True)]
+    choices = [length.chosen(options, target) for length, target in zip(work, targets, strict=True)]
     if say is not None:
         for line in filter(None, (length.told() for length in work)):
             say(line)
@@ -82,7 +80,7 @@ def allocate(
     for length, choice in zip(work, choices, strict=True):
         above = buckets[-1].up_to if buckets else None
         buckets += length.buckets(choice, above or 0)
-    last = PrefillBucket(up_to=None, extrapolated=True, same_as=buckets[-1].up_to)
+    last = PrefillBucket(up_to=None, dense=True)
     if not buckets[-1].dense:
         last = work[-1].beyond(choices[-1], profile.model.context_length)
     # A dense bucket that a longer dense one follows is part of it.
@@ -231,6 +229,12 @@ class _Length:
             self._cost_LCH = times.sparse_LCH / times.dense_us if times.dense_us else self._cost_LCH
         self._budget = "density" if options.target_speedup is None else "time"
         self._found: Allocation | None = None  # of the last budget that was asked for
+
+    def chosen(self, options: Settled, target: float) -> Choice:
+        """The least damage at the target that the options have; dense where they say so."""
+        if self._entry.length in options.dense_at("prefill"):
+            return np.where(self._tables.present_LH, DENSE, ABSENT)
+        return self.at_density(target) if options.target_speedup is None else self.at_speedup(options.target_speedup)
 
     def at_density(self, target: float) -> Choice:
         """The least damage at a target density, and what of it the crossover leaves sparse."""

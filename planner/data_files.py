@@ -6,8 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
-import stat
 import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -20,7 +18,7 @@ from sparsekv import __version__
 from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.plans.errors import PlanError, PlanMismatchError, UsageError
-from sparsekv.plans.files import write_bytes
+from sparsekv.plans.files import open_input, write_bytes
 from sparsekv.plans.model import OTHER_WEIGHTS, ModelInfo
 from sparsekv.plans.types import FieldError, canonical_json
 from sparsekv.plans.yaml_io import printable
@@ -126,9 +124,7 @@ def _digest(data: dict[str, Any]) -> str:
 
 def _content(path: Path, what: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):  # such as /dev/zero, which has no end
-                raise PlanError(f"expected a {what}, found the device {path}; name a file")
+        with open_input(path) as file:
             content = b"".join(_pieces(file))
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror or error}") from error

@@ -18,7 +18,7 @@ assignments that no other one beats in both cost and loss. Costs are whole nanos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -48,7 +48,8 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -
     """The decode phase of a plan: the same segments at every length that is sparse.
 
     Lengths at which they are not predicted to be faster than dense go dense, unless `options.crossover` is off, or rows
-    are to be offloaded: that asks for memory first, and only sparse layers can give theirs.
+    are to be offloaded: that asks for memory first, and only sparse layers can give theirs. So do the lengths of
+    `options.dense`, of which the others keep what they would have beside them.
 
     Raises:
         UsageError: see `check_filters` and `check_budget`.
@@ -56,7 +57,7 @@ def choose_filter_layers(profile: Profile, cost: DeviceCost, options: Settled) -
     check_filters(profile.model, options)
     check_budget(profile, options)
     chooser = _Chooser(profile, cost, options.but(crossover=options.crossover and not options.offload))
-    buckets = chooser.buckets(chooser.choose())
+    buckets = chooser.buckets(chooser.without(chooser.choose(), options.dense_at("decode")))
     plan = DecodePlan(lengths=buckets)
     layers = tuple(sorted(plan.sparse_layers - plan.filter_layers)) if options.offload else ()
     if not layers:
@@ -133,6 +134,11 @@ class _Chooser:
             return self._where_it_pays(given, range(len(self._lengths)))
         found = list(self._proven() if self._tried else self._solved())
         return min(found, key=self._spent)
+
+    def without(self, choice: Choice, dense: Collection[int]) -> Choice:
+        """The choice, with these lengths dense."""
+        pairs = zip(choice, self._lengths, strict=True)
+        return tuple(() if one.length in dense else segments for segments, one in pairs)
 
     def _solved(self) -> Iterator[Choice]:
         """By lost attention mass, where nothing was tried."""

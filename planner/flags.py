@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import Budget, TileShape, fraction, tokens
 from sparsekv.plans.types import LEAST_CHUNK, MAX_LENGTH, parse_ids, parse_length
 
@@ -147,8 +147,9 @@ class Options(BaseModel):
             return f"expected an option such as {near[0]}, found {name!r:.40}"
         if first["type"] == "value_error":
             return f"{cls.flag_of(name)}: {first['ctx']['error']}"
-        expected = first["msg"].replace("Input should be", "expected")
-        return f"{cls.flag_of(name)}: {expected}, found {first['input']!r:.60}"
+        expected, found = first["msg"].replace("Input should be", "expected"), first["input"]
+        meant = did_you_mean(str(found), re.findall("'([^']*)'", expected)) if first["type"] == "literal_error" else ""
+        return f"{cls.flag_of(name)}: {expected}, found {found!r:.60}{meant}"
 
 
 # --- what texts mean --------------------------------------------------------------------------------------------------

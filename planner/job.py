@@ -122,7 +122,7 @@ def job_of_files(name: str, options: PlanOptions, profile: Profile, cost: Device
     """A job without its model, which leaves the plan unverified.
 
     Args:
-        name: the model: an alias, hub id or folder.
+        name: the model: an alias, hub id, folder or GGUF file.
         options: what to plan, with `verify_samples` 0.
 
     Raises:
@@ -226,7 +226,12 @@ def _check_cost(cost: DeviceCost, model: ModelInfo, options: Settled) -> None:
 
 def _checked(name: str, profile: Profile) -> str:
     """Compares the model of that name with the profile's, as far as can be told; a remark on how far that is."""
-    source = resolve_model(name)
+    try:
+        source = resolve_model(name)
+    except UsageError:
+        if name != profile.model.id:
+            raise
+        return _NO_CONFIG.format(name=name)
     try:
         config = load_config(source)
     except UsageError:

@@ -25,7 +25,7 @@ from sparsekv.planner.flags import (
     text,
     words,
 )
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 from sparsekv.plans.patterns import PATTERNS, TileShape, fraction
 from sparsekv.plans.schema import HostName
 from sparsekv.runtime.settings import Backend, DeviceMap, Dtype
@@ -38,7 +38,10 @@ PRESET_FAMILIES = tuple(name for name, kind in PATTERNS.items() if kind.publishe
 
 def _known(name: str) -> str:
     if name not in KNOWN_FAMILIES:
-        raise ValueError(f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}")
+        meant = did_you_mean(name, KNOWN_FAMILIES)
+        raise ValueError(
+            f"expected a pattern that is searched ({', '.join(KNOWN_FAMILIES)}), found {name!r:.40}{meant}"
+        )
     return name
 
 
@@ -56,8 +59,14 @@ Task = Literal[
     "two_stage",
     "variable_tracking",
     "perplexity",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
 ]
 TASKS: tuple[Task, ...] = get_args(Task)
+DEFAULT_TASKS = TASKS[: TASKS.index("perplexity") + 1]  # what is published was measured on these
 DECODE_BUDGET = fraction(0.1)
 _DECODE_KL = 0.003
 _DECODE_LOSS = 0.02
@@ -242,8 +251,8 @@ class Drawn(Options):
         text(words),
         AfterValidator(each_once),
         Flag(
-            f"Tasks, of {', '.join(TASKS)}; by default all, for `plan` quotations, plain text and what the model can "
-            "answer.",
+            f"Tasks, of {', '.join(TASKS)}; by default the first {len(DEFAULT_TASKS)}, for `plan` quotations, plain "
+            "text and what the model can answer of them.",
             metavar="NAMES",
         ),
     ] = ()

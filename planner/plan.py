@@ -2,7 +2,8 @@
 
 A plan that misses its gate is tightened and tried again: a larger budget for prefill, allocated anew; for
 decode what was tried and diverged less, or, where nothing was tried, first a smaller loss (fewer layers attend to
-chosen tokens), then a larger budget.
+chosen tokens), then a larger budget. Where nothing stricter is left, or after `MOST_ATTEMPTS`, what missed goes dense,
+so that a plan always comes out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sparsekv.planner.allocate import allocate, with_reached_densities
 from sparsekv.planner.cost.device_cost import DeviceCost
@@ -21,40 +24,56 @@ from sparsekv.planner.data_files import digest_of, versions, write_measured
 from sparsekv.planner.decode_search import measure_decode, tries_decode
 from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
 from sparsekv.planner.job import Job, head_shape, job_of
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import Gate, Phase, PlanOptions
 from sparsekv.planner.profile.calibration import mix_of
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.progress import Progress, Stages
 from sparsekv.planner.refine import refine, refines
 from sparsekv.planner.settled import Settled
-from sparsekv.planner.tighten import after_a_missed_gate, tightened, tightened_remarks
-from sparsekv.planner.verify import Verification, verify
-from sparsekv.plans.errors import GateError, UsageError
+from sparsekv.planner.tighten import (
+    after_a_missed_gate,
+    dense_remarks,
+    reasons_by_phase,
+    tightened,
+    tightened_remarks,
+    went_dense,
+)
+from sparsekv.planner.verify import planned_phases, verify
+from sparsekv.plans.errors import UsageError
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.schema import Plan, Prediction, Provenance, Target
+from sparsekv.plans.schema import Plan, Prediction, Provenance, Quality, Target
 from sparsekv.runtime.hf.describe import describe_model
 from sparsekv.runtime.hf.load import LoadedModel, load_model
+from sparsekv.runtime.machine_load import overload, warn_of_spinning
 
-MOST_ATTEMPTS = 6
+MOST_ATTEMPTS = 6  # before what misses goes dense
+_NOTHING_SPARSE = "nothing in it is sparse, so that nothing of it was measured"
+_UNSOLVED = "dense solves no task here: how far the plan is from dense was measured, what it does to answers was not"
 
 
-def plan_model(model: Any, tokenizer: Any = None, **options: Any) -> Plan:
+def plan_model(model: Any, tokenizer: Any = None, *, progress: Progress | None = None, **options: Any) -> Plan:
     """Plans a model: `sparsekv.plan_model`.
 
     Args:
-        model: an alias, hub id or folder, a `LoadedModel`, or a Hugging Face model together with its tokenizer.
+        model: an alias, hub id, folder or GGUF file, a `LoadedModel`, or a Hugging Face model together with its
+            tokenizer.
+        progress: where to report the stages, which take minutes; `sparsekv.planner.progress.BarProgress()` shows them
+            on standard error, None nowhere.
         **options: fields of `PlanOptions`.
 
     Returns:
-        The plan, verified on held-out prompts; write it with `sparsekv.plans.files.write_plan`.
+        The plan; write it with `sparsekv.plans.files.write_plan`. Its status says whether held-out prompts proved
+        that it keeps its gates; where every sparser plan missed them, it is dense.
 
     Raises:
-        GateError: no plan met the gate.
+        GateError: no density comes to the target speedup, or the plan gives numbers that are not finite.
         SparseKVError: of the other kinds, for what cannot be planned.
     """
     asked = PlanOptions(**options)
-    return compile_plan(job_of(_loaded(model, tokenizer, asked), asked)).plan
+    loaded = _loaded(model, tokenizer, asked)
+    warn_of_spinning(loaded.model.device)
+    return compile_plan(job_of(loaded, asked, progress=progress), progress=progress).plan
 
 
 def compile_plan(
@@ -74,7 +93,7 @@ def compile_plan(
         progress: where to report; the stages that will run are numbered.
 
     Raises:
-        GateError: no plan met the gate, or no density comes to the target speedup.
+        GateError: no density comes to the target speedup, or the plan gives numbers that are not finite.
         UsageError, PromptError, BackendError: prompts do not fit, or the profile does not reach the targets.
     """
     started = time.monotonic()
@@ -84,16 +103,19 @@ def compile_plan(
         write_measured(job.given or measured, profile_out)
     job = replace(job, options=with_reached_densities(job.options, measured))
     cost = job.cost or _measured_cost(job, measured, stages)
+    beside = () if job.cost else _beside_others(job.subject.model.device)
     if cost_out is not None:
         write_measured(cost, cost_out)
-    plan, used, verdicts = _verified(job, measured, cost, stages)
+    found = _verified(job, measured, cost, stages)
     remarks = (
-        *(verdicts[-1].reasons if verdicts else ()),
-        *tightened_remarks(job.options, used, measured),
-        *plan_remarks(plan, used, measured, cost),
+        *found.remarks,
+        *after_a_missed_gate(job.options, set(found.options.dense)),
+        *tightened_remarks(job.options, found.options, measured),
+        *plan_remarks(found.plan, found.options, measured, cost),
+        *beside,
         *job.remarks,
     )
-    return PlanResult(plan, time.monotonic() - started, len(verdicts), remarks)
+    return PlanResult(found.plan, time.monotonic() - started, found.attempts, remarks)
 
 
 def _stages(job: Job) -> tuple[str, ...]:
@@ -133,27 +155,56 @@ def _measured_cost(job: Job, measured: Profile, stages: Progress) -> DeviceCost:
     )
 
 
-def _verified(
-    job: Job, measured: Profile, cost: DeviceCost, stages: Progress
-) -> tuple[Plan, Settled, tuple[Verification, ...]]:
-    """The first plan that meets its gate, the options it was compiled with, and what verifying each plan found; one
-    plan, unverified, where nothing is verified."""
-    used = job.options
-    verdicts: tuple[Verification, ...] = ()
-    while True:
-        plan = compile_once(job.model, used, measured, cost, stages)
-        if job.kit is None:
-            return plan, used, ()
+def _beside_others(device: torch.device) -> tuple[str, ...]:
+    """A line where the device cost was measured just now beside other work."""
+    load = overload(device)
+    said = f"predictions are from a busy machine ({load} while it was measured): plan again where nothing else runs"
+    return (said,) if load else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The last plan that was tried, the options it was compiled with, how many were verified, and what that showed."""
+
+    plan: Plan
+    options: Settled
+    attempts: int = 0
+    remarks: tuple[str, ...] = ()
+
+
+def _verified(job: Job, measured: Profile, cost: DeviceCost, stages: Progress) -> _Found:
+    """The first plan that meets its gate, or has nothing sparse; one plan, unverified, where nothing is verified."""
+    used, attempts = job.options, 0
+    first = plan = compile_once(job.model, used, measured, cost, stages)
+    if job.kit is None:
+        return _Found(plan, used)
+    reasons: dict[Phase, str] = {}
+    while planned_phases(plan):
         anywhere = plan.model_copy(update={"targets": ()})  # the warning of another host or device is not for here
-        verdict = verify(job.subject, anywhere, used, stages, job.kit, attempt=len(verdicts) + 1)
-        verdicts = (*verdicts, verdict)
-        if verdict.passed:
-            return verdict.recorded(plan), used, verdicts
-        used = _tightened(used, measured, verdict, len(verdicts))
-        stages.say(
-            f"the plan missed its gate in {'; '.join(verdict.reasons)}; a stricter one is tried, "
-            f"{len(verdicts) + 1} of at most {MOST_ATTEMPTS}"
-        )
+        attempts += 1
+        verdict = verify(job.subject, anywhere, used, stages, job.kit, attempt=attempts)
+        stricter = used
+        if not verdict.passed:
+            is_last = attempts >= MOST_ATTEMPTS
+            stricter = tightened(used, measured, cost, verdict.missed, verdict.quality, is_last=is_last)
+        if stricter == used:
+            plan, said = verdict.recorded(plan), (*verdict.reasons, *_unsolved(verdict.quality, used.gate))
+            break
+        stages.say(f"the plan missed its gate in {'; '.join(verdict.reasons)}; attempt {attempts + 1} is stricter")
+        reasons |= reasons_by_phase(verdict.missed, verdict.reasons)
+        used, plan = stricter, compile_once(job.model, stricter, measured, cost, stages)
+    else:
+        said = (_NOTHING_SPARSE,)
+    used = used.but(dense=went_dense(first, plan, measured))
+    plan = plan.model_copy(update={"provenance": _provenance(used, measured, cost)})
+    return _Found(plan, used, attempts, (*said, *dense_remarks(used, reasons)))
+
+
+def _unsolved(quality: Quality, gate: Gate) -> tuple[str, ...]:
+    """A line where no answer was there to be lost."""
+    scores = {task: score for measured in quality.phases.values() for task, score in measured.tasks.items()}
+    solved = [task for task, score in scores.items() if task != "perplexity" and score.dense >= gate.solved]
+    return () if solved else (_UNSOLVED,)
 
 
 def compile_once(
@@ -195,11 +246,11 @@ class PlanResult:
     """A plan and what is worth telling about it.
 
     Attributes:
-        plan: the plan; verified unless that was left out, or the gate had nothing to hold against it.
-        seconds: of the whole run.
-        attempts: plans that were verified, the last one included.
-        remarks: what to know about the verification, what was given up to meet the gate, heads that run dense, and
-            what could not be predicted.
+        plan: the plan; its status says whether it was shown to keep its gates.
+        seconds: of compiling, without loading the model.
+        attempts: plans that were run on held-out prompts.
+        remarks: what to know about the verification, first of all what keeps a plan from being verified; what is dense
+            or denser to meet the gate, heads that run dense, and what could not be predicted.
     """
 
     plan: Plan
@@ -233,22 +284,13 @@ class PlanResult:
         return self.plan.cost.lengths if self.plan.cost else ()
 
 
-def _tightened(options: Settled, measured: Profile, verdict: Verification, attempts: int) -> Settled:
-    stricter = tightened(options, measured, verdict.missed)
-    if stricter is None or attempts == MOST_ATTEMPTS:
-        raise GateError(
-            f"expected a plan that keeps the accuracy of dense, found none in {attempts} attempts; the last one missed "
-            f"it in {'; '.join(verdict.reasons)}. {after_a_missed_gate(options, set(verdict.missed))}"
-        )
-    return stricter
-
-
 def _provenance(options: Settled, measured: Profile, cost: DeviceCost) -> Provenance:
     by_trials, by_loss = takes_trials(measured, options), not options.filter_layers
     settings: dict[str, Any] = {
         "target_density": list(options.target_density),
         "target_speedup": options.target_speedup,
         "crossover": options.crossover,
+        "dense": {phase: sorted(lengths) for phase, lengths in options.dense.items()} or None,
         "decode_budget": options.decode_budget.model_dump(exclude_none=True),
         "decode_loss": options.loss_bound if by_loss and not by_trials else None,
         "decode_kl": options.decode_bound if by_trials else None,

@@ -68,8 +68,13 @@ def is_below(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
 
 
 def is_above(rounds: Rounds, gate: float, span: Range, level: float) -> bool:
-    """Whether the mean is shown to lie above the gate: by mistake with probability `level` at most."""
-    return is_below([[-value for value in values] for values in rounds], -gate, span.mirrored(), level)
+    """Whether the mean is shown to lie above the gate: by mistake with probability `level` at most.
+
+    The first bets are on values far above it, so that a few prompts show what is broken.
+    """
+    beyond = (span.high - gate) / 2.0
+    adverse = replace(span, guess=gate + beyond, spread=beyond / 2.0)
+    return is_below([[-value for value in values] for values in rounds], -gate, adverse.mirrored(), level)
 
 
 def upper_bound(rounds: Rounds, span: Range, level: float) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, PlanOptions
+from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES, Family, Phase, PlanOptions
 from sparsekv.planner.targets import density_for, mandatory_density
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import TileShape
@@ -36,6 +36,7 @@ class Settled(PlanOptions):
         density_is_default: nobody asked for `target_density`, which gives way to what the tiles that every pattern
             computes take of the prompts at hand.
         samples_are_default: nobody asked for `samples`, of which long prompts get fewer.
+        dense: the profiled lengths at which a phase is dense, since every sparser plan missed its gate.
     """
 
     tile: TileShape
@@ -44,10 +45,15 @@ class Settled(PlanOptions):
     verify_time: float
     density_is_default: bool
     samples_are_default: bool
+    dense: Mapping[Phase, tuple[int, ...]] = {}
 
     def but(self, **changes: Any) -> Settled:
         """These options, some of them others, which are not checked again."""
         return self.model_copy(update=changes)
+
+    def dense_at(self, phase: Phase) -> tuple[int, ...]:
+        """The lengths at which a phase is dense whatever else is asked for."""
+        return self.dense.get(phase, ())
 
     def samples_at(self, length: int) -> int:
         """Calibration samples of a length."""

@@ -1,14 +1,21 @@
-"""The next attempt at a plan that missed its gate: which options make it lose less, and what that gave up."""
+"""The next attempt at a plan that missed its gate: which options make it lose less, and what that gave up.
+
+A ladder with an end: stricter options for the phases that missed; where there are none, dense at the lengths that
+missed; then at all lengths. Dense is what the gates hold plans against, so that its end meets them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
+from sparsekv.planner.cost.device_cost import DeviceCost
 from sparsekv.planner.evaluation import PhaseName
-from sparsekv.planner.filter_layers import takes_trials
+from sparsekv.planner.filter_layers import choose_filter_layers, takes_trials
+from sparsekv.planner.options import PHASES, Phase
 from sparsekv.planner.profile.profile_data import Profile
 from sparsekv.planner.settled import Settled
 from sparsekv.plans.patterns import Budget
+from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.plans.types import format_length
 
 _DENSER = 1.3  # at each attempt
@@ -16,49 +23,98 @@ _LOSS_STEP = 0.5
 _LEAST_LOSS = 0.005
 
 
-def after_a_missed_gate(options: Settled, missed: Set[PhaseName]) -> str:
-    """A sentence that names options which can be used together with those that were.
+def after_a_missed_gate(options: Settled, dense: Set[Phase]) -> tuple[str, ...]:
+    """At most one line: what of the options that were asked for kept a phase from being made stricter before it went
+    dense.
 
     Args:
-        options: of the last plan.
-        missed: the phases that missed the gate; where only both together missed it, either may be given more.
+        options: settled, before the first attempt.
+        dense: the phases that went dense.
     """
-    wanted = {phase for phase in options.phases if phase in missed} or set(options.phases)
-    looser = (
-        "loosen the gate that was missed (--max-kl, --max-decode-kl, --min-agreement, --min-exact, --max-accuracy-drop)"
-    )
-    first, *rest = (*_more(options, wanted), looser)
-    return f"{first[0].upper()}{first[1:]}, {', '.join(rest)}, or verify on more samples (--verify-samples)"
+    others = list(_others(options, dense))
+    return (f"more of it may stay sparse with {', '.join(others)}",) if others else ()
 
 
-def _more(options: Settled, phases: Set[str]) -> Iterator[str]:
-    if "prefill" in phases:
-        if options.preset is not None:
-            yield f"search without the {options.preset} preset, which has one density a length"
-        elif options.target_speedup is not None:
-            yield "ask for less than this --target-speedup"
-        else:
-            yield "raise --target-density"
-    if "decode" in phases:
-        yield "choose other --filter-layers" if options.filter_layers else "raise --decode-budget"
+def _others(options: Settled, phases: Set[Phase]) -> Iterator[str]:
+    if "prefill" in phases and options.preset is not None:
+        yield f"the search in place of the {options.preset} preset, which has one density a length"
+    if "prefill" in phases and options.target_speedup is not None:
+        yield "less than this --target-speedup"
+    if "decode" in phases and options.filter_layers:
+        yield "other --filter-layers"
+    elif "decode" in phases and not options.any_budget:
+        yield "a larger --decode-budget"
 
 
-def tightened(options: Settled, profile: Profile, missed: Mapping[PhaseName, Collection[int]]) -> Settled | None:
-    """Options of which a plan loses less in the phases that missed the gate; None when there are none.
+def tightened(
+    options: Settled,
+    profile: Profile,
+    cost: DeviceCost,
+    missed: Mapping[PhaseName, Collection[int]],
+    quality: Quality,
+    *,
+    is_last: bool = False,
+) -> Settled:
+    """Options of which a plan loses less in the phases that missed the gate: stricter ones, or dense. The same where
+    those phases are dense at every length: what they miss is rounding.
 
     Args:
         options: settled, of the plan that missed.
+        profile, cost: what it was compiled from.
         missed: the phases that missed, with the lengths that did worst. Where only both together missed, both are
-            tightened.
+            made stricter; where neither can be, that one goes dense which moves more by itself.
+        quality: what was measured of that plan.
+        is_last: nothing stricter is to be tried.
     """
-    alone = set(missed) - {"both"} or {"prefill", "decode"}
-    lengths = {length for phase, some in missed.items() if phase != "decode" for length in some}
-    stricter = options
-    if "prefill" in alone:
-        stricter = _denser(stricter, profile, lengths)
-    if "decode" in alone:
-        stricter = _more_careful(stricter, profile)
-    return None if stricter == options else stricter
+    found, both = options, missed.get("both", ())
+    alone = {phase: missed[phase] for phase in options.phases if phase in missed}
+    for phase in alone or options.phases:
+        stricter = found if is_last else _stricter(found, profile, cost, phase, {*alone.get(phase, ()), *both})
+        if stricter == found and phase in alone:
+            stricter = _dense(found, profile, phase, alone[phase])
+        found = stricter
+    if found == options and both:
+        sparse = [phase for phase in options.phases if _sparse_lengths(options, profile, phase)]
+        return _dense(options, profile, _moving(sparse, quality, both), both) if sparse else options
+    return found
+
+
+def _moving(phases: Sequence[Phase], quality: Quality, lengths: Collection[int]) -> Phase:
+    """The phase that alone diverges more at these lengths."""
+
+    def moved(phase: Phase) -> float:
+        measured: Measurement | None = getattr(quality, phase)
+        parts = measured.by_length if measured else ()
+        return sum(part.agreement.kl for part in parts if part.length in lengths)
+
+    return max(phases, key=moved)
+
+
+def _dense(options: Settled, profile: Profile, phase: Phase, lengths: Collection[int]) -> Settled:
+    """A phase dense at these lengths; at all, where it is so at these already."""
+    sparse = _sparse_lengths(options, profile, phase)
+    more = [length for length in sparse if length in lengths] or sparse
+    return options.but(dense={**options.dense, phase: (*options.dense_at(phase), *more)}) if more else options
+
+
+def _sparse_lengths(options: Settled, profile: Profile, phase: Phase) -> list[int]:
+    """The profiled lengths at which a phase need not be dense."""
+    return [length for length in _profiled_lengths(profile, phase) if length not in options.dense_at(phase)]
+
+
+def _profiled_lengths(profile: Profile, phase: Phase) -> list[int]:
+    return [entry.length for entry in profile.lengths if (entry.layers if phase == "prefill" else entry.reuse)]
+
+
+def _stricter(options: Settled, profile: Profile, cost: DeviceCost, phase: Phase, lengths: Collection[int]) -> Settled:
+    """The same options where there are no stricter ones, or none that leave the other lengths sparse."""
+    sparse = _sparse_lengths(options, profile, phase)
+    if phase == "prefill" or not sparse:
+        return _denser(options, profile, [length for length in sparse if length in lengths])
+    stricter = _more_careful(options, profile)
+    plans = [choose_filter_layers(profile, cost, one) for one in (options, stricter)]
+    before, after = ({length for length in sparse if not plan.bucket(length).dense} for plan in plans)
+    return stricter if before.difference(lengths) <= after else options
 
 
 def _denser(options: Settled, profile: Profile, lengths: Collection[int]) -> Settled:
@@ -92,7 +148,7 @@ def _more_careful(options: Settled, profile: Profile) -> Settled:
 
 
 def tightened_remarks(asked: Settled, used: Settled, profile: Profile) -> tuple[str, ...]:
-    """What a plan that met its gate at a later attempt gave up of what was asked for.
+    """What a later attempt gave up of what was asked for, where it is sparse.
 
     Args:
         asked: settled, before the first attempt.
@@ -105,8 +161,10 @@ def tightened_remarks(asked: Settled, used: Settled, profile: Profile) -> tuple[
         f"prefill at {format_length(entry.length)} is planned for a density of {after:g}: with the {before:g} that was "
         "asked for, the plan missed its gate"
         for entry, before, after in targets
-        if before != after
+        if before != after and entry.length not in used.dense_at("prefill")
     ]
+    if not _sparse_lengths(used, profile, "decode"):
+        return tuple(lines)
     if asked.decode_bound != used.decode_bound:
         lines.append(
             f"decode is planned for a divergence of {used.decode_bound:g} on calibration prompts: with "
@@ -118,3 +176,40 @@ def tightened_remarks(asked: Settled, used: Settled, profile: Profile) -> tuple[
             f"{asked.loss_bound:g} and {asked.decode_budget}, the plan missed its gate"
         )
     return tuple(lines)
+
+
+def went_dense(first: Plan, last: Plan, profile: Profile) -> dict[Phase, tuple[int, ...]]:
+    """The profiled lengths at which a phase is sparse in one plan and dense in a later one."""
+    found: dict[Phase, tuple[int, ...]] = {}
+    for phase in PHASES:
+        before, after = getattr(first, phase), getattr(last, phase)
+        profiled = _profiled_lengths(profile, phase) if before and after else ()
+        lengths = tuple(n for n in profiled if after.bucket(n).dense and not before.bucket(n).dense)
+        found |= {phase: lengths} if lengths else {}
+    return found
+
+
+def reasons_by_phase(missed: Collection[PhaseName], reasons: Sequence[str]) -> dict[Phase, str]:
+    """Why `tightened` changes each phase: a line of what it missed by itself, or, where none did, of both together.
+
+    Args:
+        missed: the phases that missed.
+        reasons: what of the gates was missed, each with its phase in front.
+    """
+    alone: dict[Phase, PhaseName] = {phase: phase for phase in PHASES if phase in missed}
+    blamed = alone or {phase: "both" for phase in PHASES}
+    return {phase: next((one for one in reasons if one.startswith(by)), reasons[0]) for phase, by in blamed.items()}
+
+
+def dense_remarks(options: Settled, reasons: Mapping[Phase, str]) -> tuple[str, ...]:
+    """A line for each phase that is dense to meet its gate.
+
+    Args:
+        options: of the plan; `dense` says where.
+        reasons: why each phase was changed last.
+    """
+    return tuple(
+        f"{phase} at {', '.join(map(format_length, lengths))} is dense: every sparser plan missed its gate "
+        f"({reasons.get(phase, 'with the other phase')})"
+        for phase, lengths in options.dense.items()
+    )

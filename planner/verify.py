@@ -3,8 +3,8 @@
 Samples follow from what the plan executes, so that nobody chose them and no earlier attempt at a plan saw them. They
 are drawn until every figure of every gate is decided, something is missed, or the time is up (gates.py says how). A
 plan is *verified* where all are met, by gates at least as strict as the defaults, and every sparse bucket was run
-sparse within its own lengths; else it stays unverified, with what was measured. Results come from evaluation/; what to
-try after a miss is said in tighten.py.
+sparse near the end of its lengths; else it stays unverified, with what was measured. Results come from evaluation/;
+what to try after a miss is said in tighten.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _PHASES: tuple[PhaseName, ...] = ("prefill", "decode", "both")
 _BROKEN_FLOOR = 0.1  # nats: that much is no rounding
 _ROUNDS = 6  # most samples of each task and length between two looks, on a GPU; on a CPU one
 _ROUND_TOKENS = 1 << 17  # of a task between two looks
+_NEAR_END = 0.7  # of a bucket's end: with fixed budgets a bucket is sparsest there
 _DENSE_FROM = 0.999  # a density that computes everything, but for how shares are counted
 
 
@@ -76,7 +77,7 @@ def verify(
 
     Args:
         loaded: the model, with nothing applied to it.
-        plan: the plan; phases it does not have are not measured.
+        plan: the plan; phases that are dense at every length are not measured.
         options: settled: gate, tasks, verify_time, verify_samples, verify_lengths, batch.
         allow_mismatch: take a plan of another architecture, see `apply`; what comes out is not a property of the
             plan's own model.
@@ -84,13 +85,13 @@ def verify(
 
     Raises:
         GateError: the plan gives numbers that are not finite.
-        UsageError: the plan has no phase to verify.
+        UsageError: nothing of the plan is sparse.
         PromptError: a task does not fit a length.
         PlanMismatchError, UnsupportedError, BackendError: the plan cannot be applied.
     """
     phases = planned_phases(plan)
     if not phases:
-        raise UsageError("expected a plan with a prefill or a decode phase, found neither: there is nothing to verify")
+        raise UsageError("expected a plan that is sparse somewhere, found none: there is nothing to verify")
     modes = _modes(plan, phases, options.backend, allow_mismatch, loaded.model.dtype)
     samples, source = held_out_samples(plan, options), kit or prepare(loaded.tokenizer, Split.EVALUATION)
     samples.check_fit(source)
@@ -329,32 +330,44 @@ def _excludes(found: _Found, options: Settled) -> str:
 
 
 def planned_phases(plan: Plan) -> tuple[PhaseName, ...]:
-    """What of a plan there is to measure."""
-    if plan.prefill and plan.decode:
-        return ("prefill", "decode", "both")
-    return ("prefill",) if plan.prefill else ("decode",) if plan.decode else ()
+    """What of a plan there is to measure: the phases that are sparse somewhere, and both together."""
+    sparse: list[PhaseName] = []
+    if plan.prefill and not all(bucket.dense for bucket in plan.prefill.lengths):
+        sparse.append("prefill")
+    if plan.decode and not all(bucket.dense for bucket in plan.decode.lengths):
+        sparse.append("decode")
+    return (*sparse, "both") if len(sparse) == 2 else tuple(sparse)
 
 
 def _untouched(plan: Plan, found: _Found) -> tuple[str, ...]:
-    """The sparse buckets of a plan that were not run sparse within their own lengths, a remark each."""
+    """The sparse buckets of a plan that were not run sparse near the end of their own lengths, a remark each."""
     remarks = []
     for phase, part in (("prefill", plan.prefill), ("decode", plan.decode)):
-        run = [part.bucket(length) for length in _ran_sparse(phase, part, found)] if part else []
+        run = _ran_sparse(phase, part, found) if part else []
         after, before = 0, None
         for bucket in part.lengths if part else ():
+            end, longest = _end(plan, bucket), bucket.up_to or plan.model.context_length
             continued = isinstance(bucket, PrefillBucket) and (bucket.same_as or _continues(bucket, before))
-            longest = plan.model.context_length if bucket.up_to is None else bucket.up_to
-            if is_sparse_at(bucket, longest) and not (continued or bucket in run):
-                reached = _range(after, bucket.up_to)
-                remarks.append(f"{phase} {reached} is sparse and was not run sparse at any verified length")
+            was_run = any(max(after, _NEAR_END * end) < length <= longest for length in run)
+            if is_sparse_at(bucket, longest) and not (continued or was_run):
+                reached, least = _range(after, bucket.up_to), format_length(max(after + 1, math.ceil(_NEAR_END * end)))
+                remarks.append(f"{phase} {reached} is sparse and was not run sparse at a length from {least} on")
             after, before = bucket.up_to or after, bucket
     return tuple(remarks)
+
+
+def _end(plan: Plan, bucket: PrefillBucket | DecodeBucket) -> int:
+    """The longest length that a bucket was made for. Decode beyond the longest planned one has the same budgets."""
+    if bucket.up_to is not None:
+        return bucket.up_to
+    planned = [entry.length for entry in plan.cost.lengths] if plan.cost and isinstance(bucket, DecodeBucket) else []
+    return max(planned, default=plan.model.context_length)
 
 
 def _ran_sparse(phase: str, part: PrefillPlan | DecodePlan, found: _Found) -> list[int]:
     """The lengths at which less than everything was computed."""
     share = "prefill_density" if phase == "prefill" else "decode_share"
-    results = found.results[phase].items()
+    results = found.results.get(phase, {}).items()
     return [
         length
         for length, result in results

@@ -1,15 +1,14 @@
-"""What MODEL may be: an alias of one checkpoint, a hub id, or a folder."""
+"""What MODEL may be: an alias of one checkpoint, a hub id, a folder, or a GGUF file."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, did_you_mean
 
 PLAN_NAME = "sparsekv.yaml"
 SHIPPED = "tiny-retriever"
@@ -29,9 +28,20 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from: a folder, or a hub id."""
+    """Where a model comes from: a folder, a GGUF file, or a hub id."""
 
     path_or_id: str
+    is_gguf: bool = False
+
+    @property
+    def place(self) -> str:
+        """The folder, that around the GGUF file, or the hub id."""
+        return str(Path(self.path_or_id).parent) if self.is_gguf else self.path_or_id
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder or a file."""
+        return os.path.isdir(self.place)
 
 
 ALIASES = (
@@ -54,10 +64,11 @@ ALIASES = (
 
 
 def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
-    """What `name` stands for. A folder with a model in it goes before an alias.
+    """What `name` stands for. A folder with a model in it goes before an alias; its config.json before a GGUF file.
 
     Raises:
-        UsageError: it is a folder without a model or with a name that is no text, a file, or nothing known.
+        UsageError: it is a folder without a model, with several GGUF files or with a name that is no text, another
+            file, or nothing known.
     """
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"expected the name of a model folder, a hub id or an alias, found {name!r:.80}")
@@ -65,12 +76,19 @@ def resolve_model(name: str | os.PathLike[str]) -> ModelSource:
     path = Path(os.path.expanduser(name))
     if name and _is_model(path):
         return ModelSource(_readable(path))
+    if name and (gguf := _gguf_file(path)):
+        return ModelSource(_readable(gguf), is_gguf=True)
     if name.lower() == SHIPPED:
         return ModelSource(str(_shipped()))
     checkpoint = next((alias.checkpoint for alias in ALIASES if alias.name == name.lower()), None)
     if checkpoint is None:
         _refuse_path(name, path)
     return ModelSource(checkpoint or name)
+
+
+def names_gguf(path: str | os.PathLike[str]) -> bool:
+    """Whether it is the name of a GGUF file, there or not."""
+    return os.fspath(path).endswith(".gguf")
 
 
 def is_hub_id(name: str) -> bool:
@@ -90,20 +108,40 @@ def _is_model(path: Path) -> bool:
     return os.path.isfile(path / "config.json")  # False of what no file can be called
 
 
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that is `path`, or the only one in it."""
+    if os.path.isfile(path):
+        return path if names_gguf(path) else None
+    found = sorted(path.glob("*.gguf")) if os.path.isdir(path) else []
+    if len(found) > 1:
+        raise UsageError(
+            f"expected one GGUF file in {path}, found {len(found)} ({', '.join(file.name for file in found)}); name "
+            f"the one that is meant: {found[0]}"
+        )
+    return found[0] if found else None
+
+
 def _readable(path: Path) -> str:
     found = path.resolve().name
     if _NO_TEXT.search(found):
-        raise UsageError(f"expected a folder whose name has no control characters, found {found!r:.80}; rename it")
+        raise UsageError(f"expected a model whose name has no control characters, found {found!r:.80}; rename it")
     return str(path)
 
 
 def _refuse_path(name: str, path: Path) -> None:
     if name and os.path.isdir(path):
-        raise UsageError(f"expected a Hugging Face model in {path}, found a folder without config.json")
+        raise UsageError(
+            f"expected a Hugging Face model in {path}, found a folder without config.json and without a GGUF file"
+        )
     if name and os.path.exists(path):
         raise UsageError(f"expected a model folder, hub id or alias, found the file {path}; name the folder around it")
-    if name.startswith((".", "/", "~")):
-        raise UsageError(f"expected a model folder at {path}, found none; check the path")
+    if names_gguf(name):
+        raise UsageError(f"expected a GGUF file at {path}, found none; check the path")
+    first, *rest = name.split(os.sep)
+    if name.startswith((".", "/", "~")) or len(rest) > 1 or (rest and os.path.isdir(first)):
+        raise UsageError(
+            f"expected a model folder at {path}, found none; check the path (a hub id is organisation/name)"
+        )
     if not is_hub_id(name):
         raise UsageError(_unknown(name))
 
@@ -120,10 +158,9 @@ def _shipped() -> Path:
 
 def _unknown(name: str) -> str:
     names = [alias.name for alias in ALIASES]
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    meant = f" Did you mean {', '.join(near)}?" if near else ""
-    meant += " A plan is named with --plan FILE." if name.endswith((".yaml", ".yml")) else ""
+    meant = did_you_mean(name, names)
+    meant += "; a plan is named with --plan FILE" if name.endswith((".yaml", ".yml")) else ""
     return (
-        f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}.{meant}\n"
+        f"expected a model folder, a hub id (organisation/name) or an alias, found {name!r:.80}{meant}\n"
         f"Aliases: {', '.join(names)}"
     )

@@ -5,9 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Self
+
+
+def did_you_mean(found: str, choices: Iterable[str]) -> str:
+    """ "; did you mean X?" where choices come near, else nothing."""
+    near = get_close_matches(found.lower(), list(choices), n=3, cutoff=0.6)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def install_command(extra: str) -> str:
+    """What installs the packages of an extra here: from the folder that sparsekv was installed from, or the index."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        from_folder = '"dir_info"' in (distribution("sparsekv").read_text("direct_url.json") or "")
+    except PackageNotFoundError:  # run from its source tree
+        from_folder = True
+    return f"pip install '{'.' if from_folder else 'sparsekv'}[{extra}]'"
 
 
 class SparseKVError(Exception):
@@ -70,7 +88,7 @@ class PromptError(SparseKVError):
 
 
 class GateError(SparseKVError):
-    """No plan met the accuracy gate."""
+    """A plan does not keep, or was not shown to keep, what was asked of it: accuracy, finite numbers, a speedup."""
 
     exit_code = 1
 

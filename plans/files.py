@@ -8,13 +8,15 @@ measured; it does not protect against forgery.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
+import select
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
@@ -24,6 +26,7 @@ from sparsekv.plans.types import canonical_json
 from sparsekv.plans.yaml_io import Tree, plan_error, printable, read_tree, to_yaml
 
 MAX_BYTES = 8 << 20
+_PIPE_SECONDS = 2.0  # until something is written to a pipe that is read
 
 
 def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
@@ -34,7 +37,7 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         PlanError: it is longer, or it is not text.
     """
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             data = file.read(limit + 1)
     except IsADirectoryError:
         raise UsageError(f"{path}: expected a file, found a folder; name the file in it") from None
@@ -43,6 +46,23 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {_reason(error)}") from None
     return as_text(data, str(path), limit)
+
+
+def open_input(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file, or a pipe that something is written to, opened for reading.
+
+    Raises:
+        OSError: there is none, or it cannot be read; `errno.ENODATA`: a pipe to which nobody writes, or a device.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    mode = os.fstat(file.fileno()).st_mode
+    is_pipe = stat.S_ISFIFO(mode)
+    if stat.S_ISCHR(mode) or (is_pipe and not select.select([file], [], [], _PIPE_SECONDS)[0]):
+        file.close()
+        found = "a pipe that nobody writes to" if is_pipe else "a device"
+        raise OSError(errno.ENODATA, f"expected a file, found {found}")
+    os.set_blocking(file.fileno(), True)
+    return file
 
 
 def as_text(data: bytes, source: str, limit: int = MAX_BYTES) -> str:
@@ -214,10 +234,10 @@ def _what(data: dict[str, Any]) -> str:
     if kind is None and ("model_type" in data or "architectures" in data):
         return "a model's config.json; the plan beside it is called sparsekv.yaml"
     if kind is None:
-        return f"none; its first fields are {printable(', '.join(list(data)[:3])[:80]) or 'missing'}"
+        return "a mapping without `kind`; this is not a file of sparsekv"
     if isinstance(kind, str) and kind.startswith("sparsekv."):
         return f"another file of sparsekv (kind: {printable(kind[:50])}); name the plan instead"
-    return f"kind {kind!r:.60}, which is not a file of sparsekv"
+    return "another `kind`; this is not a file of sparsekv"
 
 
 def dump_plan(plan: Plan) -> str:

@@ -77,7 +77,7 @@ OTHER_WEIGHTS = "other weights (a float32 checkpoint in float16 counts as such)"
 
 
 def is_model_id(text: str) -> bool:
-    """Whether it reads as a hub id or as a folder's name: "organisation/name" or "name", no path."""
+    """Whether it reads as a hub id or as the name of a folder or file: "organisation/name" or "name", no path."""
     parts = text.split("/")
     return len(parts) <= 2 and not {"", ".", ".."}.intersection(parts) and not text.startswith("~")
 

@@ -137,6 +137,9 @@ class PrefillPlan(Part):
     @model_validator(mode="after")
     def _consistent(self) -> PrefillPlan:
         check_ascending(self.lengths)
+        if self.tile.query % self.tile.key:  # index builders cut query tiles into whole key tiles
+            found = f"{self.tile.query} x {self.tile.key}"
+            raise FieldError(f"expected query rows that are a multiple of the key rows, found {found}", "tile")
         for position, bucket in enumerate(self.lengths):
             if bucket.same_as is not None and self._named(bucket.same_as) is None:
                 names = ", ".join(str(b.up_to) for b in self.lengths if b.up_to and b.same_as is None) or "none"

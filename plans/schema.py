@@ -339,9 +339,9 @@ def _weight_warnings(plan: Plan, found: ModelInfo) -> list[str]:
             "whether its quality was measured on these weights is not known; compile it again with `sparsekv plan`"
         ),
         "other": (
-            f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, or "
-            "a float32 checkpoint in float16?); the plan runs, but its quality was not measured on these weights: "
-            "`sparsekv verify` does"
+            f"{found.id} has other weights than the {plan.model.id} that this plan was made for (a fine-tune, another "
+            "quantisation, or a float32 checkpoint in float16?); the plan runs, but its quality was not measured on "
+            "these weights: `sparsekv verify` does"
         ),
     }
     return [told[difference]] if difference else []

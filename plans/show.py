@@ -143,7 +143,8 @@ def describe(plan: Plan, full: bool = False) -> list[RenderableType]:
 
 def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
     """Four lines: what is sparse and what it is predicted to gain, the status with its reason, the next command."""
-    command = f"sparsekv run --plan {file}" if plan.status == "verified" else f"sparsekv verify --plan {file} --write"
+    is_done = plan.status == "verified" or all(bucket.dense for bucket in plan.buckets)  # dense is nothing to verify
+    command = f"sparsekv run --plan {file}" if is_done else f"sparsekv verify --plan {file} --write"
     measured = (plan.quality.both, plan.quality.prefill, plan.quality.decode) if plan.quality else ()
     found = next((one.agreement for one in measured if one and one.agreement), None)
     if not reason and found:
@@ -154,14 +155,16 @@ def verdict(plan: Plan, file: str, reason: str = "") -> tuple[str, ...]:
 
 def _gains(phase: Literal["prefill", "decode"], plan: Plan) -> str:
     part: PrefillPlan | DecodePlan | None = getattr(plan, phase)
-    if part is None or all(bucket.dense for bucket in part.lengths):
+    # `same_as` names another bucket of the list
+    if part is None or all(bucket.dense or getattr(bucket, "same_as", None) for bucket in part.lengths):
         return f"{phase}: dense at every length"
     line = f"{phase}: sparse"
     if isinstance(part, DecodePlan):
         chosen = f"{len(part.sparse_layers)} of {plan.model.layers} layers read what {len(part.filter_layers)} choose"
         line = f"{phase}: {chosen}"
     known = [(entry.length, getattr(entry, phase)) for entry in (plan.cost.lengths if plan.cost else ())]
-    length, found = next((one for one in reversed(known) if one[1] is not None), (0, None))
+    sparse = [one for one in reversed(known) if one[1] is not None and not part.bucket(one[0]).dense]
+    length, found = next(iter(sparse), (0, None))
     if found is None:
         return line
     gain = f"attention {found.dense_us / max(found.sparse_us, 1e-9):.2f}x as fast as dense, predicted"

@@ -109,7 +109,7 @@ class _Builder:
         if type(event) is yaml.AliasEvent or event.anchor is not None:
             self._refuse(event, "expected plain values, found an anchor or alias; write the value out")
         if event.tag is not None:
-            self._refuse(event, f"expected plain values, found the tag {event.tag!r:.60}; remove it")
+            self._refuse(event, "expected plain values, found a tag; remove it")
         if len(path) > MAX_DEPTH:
             self._refuse(event, f"expected at most {MAX_DEPTH} levels of nesting, found more")
         if self._left < 0:
@@ -130,7 +130,7 @@ class _Builder:
             self._refuse(event, "expected text as a key, found a list, mapping, alias, anchor or tag")
         name: str = event.value
         if name in data:
-            self._refuse(event, f"expected each key once, found {name!r:.60} again; remove one of the two")
+            self._refuse(event, "expected each key once, found this one again; remove one of the two")
         return name
 
     def _sequence(self, path: Path) -> list[Any]:

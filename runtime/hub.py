@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 from sparsekv.plans.aliases import PLAN_NAME, without_plan
 from sparsekv.plans.errors import UsageError
+
+_SECONDS = 5.0  # that the hub has to answer in; the name lookup of a machine without a route may take a minute
+_OFFLINE = "offline"
 
 
 def needs_cache(repository: str, revision: str | None, local_only: bool) -> bool:
@@ -17,7 +27,9 @@ def needs_cache(repository: str, revision: str | None, local_only: bool) -> bool
     Raises:
         UsageError: neither the hub nor the local cache has it for us; the message says what to type.
     """
-    trouble = "offline mode is on" if local_only else _trouble(repository)
+    trouble = (
+        f"{_OFFLINE}: only the local cache may be used, and it has no copy" if local_only else _trouble(repository)
+    )
     if trouble and not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
         raise UsageError(without_model(repository, trouble))
     return bool(trouble)
@@ -26,9 +38,10 @@ def needs_cache(repository: str, revision: str | None, local_only: bool) -> bool
 def without_model(repository: str, trouble: str) -> str:
     """The message for a model that cannot be had."""
     folder = repository.rpartition("/")[2]
+    terms = f"after accepting the terms at https://huggingface.co/{repository}, if it is gated"
+    login = "" if trouble.startswith(_OFFLINE) else f"  hf auth login   ({terms})\n"
     return (
-        f"expected the model {repository}, but {trouble}. Where there is network:\n"
-        f"  hf auth login   (after accepting the terms at https://huggingface.co/{repository}, if it is gated)\n"
+        f"expected the model {repository}, but {trouble}. Where there is network:\n{login}"
         f"  hf download {repository} --local-dir {folder}\n"
         f"then use the folder {folder} in place of {repository}."
     )
@@ -67,6 +80,14 @@ def find_plan(repository: str, revision: str | None = None) -> Path | None:
 
 
 def _trouble(repository: str) -> str | None:
+    found: list[str | None] = []
+    asked = threading.Thread(target=lambda: found.append(_refusal(repository)), daemon=True)
+    asked.start()
+    asked.join(_SECONDS)
+    return found[0] if found else f"{_OFFLINE}: the hub did not answer in {_SECONDS:.0f} s, and there is no local copy"
+
+
+def _refusal(repository: str) -> str | None:
     try:
         HfApi().auth_check(repository)
     except Exception as error:  # whatever the HTTP library of the hub client raises, and its offline mode
@@ -79,4 +100,6 @@ def _reason(error: Exception) -> str:
         return "it is gated and you have no access yet"
     if isinstance(error, RepositoryNotFoundError):
         return "the hub has no such model, or it is private"
-    return f"the hub cannot be reached ({type(error).__name__}) and there is no local copy"
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"{_OFFLINE}: HF_HUB_OFFLINE is set, and there is no local copy"
+    return f"{_OFFLINE}: the hub cannot be reached ({type(error).__name__}), and there is no local copy"

@@ -68,7 +68,7 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 def _identifier(source: str) -> str:
     """A hub id as it is; of a path only the last name, so that a plan holds no path of the machine it was made on."""
     path = Path(source)
-    if is_model_id(source) and not path.is_dir():
+    if is_model_id(source) and not path.exists():
         return source
     return path.resolve().name.lstrip("~") or "model"
 

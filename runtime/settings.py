@@ -55,6 +55,16 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
     return Settings(**given)
 
 
+def threads_spin(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether OpenMP's threads spin while they wait, as by default, for all that its variables say.
+
+    They are read when torch is loaded; what was set later is not told apart.
+    """
+    source = os.environ if environment is None else environment
+    is_bounded = any(source.get(name) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"))  # of libgomp, and of Intel's
+    return not is_bounded and source.get("OMP_WAIT_POLICY", "").strip().lower() != "passive"
+
+
 def preset_vllm() -> None:
     """Presets vLLM, before it is imported: engines run in this process, and nothing of theirs is written to standard
     output. Variables that are set already stay."""

@@ -23,6 +23,7 @@ EXTRA = {
     "vllm": "vllm",
     "prometheus_client": "vllm",
     "accelerate": "spread",
+    "gguf": "gguf",
 } | dict.fromkeys(("altair", "vl_convert", "jinja2", "markupsafe"), "report")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 

@@ -20,6 +20,7 @@ _PALETTE = ("#7f7f7f", "#4c9be8", "#e8a33d", "#4db38a", "#b07cd8", "#d45087", "#
 FAMILIES = dict(zip(PATTERNS, cycle(_PALETTE), strict=False)) | {"sliding": "#8c6d5a", "linear": "#c9c9c9"}
 _SIDE = 330  # pixels of a map, as long as its cells are no smaller than _CELL
 _CELL = (5, 22)
+_WIDEST_HEAD = 60  # pixels of a cell, so that the map of a model of few heads is as wide as its legend
 _SCHEME: Literal["viridis"] = "viridis"
 
 
@@ -42,8 +43,8 @@ def density_map(data: str, layers: int, heads: int, measured: bool) -> dict[str,
 def damage_map(data: str, layers: int, heads: int) -> dict[str, Any]:
     """Layers x heads, coloured by the damage that the profile has of them."""
     scale = alt.Scale(scheme="magma", type="sqrt", domainMin=0)
-    colour = _gradient("damage:Q", "damage (nats a token of the answer)", scale, tickCount=3)
-    return _head_map(data, layers, heads, colour, "Damage of each head to the answers, as profiled")
+    colour = _gradient("damage:Q", "damage (nats a token of the answer)", scale, tickCount=3, format=".1~e")
+    return _head_map(data, layers, heads, colour, "Damage of each head, as profiled")
 
 
 def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _head_map(data: str, layers: int, heads: int, colour: alt.Color, title: str)
             ],
         )
     )
-    return _spec(chart.properties(width=_side(heads), height=_side(layers)))
+    return _spec(chart.properties(width=_side(heads, _WIDEST_HEAD), height=_side(layers)))
 
 
 def similarity_matrix(cells: str, marks: Sequence[Mark], layers: int) -> dict[str, Any]:
@@ -109,15 +110,15 @@ def reads_map(data: str, layers: int, titles: Sequence[str]) -> dict[str, Any]:
             ],
         )
     )
-    return _spec(chart.properties(width=_side(layers), height=24 * len(titles)))
+    return _spec(chart.properties(width=_side(layers, _WIDEST_HEAD), height=24 * len(titles)))
 
 
-def time_chart(data: str, title: str, lengths: Sequence[int]) -> dict[str, Any]:
-    """Predicted milliseconds over length, dense and sparse."""
-    modes = alt.Scale(domain=["dense", "sparse"], range=[GREY, ACCENT])
+def time_chart(data: str, title: str, lengths: Sequence[int], range_ms: tuple[float, float]) -> dict[str, Any]:
+    """Predicted milliseconds over length, dense and sparse; dense is the wider line and shows where both are one."""
+    modes = ["dense", "sparse"]
     chart = (
         alt.Chart(alt.NamedData(name=data), title=title)
-        .mark_line(point=alt.OverlayMarkDef(size=50))
+        .mark_line(point=alt.OverlayMarkDef(size=40))
         .encode(
             x=alt.X(
                 "length:Q", title="context (tokens, log)", scale=alt.Scale(type="log", base=2), axis=_lengths(lengths)
@@ -125,10 +126,15 @@ def time_chart(data: str, title: str, lengths: Sequence[int]) -> dict[str, Any]:
             y=alt.Y(
                 "ms:Q",
                 title="attention of all layers (ms, log)",
-                scale=alt.Scale(type="log"),
+                scale=alt.Scale(type="log", nice=False, domain=[range_ms[0] / 1.5, range_ms[1] * 1.5]),
                 axis=alt.Axis(tickCount=4),
             ),
-            color=alt.Color("mode:N", scale=modes, legend=alt.Legend(title=None, orient="bottom")),
+            color=alt.Color(
+                "mode:N",
+                scale=alt.Scale(domain=modes, range=[GREY, ACCENT]),
+                legend=alt.Legend(title=None, orient="bottom"),
+            ),
+            strokeWidth=alt.StrokeWidth("mode:N", scale=alt.Scale(domain=modes, range=[6, 2]), legend=None),
             tooltip=[
                 alt.Tooltip("length:Q", format=","),
                 alt.Tooltip("mode:N"),
@@ -138,19 +144,20 @@ def time_chart(data: str, title: str, lengths: Sequence[int]) -> dict[str, Any]:
             ],
         )
     )
-    return _spec(chart.properties(width=_SIDE, height=220))
+    return _spec(chart.properties(width=300, height=220))
 
 
-def curve_chart(data: str, value: str, title: str, methods: Sequence[str]) -> dict[str, Any]:
-    """One measured value of every method over density."""
+def curve_chart(data: str, value: str, title: str, methods: Sequence[str], dense: float | None) -> dict[str, Any]:
+    """One measured value of every method over density, and a dashed line at that of dense."""
     few = alt.Axis(tickCount=5)
     scale = alt.Scale(type="log") if value == "kl" else alt.Scale(zero=False)
-    chart = (
+    y = alt.Y(f"{value}:Q", title=title, scale=scale, axis=few)
+    curves = (
         alt.Chart(alt.NamedData(name=data))
         .mark_line(point=True)
         .encode(
             x=alt.X("density:Q", title="density (log)", scale=alt.Scale(type="log", nice=False), axis=few),
-            y=alt.Y(f"{value}:Q", title=title, scale=scale, axis=few),
+            y=y,
             order="density:Q",
             color=alt.Color(
                 "method:N", scale=alt.Scale(domain=list(methods)), legend=alt.Legend(orient="bottom", columns=2)
@@ -164,7 +171,16 @@ def curve_chart(data: str, value: str, title: str, methods: Sequence[str]) -> di
             ],
         )
     )
-    return _spec(chart.properties(width=300, height=220))
+    layers = [curves] if dense is None else [*_dense_line(y, value, dense), curves]
+    return _spec(alt.LayerChart(layer=layers, width=300, height=220))
+
+
+def _dense_line(y: alt.Y, value: str, dense: float) -> tuple[alt.Chart, alt.Chart]:
+    at = alt.Chart(alt.InlineData(values=[{value: dense}]))
+    name = at.mark_text(text="dense", align="right", baseline="bottom", dy=-2, color=GREY)
+    return at.mark_rule(color=GREY, strokeDash=[6, 3], strokeWidth=2).encode(y=y), name.encode(
+        x=alt.value("width"), y=y
+    )
 
 
 def _gradient(field: str, title: str, scale: alt.Scale, **ticks: Any) -> alt.Color:
@@ -188,8 +204,8 @@ def _lengths(lengths: Sequence[int]) -> alt.Axis:
     return alt.Axis(values=list(lengths), labelExpr=text, labelOverlap=True)
 
 
-def _side(cells: int) -> int:
-    return cells * min(max(_SIDE // cells, _CELL[0]), _CELL[1])
+def _side(cells: int, widest: int = _CELL[1]) -> int:
+    return cells * min(max(_SIDE // cells, _CELL[0]), widest)
 
 
 def _spec(chart: alt.Chart | alt.LayerChart) -> dict[str, Any]:

@@ -53,8 +53,12 @@ class PatternMap:
         counts = Counter(head.pattern for head in self.heads)
         kinds = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         densities = [head.density for head in self.heads if head.density is not None]
-        mean = f"; mean density {'' if self.measured else 'at most '}{fmean(densities):.3g}" if densities else ""
-        return f"{len(self.heads):,} heads: {kinds}{mean}"
+        return f"{len(self.heads):,} heads: {kinds}" + (f"; {self._density(fmean(densities))}" if densities else "")
+
+    def _density(self, mean: float) -> str:
+        if self.measured:
+            return f"predicted density {mean:.3g} at {self.length:,} tokens"
+        return f"density at most {mean:.3g} at {self.length:,} tokens, as far as the budgets allow"
 
 
 def pattern_maps(plan: Plan, profile: Profile | None) -> tuple[tuple[PatternMap, ...], tuple[str, ...]]:
@@ -273,6 +277,58 @@ def phase_times(plan: Plan, phase: str) -> tuple[PhaseTime, ...]:
     return tuple(rows)
 
 
+def density_table(plan: Plan) -> list[list[str]]:
+    """A header and a row for each phase and length: the density that was asked for, predicted, measured."""
+    rows = [row for phase in ("prefill", "decode") for row in _density_rows(plan, phase)]
+    return [["Phase", "Tokens", "Asked", "Predicted", "Measured"], *rows] if rows else []
+
+
+def _density_rows(plan: Plan, phase: str) -> Iterator[list[str]]:
+    estimates = {entry.length: getattr(entry, phase) for entry in plan.cost.lengths} if plan.cost else {}
+    predicted = {length: estimate.density for length, estimate in estimates.items() if estimate}
+    measured = _measured_densities(plan, phase)
+    asked = _asked(plan) if phase == "prefill" else {}
+    for length in sorted({*predicted, *measured}):
+        found = (f"{of[length]:.3g}" if length in of else "-" for of in (predicted, measured))
+        yield [phase, format_length(length), asked.get(length, "-"), *found]
+
+
+def _measured_densities(plan: Plan, phase: str) -> dict[int, float]:
+    """By length. A measurement of both phases has the density of prefill."""
+    phases = plan.quality.phases if plan.quality else {}
+    found = phases.get(phase) or (phases.get("both") if phase == "prefill" else None)
+    if found is None:
+        return {}
+    if len(found.lengths) == 1:
+        return {found.lengths[0]: found.density}
+    return {part.length: part.density for part in found.by_length}
+
+
+def _asked(plan: Plan) -> dict[int, str]:
+    """The target at each profiled length: a density, or the speedup that was asked for in its place."""
+    lengths = [entry.length for entry in plan.cost.lengths] if plan.cost else []
+    settings = plan.provenance.settings
+    if "target_speedup" in settings:
+        return dict.fromkeys(lengths, f"{settings['target_speedup']}x as fast")
+    targets = settings.get("target_density")
+    if not isinstance(targets, list) or len(targets) != len(lengths):
+        return {}
+    return {length: f"{target:.3g}" for length, target in zip(lengths, targets, strict=True)}
+
+
+def time_table(rows: Sequence[PhaseTime]) -> list[list[str]]:
+    """A header and a row a length, of what `phase_times` says."""
+    cells = [
+        [format_length(dense.length), f"{dense.ms:,.4g} ms", f"{sparse.ms:,.4g} ms", _gain(sparse)]
+        for dense, sparse in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    return [["Tokens", "Dense", "Sparse", "Speedup"], *cells]
+
+
+def _gain(sparse: PhaseTime) -> str:
+    return "" if sparse.speedup is None else f"{sparse.speedup:.2f}x"
+
+
 @dataclass(frozen=True, slots=True)
 class CurveRow:
     """A point of a curve at one length and phase."""
@@ -282,6 +338,15 @@ class CurveRow:
     kl: float | None
     agreement: float | None
     accuracy: float | None
+
+
+def curve_table(rows: Sequence[CurveRow]) -> list[list[str]]:
+    """A header and a row a method."""
+    values = ((row.method, row.density, row.kl, row.agreement, row.accuracy) for row in rows)
+    return [
+        ["Method", "Density", "Divergence, nats", "Top-1 agreement", "Accuracy"],
+        *([_cell(v) for v in row] for row in values),
+    ]
 
 
 _COLUMNS = ("dense", "sparse", "interval", "samples")

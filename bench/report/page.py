@@ -23,7 +23,7 @@ from markupsafe import Markup
 from sparsekv.bench.curve_file import CurvePoint
 from sparsekv.bench.report import charts, facts
 from sparsekv.plans.schema import Plan, unsupported
-from sparsekv.plans.show import header
+from sparsekv.plans.show import header, verdict
 from sparsekv.plans.types import format_length
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ _DRAWING = """{
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const rowsOf = ({fields, rows}) => rows.map(row => Object.fromEntries(fields.map((field, at) => [field, row[at]])));
   const options = {renderer: "canvas", actions: {export: true, source: false, compiled: false, editor: false}};
+  const room = document.querySelector(".blocks").clientWidth - 90; // beside an axis
   for (const [id, chart] of Object.entries(page.charts)) {
+    chart.width = Math.min(chart.width, Math.max(room, 120));
     const datasets = {...chart.datasets};
     for (const {data} of [chart, ...(chart.layer || [])])
       if (data && page.datasets[data.name]) datasets[data.name] = rowsOf(page.datasets[data.name]);
@@ -79,11 +81,13 @@ class _Drawings:
         return name
 
 
-def report(plan: Plan, profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
-    """The page of a plan, with the damages and the similarity of its profile and with measured curves where given."""
+def report(plan: Plan, file: str, profile: Profile | None = None, curve: Sequence[CurvePoint] = ()) -> str:
+    """The page of the plan at `file`, with the damages and the similarity of its profile and with measured curves where
+    given."""
     drawings = _Drawings()
-    sections = [_prefill(plan, profile, drawings), _decode(plan, profile, drawings)]
-    sections += [section for section in (_times(plan, drawings), _quality(plan), _curves(curve, drawings)) if section]
+    first, last = (_costs(plan, drawings), _quality(plan)), _curves(curve, drawings)
+    patterns = (_prefill(plan, profile, drawings), _decode(plan, profile, drawings))
+    sections = [section for section in (*first, *patterns, last) if section]
     data = {"charts": drawings.charts, "datasets": drawings.datasets}
     script = _script()
     template = jinja2.Environment(
@@ -92,7 +96,8 @@ def report(plan: Plan, profile: Profile | None = None, curve: Sequence[CurvePoin
     return template.render(
         model=plan.model.id,
         status=plan.status,
-        header=header(plan),
+        verdict=[line.partition(": ")[::2] for line in verdict(plan, file)],
+        header=[row for row in header(plan) if row[0] != "Status"],
         refused=unsupported(plan),
         sections=sections,
         data=_json(data),
@@ -132,13 +137,15 @@ def _prefill(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Sectio
         ]
         if one.measured:
             shown.append(drawings.add(f"damage-{number}", charts.damage_map(data, layers, heads)))
-        blocks.append(Block(f"{one.title} tokens", (f"{one.summary} ({one.length:,} tokens)",), tuple(shown)))
+        blocks.append(Block(f"{one.title} tokens", (one.summary,), tuple(shown)))
     notes: tuple[str, ...] = ("Lengths are past + chunk. Point at a cell for its parameters.",) if maps else ()
     if maps and profile is None:
-        notes += ("Damages and measured densities need the profile (--profile).",)
+        notes += ("Damages and predicted densities of heads need the profile (--profile).",)
     elif any(head.damage is None for one in maps for head in one.heads):
         notes += ("A cell left out: the profile has no candidate of this pattern.",)
-    return Section("Prefill", (Block(lines=notes), *blocks, Block(lines=lines)))
+    return Section(
+        "Prefill", tuple(block for block in (Block(lines=notes), *blocks, Block(lines=lines)) if block != Block())
+    )
 
 
 def _decode(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section:
@@ -159,18 +166,38 @@ def _decode(plan: Plan, profile: Profile | None, drawings: _Drawings) -> Section
     return Section("Decode", tuple(blocks))
 
 
-def _times(plan: Plan, drawings: _Drawings) -> Section | None:
-    shown = []
+_DENSITIES = (
+    "Density: the share of causal tiles (prefill) or of cached tokens (decode) that attention computes.",
+    "Asked: the target of the plan. Decode has a bound on its divergence in place of one.",
+    "Predicted: what its patterns computed on the calibration prompts; more where heads are faster dense.",
+    "Measured: what they computed on held-out prompts. Patterns choose their tiles in each prompt anew.",
+)
+
+
+def _costs(plan: Plan, drawings: _Drawings) -> Section | None:
+    blocks = list(_times(plan, drawings))
+    if plan.cost and blocks:
+        made = (
+            f"Times are predicted for {plan.cost.device}, {plan.cost.backend}: attention alone, not a run of the plan."
+        )
+        blocks.insert(0, Block(lines=(made,)))
+    if densities := facts.density_table(plan):
+        blocks.append(Block("Density asked, predicted and measured", _DENSITIES, table=densities))
+    return Section("Time and density", tuple(blocks)) if blocks else None
+
+
+def _times(plan: Plan, drawings: _Drawings) -> Iterator[Block]:
+    """A chart of each phase that is predicted at several lengths; of one length a table."""
     for phase, title in (("prefill", "A whole prefill"), ("decode", "One decode step")):
         rows = facts.phase_times(plan, phase)
-        if rows:
-            lengths = sorted({row.length for row in rows})
+        lengths = sorted({row.length for row in rows})
+        if len(lengths) > 1:
+            times = [row.ms for row in rows if row.ms > 0] or [1.0]
             data = drawings.data(f"{phase}-times", facts.PhaseTime, rows)
-            shown.append(drawings.add(f"{phase}-time", charts.time_chart(data, title, lengths)))
-    if not shown or plan.cost is None:
-        return None
-    made = f"Predicted for {plan.cost.device}, {plan.cost.backend}: attention alone, not measured on a run of the plan."
-    return Section("Time", (Block(lines=(made,), charts=tuple(shown)),))
+            chart = charts.time_chart(data, title, lengths, (min(times), max(times)))
+            yield Block(charts=(drawings.add(f"{phase}-time", chart),))
+        elif rows:
+            yield Block(title, table=facts.time_table(rows))
 
 
 def _quality(plan: Plan) -> Section:
@@ -204,14 +231,19 @@ def _curve_blocks(curve: Sequence[CurvePoint], drawings: _Drawings) -> Iterator[
         groups[point.phase, point.length].append(point)
     for (phase, length), points in sorted(groups.items(), key=lambda item: (item[0][0] != "prefill", item[0][1])):
         rows = [facts.CurveRow(p.method, p.density, _visible(p.kl), p.agreement, p.accuracy) for p in points]
+        title = f"{phase.capitalize()}, {format_length(length)} tokens"
+        if len({row.density for row in rows}) == 1:
+            yield Block(title, table=facts.curve_table(rows))
+            continue
+        dense = {"kl": LEAST_KL, "agreement": 1.0, "accuracy": points[0].dense_accuracy}
         data = drawings.data(f"curve-{phase}-{length}", facts.CurveRow, rows)
         methods = sorted({point.method for point in curve if point.phase == phase})
         shown = tuple(
-            drawings.add(f"{data}-{value}", charts.curve_chart(data, value, title, methods))
-            for value, title in _VALUES.items()
+            drawings.add(f"{data}-{value}", charts.curve_chart(data, value, axis, methods, dense[value]))
+            for value, axis in _VALUES.items()
             if any(getattr(row, value) is not None for row in rows)
         )
-        yield Block(f"{phase.capitalize()}, {format_length(length)} tokens", charts=shown)
+        yield Block(title, charts=shown)
 
 
 def _visible(kl: float | None) -> float | None:

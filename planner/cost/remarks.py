@@ -40,8 +40,8 @@ def plan_remarks(plan: Plan, options: Settled, profile: Profile, cost: DeviceCos
 def _of_prefill(prefill: PrefillPlan, found: dict[int, Estimate], options: Settled, profile: Profile) -> Iterator[str]:
     entries = [entry for entry in profile.lengths if entry.layers]
     dense = [entry.length for entry in entries if prefill.bucket(entry.length).dense]
-    if dense:
-        yield f"prefill at {_listed(dense)} runs dense, predicted to be faster; plan longer --lengths or --no-crossover"
+    if lost := [length for length in dense if length not in options.dense_at("prefill")]:
+        yield f"prefill at {_listed(lost)} runs dense, predicted to be faster; plan longer --lengths or --no-crossover"
     speedup = options.target_speedup
     targets: Sequence[float] = options.target_density or [entry.densities[-1] for entry in entries]
     for entry, target in zip(entries, targets if speedup is None else [math.inf] * len(entries), strict=True):
@@ -58,8 +58,9 @@ def _of_prefill(prefill: PrefillPlan, found: dict[int, Estimate], options: Settl
 
 
 def _of_decode(decode: DecodePlan, steps: dict[int, Estimate], options: Settled, profile: Profile) -> Iterator[str]:
-    dense = [entry.length for entry in profile.lengths if entry.reuse and decode.bucket(entry.length).dense]
-    if dense:
+    lengths = [entry.length for entry in profile.lengths if entry.reuse]
+    missed = options.dense_at("decode")
+    if dense := [length for length in lengths if decode.bucket(length).dense and length not in missed]:
         bound = "--decode-loss" if options.decode_loss is not None else "--decode-kl"
         yield (
             f"decode at {_listed(dense)} runs dense: nothing within {bound} is predicted to be faster; raise it or "

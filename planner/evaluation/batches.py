@@ -19,7 +19,8 @@ from sparsekv.planner.tasks import Kit, Sample
 from sparsekv.planner.tasks.text import Ids
 from sparsekv.runtime.model_config import attention_groups
 
-# Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer.
+# Tokens that are fed of a text that is no answer: each is a decode step of every mode. No answer of a task is longer
+# where the vocabulary holds words.
 MOST_TEXT = 64
 # A step of decoding takes the host as long for one prompt as for many; beyond this, little is left to gain.
 _MOST = 64

@@ -29,7 +29,7 @@ from contextlib import ExitStack, closing, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat, starmap
+from itertools import count, repeat, starmap
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ from sparsekv.runtime.stores.pinned import HostMemory
 
 MOST_GREEDY = 16  # tokens of dense's own continuation
 _SURE = math.log(0.9)  # of a token's probability
-_MOST_CAPTURED = 6  # plans whose captured decode steps stay from batch to batch
+_MOST_CAPTURED = 3  # plans, the first ones, whose captured decode steps stay from batch to batch
 
 
 def evaluate(
@@ -228,11 +228,11 @@ class _Applied:
 
 
 def _applied(modes: Mapping[str, Mode], model: PreTrainedModel, stack: ExitStack) -> dict[str, Mode]:
-    memory, plans = HostMemory(), [mode for mode in modes.values() if isinstance(mode, PlanMode)]
+    memory, opened = HostMemory(), count()
     stack.callback(memory.close)
 
     def applied(mode: PlanMode) -> _Applied:
-        return _Applied(mode, stack.enter_context(mode.applied(model, memory)), len(plans) <= _MOST_CAPTURED)
+        return _Applied(mode, stack.enter_context(mode.applied(model, memory)), next(opened) < _MOST_CAPTURED)
 
     return {name: applied(mode) if isinstance(mode, PlanMode) else mode for name, mode in modes.items()}
 

@@ -15,6 +15,7 @@ import numpy as np
 from sparsekv.planner.tasks import (
     QUOTE_TASKS,
     RETRIEVAL_TASKS,
+    RULER_TASKS,
     TASKS,
     Kit,
     Sample,
@@ -116,7 +117,7 @@ def task_of_each(tasks: Sequence[str], samples: int) -> tuple[str, ...]:
     quotes, others = _split(tasks, QUOTE_TASKS)
     if not quotes or not others:
         return tuple(islice(cycle(tasks), samples))
-    retrieval, text = _split(others, RETRIEVAL_TASKS)
+    retrieval, text = _split(others, (*RETRIEVAL_TASKS, *RULER_TASKS))
     turn = (*retrieval[:1], *text, *retrieval[1:])
     return tuple(islice(chain(quotes, cycle(turn)), samples))
 

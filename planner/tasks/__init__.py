@@ -7,6 +7,7 @@ from sparsekv.planner.tasks.documents import Document, Kit, Query, Request, Samp
 from sparsekv.planner.tasks.perplexity import Perplexity
 from sparsekv.planner.tasks.quotes import Quote
 from sparsekv.planner.tasks.retrieval import KvRetrieval, Niah, TwoStage, VariableTracking
+from sparsekv.planner.tasks.ruler import Cwe, Fwe, NiahMultiquery, NiahMultivalue, Vt
 from sparsekv.planner.tasks.samples import make_sample, make_samples, matches, prepare
 from sparsekv.planner.tasks.text import Filler, PieceEncoder, Split, TaskError, load_filler_text
 
@@ -22,14 +23,18 @@ _RETRIEVAL: tuple[Task, ...] = (
     TwoStage(),
     VariableTracking(),
 )
+# Only where they are asked for by name.
+_RULER: tuple[Task, ...] = (NiahMultivalue(), NiahMultiquery(), Vt(), Cwe(), Fwe())
 
-TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Perplexity())}
+TASKS: dict[str, Task] = {task.name: task for task in (*_QUOTES, *_RETRIEVAL, Perplexity(), *_RULER)}
 QUOTE_TASKS = tuple(task.name for task in _QUOTES)
 RETRIEVAL_TASKS = tuple(task.name for task in _RETRIEVAL)
+RULER_TASKS = tuple(task.name for task in _RULER)
 
 __all__ = [
     "QUOTE_TASKS",
     "RETRIEVAL_TASKS",
+    "RULER_TASKS",
     "TASKS",
     "Document",
     "Filler",

@@ -28,6 +28,7 @@ from sparsekv.runtime.hf.graphs import StepGraphs
 from sparsekv.runtime.hf.long_inputs import Chunking
 from sparsekv.runtime.hf.memory import Available, MemoryModel, ModelSize, Request
 from sparsekv.runtime.hf.placement import OffloadMode, layouts_of
+from sparsekv.runtime.machine_load import warn_of_spinning
 from sparsekv.runtime.model_config import device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.stores.bank import HostStore
@@ -299,6 +300,7 @@ def apply(
         UnsupportedError, BackendError: an architecture, field of the plan or backend that cannot run here.
     """
     check_attachable(model)
+    warn_of_spinning(model.device)
     plan = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     _check_type(Plan, "a Plan, or the path of one", plan=plan)
     _check_type(bool, "True or False", prefill=prefill, decode=decode, allow_mismatch=allow_mismatch)

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, G KV heads, S tokens of this call, K past + S ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.runtime.core.program import Program, Rank
 from sparsekv.runtime.core.state import DecodeState
-from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer
+from sparsekv.runtime.hf.cache import CacheOwner, SparseLayer, attention_dtype
 from sparsekv.runtime.stores.device import DeviceStore
 from sparsekv.runtime.stores.store import Bytes, KVStore
 
@@ -86,18 +86,26 @@ class Pass:
         window: int | None,
         q_is_spare: bool = False,
     ) -> torch.Tensor:
-        """[B, H, S, D]: the attention of the next layer.
+        """[B, H, S, D]: the attention of the next layer, in the dtype of the cache; under autocast the output has its
+        dtype, else that of q.
 
         Raises:
             UsageError: it is another one's turn.
         """
         check_layer(self.layer, layer)
         self.layer += 1
-        entry = self.entry(layer)
-        call = LayerCall(layer, self.phase, *qkv, entry, scale, window, q_is_spare)
+        entry, found = self.entry(layer), attention_dtype(qkv[0])
+        dtype = found if entry is None else entry.dtype_for(qkv[0])
+        q_BHSD, k_BGSD, v_BGSD = (x.to(dtype) for x in qkv)
+        call = LayerCall(layer, self.phase, q_BHSD, k_BGSD, v_BGSD, entry, scale, window, q_is_spare)
+        with _without_autocast(q_BHSD.device.type):
+            return self._attend(call).to(found)
+
+    def _attend(self, call: LayerCall) -> torch.Tensor:
         if not torch.is_grad_enabled() or self.engine.differentiable:
             return self.engine.attend(call)
-        past = qkv[0].new_zeros((), requires_grad=True) if entry is not None and entry.needs_grad else None
+        entry, qkv = call.entry, (call.q_BHSD, call.k_BGSD, call.v_BGSD)
+        past = call.q_BHSD.new_zeros((), requires_grad=True) if entry is not None and entry.needs_grad else None
         out_BHSD: torch.Tensor = _ForwardOnly.apply(self.engine, call, *qkv, past)  # type: ignore[no-untyped-call]
         return out_BHSD
 
@@ -108,6 +116,11 @@ class Pass:
         entry = self.cache.layers[layer]
         assert isinstance(entry, SparseLayer)
         return entry
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Inside it, kernels get the dtypes that they ask for: scores in float32 above all."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def check_layer(expected: int, found: int | None) -> None:

@@ -69,8 +69,18 @@ class Progress:
         return max(lengths, default=0)
 
 
+def attention_dtype(new: torch.Tensor) -> torch.dtype:
+    """In which tokens attend: that of autocast where it is on, as in torch's own attention, else their own."""
+    kind = new.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else new.dtype
+
+
 class SparseLayer(CacheLayerMixin):
-    """One layer of a cache: a KV store, and the decode state and progress that the layers share."""
+    """One layer of a cache: a KV store, and the decode state and progress that the layers share.
+
+    All that attends over the cache is cast to the dtype of its first tokens, so that autocast may be on in some passes
+    and off in others.
+    """
 
     is_sliding = False
     is_compileable = False
@@ -93,6 +103,7 @@ class SparseLayer(CacheLayerMixin):
     def _start(self) -> None:
         self.is_initialized = False
         self.needs_grad = False  # whether autograd made any of the cached keys and values
+        self.dtype: torch.dtype | None = None  # of what is cached, or has its memory already
         self.store = self.owner.new_store(self.layer)
         self.store.reserve(self.reserved)
 
@@ -101,6 +112,7 @@ class SparseLayer(CacheLayerMixin):
         """A cache of its own for the same owner, so that one prefix can serve several continuations."""
         copied = SparseLayer(self.owner, self.layer, deepcopy(self.progress, memo))
         copied.is_initialized, copied.needs_grad = self.is_initialized, self.needs_grad
+        copied.dtype = self.dtype
         copied.store = deepcopy(self.store, memo)
         copied.reserved = self.reserved
         return copied
@@ -115,13 +127,20 @@ class SparseLayer(CacheLayerMixin):
         """Adds the new tokens to the store and returns only them: our attention function reads the store itself."""
         check_owner_open(self.owner)
         self.needs_grad |= key_states.requires_grad or value_states.requires_grad
-        self.store.append(key_states, value_states)
+        self.dtype = self.dtype_for(key_states)
+        k_BGSD, v_BGSD = key_states.to(self.dtype), value_states.to(self.dtype)
+        self.store.append(k_BGSD, v_BGSD)
         self.is_initialized = True
-        return key_states, value_states
+        return k_BGSD, v_BGSD
+
+    def dtype_for(self, new: torch.Tensor) -> torch.dtype:
+        """In which new tokens attend over this cache."""
+        return self.dtype or attention_dtype(new)
 
     def room(self, tokens: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the next tokens can be written piece by piece, in place of one `update`; see KVStore."""
         check_owner_open(self.owner)
+        self.dtype = layout.dtype
         return self.store.room(tokens, layout)
 
     def commit(self, k_BGSD: torch.Tensor, v_BGSD: torch.Tensor) -> None:
@@ -132,6 +151,8 @@ class SparseLayer(CacheLayerMixin):
     def reserve(self, tokens: int, layout: Layout | None = None) -> None:
         """Makes room for so many tokens in all, now where their layout is known; see KVStore."""
         self.reserved = max(self.reserved, tokens)
+        if layout is not None and self.dtype is None:
+            self.dtype = layout.dtype
         self.store.reserve(tokens, layout)
 
     def get_seq_length(self) -> int:

@@ -90,6 +90,7 @@ def generate_stream(
     chunk: int | None = None,
     cache: Cache | None = None,
     on_text: Callable[[str], None] | None = None,
+    on_token: Callable[[], None] | None = None,
 ) -> Generation:
     """Generates an answer, whatever is applied to the model.
 
@@ -102,6 +103,7 @@ def generate_stream(
         cache: holds a beginning of the prompt, or nothing yet; grows with the answer, so that a next turn goes on from
             it. A new one when None.
         on_text: called with each piece of text as it is final.
+        on_token: called after each new token; the first ends the prefill.
 
     Raises:
         PromptError: the prompt is empty, leaves no room in the context for a new token, or has tokens that the model
@@ -111,7 +113,7 @@ def generate_stream(
     """
     room = room_for_answer(loaded.info.context_length, len(prompt_ids))
     _check_vocabulary(loaded.model, prompt_ids)
-    stream = _TimedStream(loaded.tokenizer, on_text)
+    stream = _TimedStream(loaded.tokenizer, on_text, on_token)
     chosen = sampling or Sampling()
     ids_BS = torch.tensor([list(prompt_ids)], device=loaded.model.device)
     generate: Any = loaded.model.generate
@@ -270,9 +272,14 @@ class _FirstChecked(LogitsProcessor):
 class _TimedStream(TextStreamer):
     """Text as it becomes final, and when the first and the last token came."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: Callable[[str], None] | None,
+        on_token: Callable[[], None] | None,
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
+        self._on_text, self._on_token = on_text, on_token
         self._prompt_seen = False
         self.first: float | None = None
         self.last: float | None = None
@@ -282,6 +289,8 @@ class _TimedStream(TextStreamer):
         if self._prompt_seen:
             self.last = time.perf_counter()
             self.first = self.first or self.last
+            if self._on_token is not None:
+                self._on_token()
         self._prompt_seen = True
         super().put(value)  # type: ignore[no-untyped-call]
 

@@ -40,10 +40,12 @@ _MOST_GRAPHS = 16  # of all batch sizes and capacities; the one that was not use
 
 
 class _Key(NamedTuple):
-    """What a step is captured for: a batch size, a capacity, and the rows on the device of layers in host memory."""
+    """What a step is captured for: a batch size, a capacity, the dtype of the cache (another one than the model's where
+    it was filled under autocast), and the rows on the device of layers in host memory."""
 
     rows: int
     capacity: int
+    dtype: torch.dtype
     kinds: tuple[HotRows | None, ...]
 
 
@@ -102,7 +104,10 @@ class StepGraph:
         """The step as a function of what `bind` and `load` have written."""
         cache = DynamicCache()
         progress = Progress(self._state)
-        cache.layers = [SparseLayer(self, layer, progress) for layer in range(len(self.stores.kinds))]
+        layers = [SparseLayer(self, layer, progress) for layer in range(len(self.stores.kinds))]
+        for layer, keys in zip(layers, self.stores.shapes, strict=True):
+            layer.dtype = keys.dtype
+        cache.layers = [*layers]
 
         def step() -> torch.Tensor:
             self._state.begin(self.lengths_B, self.lengths_B.device)
@@ -243,7 +248,7 @@ class StepGraphs:
             return f"expected at most {MOST_ROWS} rows, found {ids.shape[0]}"
         if cast(Any, decoder).config.num_hidden_layers != len(cache.layers):
             return "only some layers of the model run"
-        if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(ids.device.type) or torch.compiler.is_compiling():
             return "it runs under autograd, autocast or torch.compile"
         return ""
 
@@ -267,13 +272,14 @@ class StepGraphs:
             if self._captured is not None and self._captured.numbers_changed():
                 self.release()
             rows, needed, kinds = ids_B1.shape[0], max(store.capacity for store in stores), kinds_of(stores)
+            dtype = stores[0].keys.dtype
             least = bucketed_capacity(needed)
             fitting = [
                 key.capacity
                 for key in self._graphs
-                if (key.rows, key.kinds) == (rows, kinds) and needed <= key.capacity <= 4 * least
+                if (key.rows, key.dtype, key.kinds) == (rows, dtype, kinds) and needed <= key.capacity <= 4 * least
             ]
-            key = _Key(rows, min(fitting, default=least), kinds)
+            key = _Key(rows, min(fitting, default=least), dtype, kinds)
             known = self._graphs.pop(key, None)
             if known is None and (found := self._refused.get(key) or self._cannot_capture(attached.decoder)):
                 return found

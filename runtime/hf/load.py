@@ -1,4 +1,4 @@
-"""A model and its tokenizer from an alias, a hub id or a folder, with errors that say what to do."""
+"""A model and its tokenizer from an alias, a hub id, a folder or a GGUF file, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from transformers import (
 )
 
 from sparsekv.plans.aliases import ModelSource, resolve_model
-from sparsekv.plans.errors import UsageError
+from sparsekv.plans.errors import UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.runtime.architecture import architecture_of
 from sparsekv.runtime.hf.describe import describe_model
+from sparsekv.runtime.hf.gguf_header import GGUFHeader
 from sparsekv.runtime.hub import needs_cache, without_model
 from sparsekv.runtime.settings import DEVICE_MAPS, DeviceMap, check_device
 
@@ -53,11 +54,12 @@ def load_model(
     device_map: DeviceMap | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    config: PreTrainedConfig | None = None,
 ) -> LoadedModel:
     """Loads a model; an unsupported architecture is named before its weights are downloaded.
 
     Args:
-        source: an alias, hub id or folder, resolved or not.
+        source: an alias, hub id, folder or GGUF file, resolved or not. The weights of a GGUF file are dequantised.
         device: a torch device; "auto" is the first GPU, or the CPU.
         dtype: bfloat16, float16 or float32; "auto" is the checkpoint's own half precision on a GPU (bfloat16 where
             it has none), and float32 on a CPU, which is faster there than half precision.
@@ -65,6 +67,7 @@ def load_model(
             device; the first layer has to fit on one of them.
         revision: of a hub model.
         local_files_only: do not ask the hub.
+        config: what `load_config` read of this model, where it did.
 
     Raises:
         UsageError: there is no such model, or no access to it, or no such device or dtype, or both a device and a
@@ -75,11 +78,8 @@ def load_model(
     target = torch_device(str(device))
     if device_map is not None:
         _check_device_map(device_map, str(device))
-    options: dict[str, Any] = {}
-    if not Path(found.path_or_id).is_dir():
-        options["revision"] = revision
-        options["local_files_only"] = needs_cache(found.path_or_id, revision, local_files_only)
-    config = _read_config(found, options)
+    options = _options(found, revision, local_files_only)
+    config = config or _read_config(found, options)
     precision = torch_dtype(str(dtype).removeprefix("torch."), config, target)
     tokenizer = _read_tokenizer(found, options, config.vocab_size)
     placed = {} if device_map is None else {"device_map": device_map}
@@ -97,7 +97,7 @@ def _check_device_map(device_map: str, device: str) -> None:
     if importlib.util.find_spec("accelerate") is None:
         raise UsageError(
             "expected accelerate, by which transformers spreads a model over devices, found it missing; "
-            "pip install 'sparsekv[spread]'"
+            f"{install_command('spread')}"
         )
 
 
@@ -124,9 +124,12 @@ def load_tokenizer(source: ModelSource | str | os.PathLike[str]) -> PreTrainedTo
     return _read_tokenizer(found, options, _read_config(found, options).vocab_size)
 
 
-def _options(found: ModelSource) -> dict[str, Any]:
-    is_folder = Path(found.path_or_id).is_dir()
-    return {} if is_folder else {"local_files_only": needs_cache(found.path_or_id, None, False)}
+def _options(found: ModelSource, revision: str | None = None, local_files_only: bool = False) -> dict[str, Any]:
+    if found.is_gguf:  # transformers looks for a relative name in the working directory first
+        return {"gguf_file": os.path.abspath(found.path_or_id)}
+    if found.is_local:
+        return {}
+    return {"revision": revision, "local_files_only": needs_cache(found.path_or_id, revision, local_files_only)}
 
 
 def torch_device(device: str) -> torch.device:
@@ -166,6 +169,8 @@ def torch_dtype(dtype: str, config: PreTrainedConfig, target: torch.device) -> t
 
 
 def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
+    if found.is_gguf:
+        return _read_gguf_config(found, options)
     data, _ = _guarded(found, "its config.json", PreTrainedConfig.get_config_dict, options)
     if not isinstance(data, dict):
         raise _unreadable(found, "its config.json", TypeError(f"it holds a {type(data).__name__}, no object"))
@@ -174,6 +179,16 @@ def _read_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfi
     _check_config(config, f"in the config.json of {found.path_or_id}")
     if not _is_object(Path(found.path_or_id, "generation_config.json")):  # transformers goes on without: no end tokens
         raise _unreadable(found, "its generation_config.json", ValueError("it holds no JSON object"))
+    return config
+
+
+def _read_gguf_config(found: ModelSource, options: dict[str, Any]) -> PreTrainedConfig:
+    header = GGUFHeader.read(Path(found.path_or_id))
+    data, _ = _guarded(found, "its metadata", PreTrainedConfig.get_config_dict, options)
+    architecture_of(data["model_type"])
+    config: PreTrainedConfig = AutoConfig.for_model(**data)  # reading the file once more takes seconds
+    _check_config(config, f"in the metadata of {found.path_or_id}")
+    header.check_rope(config)
     return config
 
 
@@ -199,7 +214,8 @@ def _check_config(config: PreTrainedConfig, where: str) -> None:
 def _read_tokenizer(found: ModelSource, options: dict[str, Any], vocabulary: int) -> PreTrainedTokenizerBase:
     folder = Path(found.path_or_id)
     missing = folder.is_dir() and not (folder / "tokenizer.json").exists()
-    what = f"its tokenizer ({'it has no tokenizer.json' if missing else 'tokenizer.json, tokenizer_config.json'})"
+    files = "its metadata" if found.is_gguf else "tokenizer.json, tokenizer_config.json"
+    what = f"its tokenizer ({'it has no tokenizer.json' if missing else files})"
     tokenizer: PreTrainedTokenizerBase = _guarded(found, what, AutoTokenizer.from_pretrained, options)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # transformers makes an empty one of no files at all
         raise _unreadable(found, what, ValueError("it is empty"))
@@ -231,6 +247,8 @@ def _read_weights(found: ModelSource, options: dict[str, Any]) -> PreTrainedMode
             "get the model again, with the config.json that belongs to its weights"
             + ("" if report["missing_keys"] or reshaped else _WITHOUT_THEM)
         )
+    if found.is_gguf:
+        GGUFHeader.read(Path(found.path_or_id)).check_tensors(model)
     return model  # type: ignore[no-any-return]
 
 
@@ -294,7 +312,7 @@ def _first(names: Iterable[str]) -> str:
 
 def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) -> Any:
     try:
-        return load(found.path_or_id, **options)
+        return load(found.place, **options)
     except Exception as error:  # transformers, safetensors, tokenizers and the hub each have their own
         raise _unreadable(found, what, error) from error
 
@@ -302,6 +320,11 @@ def _guarded(found: ModelSource, what: str, load: Any, options: dict[str, Any]) 
 def _unreadable(found: ModelSource, what: str, error: Exception) -> UsageError:
     reason = " ".join(str(error).split())[:_REASON] or type(error).__name__
     folder = Path(found.path_or_id)
+    if found.is_gguf:
+        return UsageError(
+            f"expected a GGUF file that transformers reads, cannot read {what} in {folder}: {reason}; get the file "
+            "again, or use the model as safetensors"
+        )
     if folder.is_dir():
         broken = next((f"its {name}" for name in _OBJECTS if not _is_object(folder / name)), what)
         return UsageError(f"expected a Hugging Face model in {folder}, cannot read {broken}: {reason}")

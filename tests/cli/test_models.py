@@ -5,6 +5,7 @@ import json
 import pytest
 from plans_samples import small_plan
 
+from sparsekv.cli.arguments import Subject
 from sparsekv.plans.files import write_plan
 
 
@@ -30,7 +31,8 @@ def test_an_unknown_alias_gets_suggestions(call):
 def test_a_hub_model_without_network_gets_the_commands_that_solve_it(call):
     message = call("example/no-such-model")
     assert "hf download example/no-such-model" in message
-    assert "hf auth login" in message
+    assert "offline" in message
+    assert "hf auth login" not in message
 
 
 def test_an_unsupported_architecture_is_told_which_ones_are(call, tmp_path):
@@ -60,6 +62,13 @@ def test_a_model_or_a_plan_that_is_missing_is_asked_for(sparsekv, tmp_path, argu
     done = sparsekv(*(part.format(tmp=tmp_path) for part in arguments))
     assert (done.code, done.out) == (2, "")
     assert asked.format(tmp=tmp_path) in done.err
+
+
+@pytest.mark.parametrize("name", ["", "model.gguf"])
+def test_the_plan_beside_a_gguf_file_is_its_plan(tmp_path, name):
+    (tmp_path / "model.gguf").touch()
+    write_plan(small_plan(), tmp_path / "sparsekv.yaml")
+    assert Subject.named(str(tmp_path / name), None, None).path == tmp_path / "sparsekv.yaml"
 
 
 def test_run_without_a_plan_says_how_to_make_one(sparsekv, tmp_path):

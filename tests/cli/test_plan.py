@@ -6,16 +6,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from model_folders import save_model
 from tiny_models import tiny_model
 
+from sparsekv.cli.arguments import Subject
+from sparsekv.planner.verify import Verification
 from sparsekv.plans.files import load_plan
+from sparsekv.plans.schema import Measurement, Quality
 
 TASK = ("--tasks", "kv_retrieval")
 LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
 FAST = ("--lengths", "1k", "--no-crossover", *TASK, "--samples", 1)
+PROVEN = Verification(Quality(both=Measurement(lengths=(1024,), density=0.5)), True, True, (), {})
 OLDER = "kind: sparsekv.plan\n"
 KEYS = {"path", "status", "prefill_density", "predicted_speedup", "filter_layers", "quality", "seconds"}
 
@@ -58,7 +63,20 @@ def test_a_plan_is_measured_and_written_and_described(sparsekv, model, measured,
     assert "undecided" in done.err
     assert load_plan(out).status == done.data["status"] == "unverified"
     assert 0 < done.data["prefill_density"] < 1
-    assert done.data["quality"]["both"]["tasks"]["kv_retrieval"]["samples"] == 1
+    assert done.data["quality"]["prefill"]["tasks"]["kv_retrieval"]["samples"] == 1
+
+
+def test_the_seconds_that_are_told_count_loading(sparsekv, model, measured, out, monkeypatch):
+    clock, load = [0.0], Subject.load
+
+    def loading(*arguments):
+        clock[0] += 100
+        return load(*arguments)
+
+    monkeypatch.setattr(Subject, "load", loading)
+    monkeypatch.setattr("sparsekv.cli.plan.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *LOOSE, "--json")
+    assert done.data["seconds"] == 100
 
 
 def test_without_verification_the_plan_says_that_nobody_measured_it(sparsekv, model, measured, out):
@@ -92,13 +110,63 @@ def test_fixed_filter_layers_and_the_budget_reach_the_plan(sparsekv, model, meas
     assert segment.budget.fraction == 0.25
 
 
-def test_a_missed_gate_exits_with_1_and_writes_nothing(sparsekv, model, measured, out):
+def test_a_missed_gate_makes_the_plan_dense_and_says_why(sparsekv, model, priced, out):
     never = ("--only", "decode", "--filter-layers", "0", "--decode-budget", 32, "--max-kl", 0)
-    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, *never, "--json")
-    assert done.code == 1
+    done = sparsekv("plan", model, "-o", out, *FAST, *priced, *never, "--verify-samples", 40)
+    assert done.code == 0, done.err
+    assert "decode at 1k is dense" in done.err
     assert "nats" in done.err
     assert "--filter-layers" in done.err
-    assert done.data["error"]["kind"] == "GateError"
+    assert "nothing in it is sparse" in done.out
+    assert load_plan(out).decode.bucket(1024).dense
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("gate", [(), LOOSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_plan_that_must_be_verified_and_is_not_is_written_and_exits_with_1(
+    sparsekv, model, priced, out, gate, as_json
+):
+    asked = (
+        "--only",
+        "decode",
+        "--filter-layers",
+        "0",
+        "--verify-samples",
+        1 if gate else 90,
+        *gate,
+        "--require-verified",
+    )
+    done = sparsekv("plan", model, "-o", out, *FAST, *priced, *asked, *(["--json"] if as_json else []))
+    assert done.code == 1, done.err
+    assert (f"`sparsekv verify --plan {out} --write --verify-time 1800`" in done.err) == bool(gate)
+    assert "same command" not in done.err
+    assert load_plan(out).status == "unverified"
+    assert load_plan(out).decode.bucket(1024).dense == (not gate)
+    assert list(out.parent.iterdir()) == [out]
+    if as_json:
+        assert done.data.keys() == {*KEYS, "error"}
+        assert done.data["error"]["kind"] == "GateError"
+        assert (done.data["path"], done.data["status"]) == (str(out), "unverified")
+    else:
+        assert "unverified" in done.out
+
+
+def test_a_plan_that_must_be_verified_and_is_exits_with_0(sparsekv, model, measured, out, monkeypatch):
+    from sparsekv.planner import plan as planning
+
+    monkeypatch.setattr(planning, "verify", lambda *_, **__: PROVEN)
+    done = sparsekv("plan", model, "-o", out, *measured, *TASK, "--verify-samples", 1, "--require-verified")
+    assert done.code == 0, done.err
+    assert load_plan(out).status == "verified"
+
+
+def test_a_speedup_out_of_reach_is_an_error_that_does_not_send_back_to_the_same_command(sparsekv, model, priced, out):
+    done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--only", "prefill", "--target-speedup", 1000)
+    assert done.code == 1
+    assert "1000" in done.err
+    assert f"{out}.profile.partial" in done.err
+    assert "same command" not in done.err
     assert not out.exists()
 
 

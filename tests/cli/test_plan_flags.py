@@ -107,6 +107,7 @@ def test_what_the_description_of_a_model_rules_out_needs_no_weights(refused, mod
         ("--profile", "a.profile", "--samples", "2"),
         ("--profile", "a.profile", "--no-verify", "--seed", "0"),  # typed, though it is the default
         ("--no-verify", "--verify-samples", "2"),
+        ("--no-verify", "--require-verified"),
         ("--prompts", "a.txt", "--no-verify", "--seed", "3"),
         ("--no-verify", "--max-accuracy-drop", "1"),
         ("--no-verify", "--prefill-chunk", "512"),

@@ -76,6 +76,17 @@ def test_the_prompt_comes_from_an_option_a_file_or_standard_input(sparsekv, fold
     assert sparsekv("run", folder, "--prompt-file", "-", *FEW).out == expected
 
 
+@pytest.mark.parametrize(("end", "left"), [("", ""), ("\n", ""), ("\r\n", ""), ("\n\n", "\n"), (" ", " ")], ids=repr)
+def test_one_newline_at_the_end_of_a_file_or_of_standard_input_is_no_part_of_the_prompt(tmp_path, stdin, end, left):
+    from sparsekv.cli.prompts import given_prompt
+
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(f"a\nb{end}".encode())
+    stdin(file.read_bytes())
+    assert given_prompt(None, file) == given_prompt(None, None) == f"a\nb{left}"
+    assert given_prompt(f"a{end}", None) == f"a{end}"
+
+
 def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
     read, write = os.pipe()
     os.write(write, PROMPT.encode())
@@ -87,10 +98,10 @@ def test_a_prompt_file_may_be_a_pipe(sparsekv, folder):
 def test_a_prompt_without_end_is_refused(sparsekv, copy, stdin):
     (copy / "model.safetensors").unlink()
     stdin(b"a" * ((64 << 20) + 1))
-    for arguments in (("--prompt-file", "/dev/zero"), ()):
+    for arguments, told in ((("--prompt-file", "/dev/zero"), "a device"), ((), "at most 67,108,864 bytes")):
         done = sparsekv("run", copy, *arguments)
         assert (done.code, done.out) == (2, "")
-        assert "at most 67,108,864 bytes" in done.err
+        assert told in done.err
 
 
 @pytest.mark.parametrize(
@@ -175,6 +186,25 @@ def test_compare_shows_both_and_where_they_part(sparsekv, folder):
     assert data["dense"]["kv_bytes_host"] == 0
     text = sparsekv("run", folder, "--prompt", PROMPT, "--compare", *FEW).out
     assert "prefill density" in text
+    assert "x as fast as dense" in text.splitlines()[-1]
+
+
+def test_compare_says_which_side_runs_and_how_many_tokens_it_has(folder):
+    from progress import Counting
+
+    from sparsekv.cli.chat import Session
+    from sparsekv.runtime.hf.load import load_model
+
+    loaded, progress = load_model(str(folder)), Counting()
+    session = Session(loaded, sparse_plan(loaded.model), max_new_tokens=4, chat=False)
+    answers = session.dense_and_sparse(PROMPT, progress)
+    warm_up, runs = [], []
+    for side in ("dense", "sparse"):
+        warm_up.append(f"{side}: warm-up")
+        runs += [f"{side}: prefill", f"{side}: tokens"]
+    assert progress.stages == warm_up + runs
+    assert progress.done == sum(answer.generation.new_tokens for answer in answers)
+    assert progress.total == 2 * 4
 
 
 def test_compare_finds_no_difference_where_the_plan_computes_everything(sparsekv, copy):
@@ -272,6 +302,24 @@ def test_at_a_terminal_a_line_that_is_no_text_is_told_and_asked_for_again(sparse
     assert done.code == 0
     assert done.err.count("error: expected") == 2
     assert "100 tokens in" in done.err
+
+
+@pytest.mark.parametrize(
+    ("answer", "stuck"), [([7] * 40, True), ([1, 2] * 20, True), ([7] * 8, False), ([*range(40)], False)]
+)
+def test_an_answer_that_repeats_itself_to_its_end_is_told_apart(answer, stuck):
+    from sparsekv.cli.chat import Answer
+    from sparsekv.runtime.hf.generate import Generation
+
+    assert Answer(Generation("", (*range(100, 110), *answer), 1, 0.0, 0.0), 1.0, 0, 0).is_stuck is stuck
+
+
+def test_turns_of_a_model_without_a_template_are_said_to_be_one_text(sparsekv, folder, tmp_path, stdin):
+    chatty = save_model(tiny_model(context=2048), tmp_path / "chatty", TEMPLATE)
+    for arguments, is_said in (((folder,), True), ((chatty,), False), ((chatty, "--raw"), True)):
+        stdin(b"", terminal=True)
+        done = sparsekv("run", *arguments, "--dense")
+        assert ("chat template" in done.err) is is_said
 
 
 def test_turns_over_one_cache_say_what_one_long_prompt_says(folder):

@@ -280,6 +280,26 @@ def test_a_length_at_which_dense_is_faster_goes_dense() -> None:
     assert not always.dense
 
 
+@pytest.mark.parametrize(
+    ("dense", "found"),
+    [
+        ((4096,), [(4096, True), (8192, False), (16384, False), (None, False)]),
+        ((8192,), [(4096, False), (8192, True), (16384, False), (None, False)]),
+        ((16384,), [(4096, False), (8192, False), (None, True)]),
+        ((4096, 8192, 16384), [(None, True)]),
+    ],
+)
+@pytest.mark.parametrize("target", [{"target_density": (0.3,) * 3}, {"target_speedup": 2.0}], ids=str)
+def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(target, dense, found) -> None:
+    profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192, 16384)))
+    options = options_for(**target, crossover=False)
+    before, plan = (allocate(profile, made_up_cost(), one) for one in (options, options.but(dense={"prefill": dense})))
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == found
+    for length in (4096, 8192, 16384):
+        assert plan.bucket(length).dense == (length in dense)
+        assert plan.bucket(length).dense or plan.bucket(length) == before.bucket(length)
+
+
 def test_lengths_too_short_to_pay_go_dense_below_the_first_bucket() -> None:
     # An index of each kind costs 1000 us whatever the length. At 4096 tokens a layer takes 8320 us dense and 4280 at a
     # density of 0.51 there, with up to three kinds more than 7000; below, dense is soon faster.

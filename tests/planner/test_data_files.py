@@ -111,7 +111,7 @@ def test_a_small_file_that_unpacks_to_more_than_a_profile_may_hold_is_refused_wi
 
 
 def test_a_device_that_never_ends_is_no_profile() -> None:
-    with pytest.raises(PlanError, match="/dev/zero"):
+    with pytest.raises(UsageError, match="/dev/zero"):
         read_measured(Profile, Path("/dev/zero"))
 
 

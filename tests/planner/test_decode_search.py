@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_folders import save_model
 from planner_models import bare_job, made_up_cost, quick_options
-from planner_profiles import made_up_model, made_up_profile, made_up_reuse
+from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 from progress import Counting
 from pydantic import ValidationError
 
@@ -37,7 +37,7 @@ from sparsekv.runtime.hf.load import LoadedModel
 
 LAYERS, LENGTH = 10, 8192
 MODEL = made_up_model(layers=LAYERS)
-ALWAYS = PlanOptions(crossover=False)
+ALWAYS = options_for(crossover=False)
 QUICK = quick_options(phases=("decode",), verify_samples=0, decode_kl=100.0)
 SETTLED = settle(QUICK, 4096, "cpu")
 EFFORT = Effort(prompts=3, steps=4, trials=8)
@@ -356,7 +356,7 @@ def test_a_length_at_which_no_trial_passed_is_dense() -> None:
 def test_the_cheapest_trial_on_a_device_where_choosing_is_dear_chooses_less_often() -> None:
     often = trial(segment(0, (1, 2, 3)), segment(4, (5, 6, 7)), segment(8, (9,)), bound=0.001)
     once = trial(segment(0, (1, 2, 3, 4, 5, 6)), bound=0.001)
-    device = PlanOptions()
+    device = options_for()
     assert chosen(tried(often, once), options=device).bucket(LENGTH).segments == often.segments
     dear = chosen(tried(often, once), options=device, decode_choose=Line(prices=(12.0, 0.0)))
     assert dear.bucket(LENGTH).segments == once.segments
@@ -369,7 +369,7 @@ def test_a_layer_chooses_for_itself_where_a_pass_over_the_keys_is_cheaper_than_d
         (Line(prices=(0.0, 0.0006)), own.segments),  # dense takes 0.001 a token, sparse as much for a tenth of them
         (Line(prices=(3.0, 0.001)), other.segments),
     ):
-        plan = chosen(tried(own, other), options=PlanOptions(), decode_choose_alone=line)
+        plan = chosen(tried(own, other), options=options_for(), decode_choose_alone=line)
         assert plan.bucket(LENGTH).segments == segments
     assert chosen(tried(own, other)).bucket(LENGTH).segments == own.segments  # fewer tokens, whatever they cost
 

@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 from planner_models import made_up_cost
-from planner_profiles import made_up_model, made_up_profile, made_up_reuse
+from planner_profiles import made_up_model, made_up_profile, made_up_reuse, options_for
 
 from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import fraction, tokens
 from sparsekv.plans.phases import DecodeBudget, DecodePlan
 
-ALWAYS = PlanOptions(crossover=False)
+ALWAYS = options_for(crossover=False)
 
 
 def profile_of(*kept: np.ndarray, importance: tuple[float, ...] | None = None) -> Profile:
@@ -56,7 +55,7 @@ def test_nothing_is_sparse_when_every_choice_loses_too_much() -> None:
 
 def test_an_unimportant_layer_may_lose_what_an_important_one_may_not() -> None:
     kept = np.full((3, 3), 0.9)
-    options = PlanOptions(crossover=False, decode_loss=0.01)
+    options = options_for(crossover=False, decode_loss=0.01)
     plan = choose_filter_layers(profile_of(kept, importance=(1.0, 0.05, 1.0)), made_up_cost(), options)
     assert segments(plan) == [(0, (1,))]
 
@@ -66,14 +65,14 @@ def test_a_higher_loss_makes_no_fewer_layers_sparse() -> None:
     profile = profile_of(rng.uniform(0.7, 1.0, (12, 12)))
     sparse = [
         sum(len(layers) for _, layers in segments(choose_filter_layers(profile, made_up_cost(), options)))
-        for options in (PlanOptions(crossover=False, decode_loss=loss) for loss in (0.01, 0.03, 0.1, 1.0))
+        for options in (options_for(crossover=False, decode_loss=loss) for loss in (0.01, 0.03, 0.1, 1.0))
     ]
     assert sparse == sorted(sparse)
     assert sparse[-1] == 11
 
 
 def test_fixed_layers_are_taken_as_they_are() -> None:
-    options = PlanOptions(crossover=False, filter_layers=(5, 2))
+    options = options_for(crossover=False, filter_layers=(5, 2))
     assert segments(choose_filter_layers(profile_of(np.zeros((8, 8))), made_up_cost(), options)) == [
         (2, (3, 4)),
         (5, (6, 7)),
@@ -81,7 +80,7 @@ def test_fixed_layers_are_taken_as_they_are() -> None:
 
 
 def test_a_fixed_layer_that_does_not_exist_is_refused() -> None:
-    options = PlanOptions(filter_layers=(2, 7))
+    options = options_for(filter_layers=(2, 7))
     with pytest.raises(UsageError, match="found 7"):
         choose_filter_layers(profile_of(np.ones((8, 8))), made_up_cost(), options)
 
@@ -103,7 +102,7 @@ def test_a_model_of_windows_alone_decodes_densely() -> None:
 
 
 def test_fixed_layers_of_a_model_of_windows_alone_are_refused() -> None:
-    options = PlanOptions(filter_layers=(2,))
+    options = options_for(filter_layers=(2,))
     with pytest.raises(UsageError, match="without such layers"):
         choose_filter_layers(sliding(profile_of(np.ones((4, 4))), *range(4)), made_up_cost(), options)
 
@@ -111,14 +110,14 @@ def test_fixed_layers_of_a_model_of_windows_alone_are_refused() -> None:
 def test_dense_where_it_is_faster_unless_crossover_is_off() -> None:
     slow = made_up_cost(decode_sparse=Line(prices=(1000.0, 1.0)))
     profile = profile_of(np.ones((6, 6)))
-    assert choose_filter_layers(profile, slow, PlanOptions()).bucket(8192).dense
+    assert choose_filter_layers(profile, slow, options_for()).bucket(8192).dense
     assert not choose_filter_layers(profile, slow, ALWAYS).bucket(8192).dense
 
 
 def test_short_contexts_go_dense_below_the_first_bucket() -> None:
     # Choosing costs 5 us a step: it pays where two dense layers take 16 us, not where they take less than five.
     cost = made_up_cost(decode_choose=Line(prices=(5.0, 0.0)))
-    plan = choose_filter_layers(profile_of(np.ones((3, 3))), cost, PlanOptions())
+    plan = choose_filter_layers(profile_of(np.ones((3, 3))), cost, options_for())
     assert plan.lengths[0].dense
     assert 2500 < plan.lengths[0].up_to < 3000
     assert plan.lengths[-1].up_to is None
@@ -141,8 +140,29 @@ def test_a_short_length_that_no_shared_choice_serves_goes_dense_and_costs_the_lo
     assert segments(plan, 16384) == [(0, (1, 2, 3, 4, 5))]
 
 
+@pytest.mark.parametrize(
+    ("dense", "found"),
+    [
+        ((8192,), [(8192, True), (None, False)]),
+        ((16384,), [(8192, False), (16384, True), (None, False)]),
+        ((32768,), [(16384, False), (None, True)]),
+        ((8192, 16384, 32768), [(None, True)]),
+    ],
+)
+@pytest.mark.parametrize("rule", [{}, {"filter_layers": (0,)}, {"offload": True}], ids=str)
+def test_lengths_that_are_to_be_dense_are_and_the_others_stay_as_they_are(rule, dense, found) -> None:
+    profile, options = profile_of(*[np.ones((4, 4))] * 3), options_for(crossover=False, **rule)
+    before, plan = (
+        choose_filter_layers(profile, made_up_cost(), one) for one in (options, options.but(dense={"decode": dense}))
+    )
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == found
+    sparse = {8192, 16384, 32768} - {*dense}
+    assert all(segments(plan, length) == segments(before, length) for length in sparse)
+    assert (plan.offload is not None) == bool(rule.get("offload") and sparse)
+
+
 def test_a_fraction_says_how_many_tokens_it_comes_to_at_most() -> None:
-    options, profile = PlanOptions(crossover=False), profile_of(np.ones((3, 3)), np.ones((3, 3)))
+    options, profile = options_for(crossover=False), profile_of(np.ones((3, 3)), np.ones((3, 3)))
     (segment,) = choose_filter_layers(profile, made_up_cost(), options).bucket(8192).segments
     assert segment.budget == DecodeBudget(fraction=0.1, at_most=1639)
     assert (segment.sink, segment.recent) == (profile.lengths[0].reuse.sink, profile.lengths[0].reuse.recent)
@@ -150,21 +170,21 @@ def test_a_fraction_says_how_many_tokens_it_comes_to_at_most() -> None:
 
 def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> None:
     kept = np.ones((4, 4))  # the smallest budget of the made-up profile keeps half of everything
-    between = PlanOptions(crossover=False, decode_budget=fraction(0.08))
+    between = options_for(crossover=False, decode_budget=fraction(0.08))
     assert choose_filter_layers(profile_of(kept), made_up_cost(), between).bucket(8192).dense
-    larger = PlanOptions(crossover=False, decode_budget=tokens(1000))
+    larger = options_for(crossover=False, decode_budget=tokens(1000))
     plan = choose_filter_layers(profile_of(kept), made_up_cost(), larger)
     assert plan.bucket(8192).segments[0].budget == DecodeBudget(tokens=1000)
 
 
 def test_a_budget_below_all_that_was_profiled_is_refused() -> None:
-    options = PlanOptions(decode_budget=tokens(16))
+    options = options_for(decode_budget=tokens(16))
     with pytest.raises(UsageError, match="at least 410 tokens at 8192"):
         choose_filter_layers(profile_of(np.ones((4, 4))), made_up_cost(), options)
 
 
 def test_offload_takes_the_sparse_layers() -> None:
-    options = PlanOptions(crossover=False, offload=True)
+    options = options_for(crossover=False, offload=True)
     plan = choose_filter_layers(profile_of(*[good(6, (2, range(3, 6)))] * 2), made_up_cost(), options)
     assert plan.offload.layers == (3, 4, 5)
 
@@ -172,7 +192,7 @@ def test_offload_takes_the_sparse_layers() -> None:
 def test_an_offloaded_layer_is_never_dense_at_short_lengths() -> None:
     slow = made_up_cost().model_copy(update={"decode_choose": Line(prices=(1e8, 0.0))})  # choosing never pays
     profile = profile_of(np.ones((4, 4)))
-    assert all(bucket.dense for bucket in choose_filter_layers(profile, slow, PlanOptions()).lengths)
-    offloaded = choose_filter_layers(profile, slow, PlanOptions(offload=True))
+    assert all(bucket.dense for bucket in choose_filter_layers(profile, slow, options_for()).lengths)
+    offloaded = choose_filter_layers(profile, slow, options_for(offload=True))
     assert not any(bucket.dense for bucket in offloaded.lengths)
     assert offloaded.offload.layers == (1, 2, 3)

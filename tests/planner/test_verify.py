@@ -1,4 +1,4 @@
-"""The gate: what counts as missed, which lengths did worst, and how a plan is tightened."""
+"""The gate: what counts as missed, and which lengths did worst."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,11 @@ from planner_profiles import made_up_length, made_up_profile, made_up_reuse
 from tiny_plans import EVERYTHING, decode_plan, every_head, plan_for, segment
 
 from sparsekv.planner.options import Gate, PlanOptions
-from sparsekv.planner.profile.profile_data import DecodeTrial, for_profile
+from sparsekv.planner.profile.profile_data import for_profile
 from sparsekv.planner.settled import settle
-from sparsekv.planner.tighten import tightened
 from sparsekv.planner.verify import content_seed, planned_phases, verify
 from sparsekv.plans.errors import UsageError
-from sparsekv.plans.patterns import AShape, BlockSparse, fraction, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodePlan, PrefillBucket
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.load import LoadedModel
@@ -49,8 +48,9 @@ def test_a_plan_near_dense_is_verified_once_enough_samples_show_it(loaded: Loade
     """On a random model whose answers are never right, so that nothing is said of accuracy."""
     whole = plan_for(loaded.model, every_head(loaded.model, AShape(sink=tokens(64), window=tokens(192))))
     one = whole.prefill.lengths[-1].heads[-1].model_copy(update={"heads": (0,)})
-    sparse = whole.prefill.lengths[-1].model_copy(update={"heads": (one,)})
-    plan = whole.model_copy(update={"prefill": whole.prefill.model_copy(update={"lengths": (sparse,)})})
+    sparse = whole.prefill.lengths[-1].model_copy(update={"heads": (one,), "up_to": 384})
+    buckets = (sparse, PrefillBucket(up_to=None, extrapolated=True, same_as=384))
+    plan = whole.model_copy(update={"prefill": whole.prefill.model_copy(update={"lengths": buckets})})
     found = verify(loaded, plan, options(None, lengths=(384,), verify_time=1e6))
     assert found.conclusive, found.reasons
     assert found.recorded(plan).status == "verified"
@@ -151,12 +151,6 @@ def test_time_ends_drawing(loaded: LoadedModel) -> None:
     assert found.quality.evidence.looks == 1
 
 
-def test_a_length_at_which_decode_missed_makes_prefill_no_denser_there() -> None:
-    stricter = tightened(BASE, PROFILE, {"prefill": (4096,), "decode": (8192,)})
-    assert stricter is not None
-    assert stricter.target_density == (0.26, 0.2)
-
-
 def test_a_plan_without_phases_cannot_be_verified(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="nothing to verify"):
         verify(loaded, plan_for(loaded.model, None), settle(quick_options(lengths=(512,)), 4096, "cpu"))
@@ -175,46 +169,6 @@ PROFILE = made_up_profile(
     made_up_length(4096, np.random.default_rng(0)).model_copy(update={"reuse": made_up_reuse(np.eye(3))}),
     made_up_length(8192, np.random.default_rng(1)).model_copy(update={"reuse": made_up_reuse(np.eye(3))}),
 )
-BASE = PlanOptions().but(lengths=(4096, 8192), target_density=(0.2, 0.2))
-
-
-def test_only_the_lengths_that_missed_get_denser() -> None:
-    stricter = tightened(BASE, PROFILE, {"prefill": (8192,), "both": (8192,)})
-    assert stricter.target_density == (0.2, 0.26)
-    assert stricter.loss_bound == BASE.loss_bound
-
-
-def test_decode_loses_less_first_and_spends_more_at_last() -> None:
-    seen, options = [], BASE
-    while (stricter := tightened(options, PROFILE, {"decode": (8192,)})) is not None:
-        seen.append((stricter.decode_loss, stricter.decode_budget))
-        options = stricter
-    assert seen == [(0.01, fraction(0.1)), (0.005, fraction(0.1)), (0.005, fraction(0.2))]
-
-
-def test_decode_that_was_tried_is_tightened_to_a_trial_that_diverged_half_as_much() -> None:
-    trials = tuple(
-        DecodeTrial(segments=(segment(0, (1, 2), 16),), kl=bound / 2, kl_bound=bound, prompts=4)
-        for bound in (0.0004, 0.0016, 0.1)
-    )
-    longest = PROFILE.lengths[-1].model_copy(update={"trials": trials})
-    tried = PROFILE.model_copy(update={"lengths": (PROFILE.lengths[0], longest)})
-    seen, options = [], BASE
-    while (stricter := tightened(options, tried, {"decode": (8192,)})) is not None:
-        seen.append(stricter.decode_kl)
-        options = stricter
-    assert seen == [0.0008, 0.0002]
-
-
-def test_both_are_tightened_when_only_together_they_missed() -> None:
-    stricter = tightened(BASE, PROFILE, {"both": (4096,)})
-    assert stricter.target_density == (0.26, 0.2)
-    assert stricter.loss_bound < BASE.loss_bound
-
-
-def test_a_density_grows_until_the_next_would_be_dense() -> None:
-    top = BASE.but(target_density=(0.8, 0.8))
-    assert tightened(top, PROFILE, {"prefill": (4096, 8192)}) is None
 
 
 def test_a_profile_brings_its_own_lengths_tile_and_preset() -> None:

@@ -70,7 +70,8 @@ def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "config.json").write_text("{}")
     assert Path(resolve_model("mine/sub").path_or_id) == Path("mine/sub")
-    assert resolve_model("mine/other").path_or_id == "mine/other"
+    with pytest.raises(UsageError, match="found none"):  # at once, and not by the hub
+        resolve_model("mine/other")
 
 
 def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
@@ -87,11 +88,12 @@ def test_a_folder_without_a_model_does_not_hide_an_alias(folder: Path) -> None:
         ("./missing", "missing"),
         ("/missing/folder", "/missing/folder"),
         ("~/missing-folder-of-a-test", "missing-folder-of-a-test"),
-        ("llama3-8", "Did you mean llama3-8b"),
+        ("llama3-8", "did you mean llama3-8b"),
         ("Llama-3.1-8B", "llama3.1-8b"),
         ("qwen", "Aliases: tiny-retriever, llama3-8b"),
         ("zzzz", "Aliases:"),
         ("plan.yaml", "--plan FILE"),
+        ("org/missing.gguf", "GGUF file"),
         ("a/b/c", "hub"),
         ("a b/c", "hub"),
         ("https://huggingface.co/Qwen/Qwen3-8B", "hub"),

@@ -9,6 +9,8 @@ import pytest
 from plans_samples import full_plan, large_plan, model_info, small_plan
 from rich.console import Console
 
+from sparsekv.plans.budget import TileShape
+from sparsekv.plans.phases import PrefillBucket, PrefillPlan
 from sparsekv.plans.schema import Plan
 from sparsekv.plans.show import describe, summary, verdict
 
@@ -79,7 +81,13 @@ def test_heads_of_one_kind_with_other_parameters_in_a_layer_are_all_counted() ->
 
 
 @pytest.mark.parametrize(
-    ("plan", "command"), [(full_plan(), "sparsekv run"), (small_plan(), "sparsekv verify")], ids=["verified", "not"]
+    ("plan", "command"),
+    [
+        (full_plan(), "sparsekv run"),
+        (small_plan(), "sparsekv verify"),
+        (small_plan(prefill=None, decode=None), "sparsekv run"),
+    ],
+    ids=["verified", "not", "dense"],
 )
 def test_the_verdict_names_what_is_gained_the_status_and_the_next_command(plan: Plan, command: str) -> None:
     lines = verdict(plan, "a.yaml")
@@ -87,6 +95,12 @@ def test_the_verdict_names_what_is_gained_the_status_and_the_next_command(plan: 
     assert plan.status in lines[2]
     assert f"{command} --plan a.yaml" in lines[-1]
     assert ("4.00x" in lines[0]) == (plan.cost is not None)
+
+
+def test_longer_prompts_that_go_by_a_dense_bucket_are_dense() -> None:
+    buckets = (PrefillBucket(up_to=2048, dense=True), PrefillBucket(up_to=None, same_as=2048, extrapolated=True))
+    plan = small_plan(prefill=PrefillPlan(tile=TileShape(query=64, key=64), lengths=buckets))
+    assert "dense" in verdict(plan, "a.yaml")[0]
 
 
 def test_absent_phases_are_dense() -> None:

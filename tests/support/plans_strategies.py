@@ -52,6 +52,9 @@ patterns: st.SearchStrategy[Pattern] = st.one_of(
 )
 
 
+TILES = tuple(TileShape(query=query, key=key) for query, key in ((64, 64), (128, 64), (128, 128)))
+
+
 @st.composite
 def bounds(draw: st.DrawFn) -> list[int | None]:
     """Upper bounds of one to four buckets, the last open."""
@@ -78,8 +81,7 @@ def prefill_plans(draw: st.DrawFn) -> PrefillPlan:
         given |= {"heads": draw(head_groups())} if kind == "heads" else {}
         given |= {"same_as": draw(st.sampled_from(own))} if kind == "same_as" else {}
         buckets.append(PrefillBucket(up_to=bound, **given))
-    sides = st.sampled_from([64, 128])
-    return PrefillPlan(tile=TileShape(query=draw(sides), key=draw(sides)), lengths=tuple(buckets))
+    return PrefillPlan(tile=draw(st.sampled_from(TILES)), lengths=tuple(buckets))
 
 
 @st.composite

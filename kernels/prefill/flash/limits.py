@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 import torch
 
-from sparsekv.plans.errors import BackendError
+from sparsekv.plans.errors import BackendError, install_command
 from sparsekv.plans.patterns import TileShape
 
 QUERY_TILE = 128
@@ -26,7 +26,6 @@ _LARGEST_HEAD = 256
 _LARGEST_HEAD_OF_128_KEYS = 128
 _SMALLEST_HEAD = 16  # of the Triton kernel that does the single columns
 _ALIGNED_BYTES = 16
-INSTALL = "pip install 'sparsekv[flash]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def device_obstacle(device: torch.device) -> str | None:
     if major > 11:
         return f"flash-attn-4 has no block lists on compute capability {major}.{minor}"
     if not _installed():
-        return f"the package flash-attn-4 is not installed ({INSTALL})"
+        return f"the package flash-attn-4 is not installed ({install_command('flash')})"
     if find_spec("triton") is None:
         return "single columns need the package triton, which is not installed (pip install triton)"
     return None
@@ -107,7 +106,7 @@ def untested() -> str | None:
         return None
     return (
         f"{found.distribution} {release} was not tested with these block lists, {' and '.join(found.tested)} was "
-        f"({INSTALL}); --backend flash uses it all the same"
+        f"({install_command('flash')}); --backend flash uses it all the same"
     )
 
 

@@ -24,7 +24,6 @@ from sparsekv.planner.cost.predict import (
     step_us,
 )
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
 from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
 from sparsekv.plans.phases import PrefillPlan
@@ -240,7 +239,7 @@ def test_dense_lengths_next_to_each_other_are_one_bucket() -> None:
 def test_a_device_on_which_nothing_pays_gets_a_dense_plan() -> None:
     cost = made_up_cost(prefill_sparse=Line(prices=(1e8, 0.0, 1.0, 1.0)))
     plan = allocate(two_lengths(), cost, options_for(target_density=(0.4, 0.3)))
-    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(16384, True), (None, False)]
+    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(None, True)]
     assert plan.bucket(1 << 20).dense
 
 
@@ -314,7 +313,7 @@ def test_decode_goes_dense_below_its_crossing() -> None:
         LengthProfile(length=length, prompt_tokens=(length,), reuse=made_up_reuse(np.ones((3, 3))))
         for length in (8192, 32768)
     ]
-    plan = choose_filter_layers(made_up_profile(*lengths, model=made_up_model(layers=3)), cost, PlanOptions())
+    plan = choose_filter_layers(made_up_profile(*lengths, model=made_up_model(layers=3)), cost, options_for())
     crossing = plan.lengths[0].up_to
     assert plan.lengths[0].dense
     assert [bucket.dense for bucket in plan.lengths] == [True, False]
@@ -339,7 +338,7 @@ def decode_profile(*lengths: int, layers: int = 3, sliding: tuple[int, ...] = ()
 
 def test_a_layer_with_a_window_of_its_own_costs_what_its_window_holds() -> None:
     profile, cost = decode_profile(8192, layers=4, sliding=(1, 3)), made_up_cost()
-    decode = choose_filter_layers(profile, cost, PlanOptions())
+    decode = choose_filter_layers(profile, cost, options_for())
     assert [(part.filter, part.layers) for part in decode.bucket(8192).segments] == [(0, (2,))]
     (found,) = predict(profile, cost, None, decode).lengths
     attended = 4 + 820 + 128
@@ -367,10 +366,10 @@ def test_a_prefill_with_windowed_layers_is_predicted_over_all_layers(window: int
 
 def test_beyond_the_longest_length_decode_is_dense_where_choosing_outgrows_what_it_saves() -> None:
     cost = made_up_cost(decode_dense=Line(prices=(20.0, 0.001)), decode_choose=Line(prices=(0.0, 0.0025)))
-    plan = choose_filter_layers(decode_profile(8192, context=131072), cost, PlanOptions())
+    plan = choose_filter_layers(decode_profile(8192, context=131072), cost, options_for())
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(256, True), (8192, False), (None, True)]
     # In a shorter context it never comes to that.
-    plan = choose_filter_layers(decode_profile(8192, context=32768), cost, PlanOptions())
+    plan = choose_filter_layers(decode_profile(8192, context=32768), cost, options_for())
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths] == [(256, True), (None, False)]
 
 
@@ -387,7 +386,7 @@ def test_no_decode_step_is_predicted_to_be_slower_than_dense(dense, sparse, choo
     profile = decode_profile(4096, 16384, layers=6, sliding=tuple(sorted(sliding)))
     lines = dict(zip(("decode_dense", "decode_sparse", "decode_choose"), (dense, sparse, choose), strict=True))
     cost = made_up_cost(**{name: Line(prices=prices) for name, prices in lines.items()})
-    plan = choose_filter_layers(profile, cost, PlanOptions(**rule))
+    plan = choose_filter_layers(profile, cost, options_for(**rule))
     for one in (length, 255, 4096, 4097, 16384, 16385, 65536):
         step = step_us(plan.bucket(one).segments, cost, one, profile.model)
         assert step <= dense_step_us(cost, one, profile.model) * (1 + 1e-9), one
@@ -399,7 +398,7 @@ def test_decode_goes_dense_between_two_profiled_lengths() -> None:
     short = LengthProfile(length=8192, prompt_tokens=(8192,), reuse=made_up_reuse(kept))
     long = LengthProfile(length=32768, prompt_tokens=(32768,), reuse=made_up_reuse(kept))
     cost = made_up_cost(decode_sparse=Line(prices=(0.0, 0.001)), decode_choose=Line(prices=(0.0, 0.0)))
-    options = PlanOptions(decode_budget=tokens(8192 - 200))
+    options = options_for(decode_budget=tokens(8192 - 200))
     plan = choose_filter_layers(made_up_profile(short, long, model=made_up_model(layers=3)), cost, options)
     assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths][-1] == (None, False)
     assert plan.lengths[0].dense

@@ -9,14 +9,13 @@ from sparsekv.planner.cost.device_cost import DeviceCost, Line
 from sparsekv.planner.cost.predict import predict
 from sparsekv.planner.cost.remarks import plan_remarks
 from sparsekv.planner.filter_layers import choose_filter_layers
-from sparsekv.planner.options import PlanOptions
 from sparsekv.planner.plan import compile_once
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.planner.settled import settle
+from sparsekv.planner.settled import Settled, settle
 from sparsekv.planner.tighten import tightened_remarks
 
 PREFILL = options_for(target_density=(0.3,), phases=("prefill",))
-DECODE = PlanOptions(phases=("decode",))
+DECODE = options_for(phases=("decode",))
 FREE = made_up_cost()
 SLOW_TILES = made_up_cost(prefill_sparse=Line(prices=(0.0, 0.0, 10.0, 10.0)))
 SLOW_CHOICE = made_up_cost(decode_sparse=Line(prices=(1000.0, 1.0)))
@@ -34,7 +33,7 @@ def decode_profile(*kept: np.ndarray) -> Profile:
     return made_up_profile(*lengths, model=made_up_model(layers=len(kept[0]), context=8192 << len(kept) - 1))
 
 
-def remarks(profile: Profile, cost: DeviceCost, options: PlanOptions) -> tuple[str, ...]:
+def remarks(profile: Profile, cost: DeviceCost, options: Settled) -> tuple[str, ...]:
     found = plan_remarks(compile_once(profile.model, options, profile, cost), options, profile, cost)
     assert not any("\n" in line for line in found)
     return found
@@ -55,7 +54,7 @@ def slower_layer(share: float) -> Profile:
     [(profile_with(), PREFILL), (decode_profile(np.ones((3, 3))), DECODE)],
     ids=["tiles", "steps"],
 )
-def test_a_plan_that_keeps_to_what_was_asked_for_needs_no_remark(profile: Profile, options: PlanOptions) -> None:
+def test_a_plan_that_keeps_to_what_was_asked_for_needs_no_remark(profile: Profile, options: Settled) -> None:
     assert remarks(profile, FREE, options) == ()
 
 
@@ -74,6 +73,7 @@ def test_a_phase_that_runs_dense_is_told_with_the_options_that_change_it(profile
     assert [flag for flag in flags if flag not in line] == []
     sparse = options.but(crossover=False)  # what loses too much stays dense all the same
     assert len(remarks(profile, cost, sparse)) == int("--decode-loss" in flags)
+    assert remarks(profile, cost, options.but(dense={phase: (8192,) for phase in options.phases})) == ()
 
 
 def test_the_density_that_dense_layers_make_is_told_beside_the_target() -> None:
@@ -134,7 +134,7 @@ def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicte
 
 def test_decode_on_the_device_needs_no_price_of_the_host() -> None:
     profile = decode_profile(np.ones((3, 3)))
-    plan = choose_filter_layers(profile, FREE, PlanOptions(crossover=False))
+    plan = choose_filter_layers(profile, FREE, options_for(crossover=False))
     assert len(predict(profile, FREE, None, plan).lengths) == 1
 
 
@@ -146,10 +146,15 @@ def test_a_longer_context_is_told_with_the_lengths_that_plan_it(context: int, le
 
 
 def test_what_was_given_up_to_meet_the_gate_is_told() -> None:
-    asked = settle(PlanOptions(lengths=(4096, 8192), target_density=(0.4, 0.3)), 8192, "cpu")
-    profile = made_up_profile(*(made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192)))
+    asked = settle(options_for(lengths=(4096, 8192), target_density=(0.4, 0.3)), 8192, "cpu")
+    lengths = (made_up_length(n, np.random.default_rng(0)) for n in (4096, 8192))
+    reuse = {"reuse": made_up_reuse(np.eye(3))}
+    profile = made_up_profile(*(length.model_copy(update=reuse) for length in lengths))
     assert tightened_remarks(asked, asked, profile) == ()
     (prefill,) = tightened_remarks(asked, asked.but(target_density=(0.4, 0.45)), profile)
     assert "prefill at 8k is planned for a density of 0.45: with the 0.3 that was asked for" in prefill
     (decode,) = tightened_remarks(asked, asked.but(decode_loss=0.01), profile)
     assert "loss of 0.01 and a budget of 0.1 of the context" in decode
+    denser = asked.but(target_density=(0.4, 0.45), decode_loss=0.01)
+    dense = denser.but(dense={"prefill": (8192,), "decode": (4096, 8192)})
+    assert tightened_remarks(asked, dense, profile) == ()

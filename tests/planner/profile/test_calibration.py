@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from task_tokenizers import tokenizer_named
 
-from sparsekv.planner.options import PlanOptions
+from sparsekv.planner.options import DEFAULT_TASKS, PlanOptions
 from sparsekv.planner.profile.calibration import Calibration, CalibrationPrompt, digest_of, mix_of, task_of_each
 from sparsekv.planner.settled import settle
-from sparsekv.planner.tasks import TASKS
 
 
 def prompts(**options: object) -> tuple[CalibrationPrompt, ...]:
@@ -30,8 +29,8 @@ def test_few_samples_quote_first_and_then_take_turns(solved: tuple[str, ...], sa
 
 
 def test_eight_samples_have_every_task_and_more_have_no_more_quotations() -> None:
-    assert mix_of(tuple(TASKS), 8) == dict.fromkeys(mix_of(tuple(TASKS), 8), 1)
-    assert set(mix_of(tuple(TASKS), 8)) == set(TASKS)
+    assert mix_of(DEFAULT_TASKS, 8) == dict.fromkeys(mix_of(DEFAULT_TASKS, 8), 1)
+    assert set(mix_of(DEFAULT_TASKS, 8)) == set(DEFAULT_TASKS)
     assert mix_of(("quote_text", "quote_code", "perplexity"), 8) == {"quote_text": 1, "quote_code": 1, "perplexity": 6}
     assert mix_of(("quote_text",), 3) == {"quote_text": 3}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from planner_models import TILE, blocky_head, dense_of, local_head, made_up_cost, quick_options, striped_head
-from planner_profiles import made_up_model, made_up_profile
+from planner_profiles import as_settled, made_up_model, made_up_profile
 
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.planner.allocate import allocate
@@ -93,7 +93,7 @@ def damage_by_family(searched: Profile, head: int) -> dict[str, float]:
 
 
 def test_each_planted_head_gets_its_own_pattern(searched: Profile) -> None:
-    bucket = allocate(searched, made_up_cost(), OPTIONS).bucket(LENGTH)
+    bucket = allocate(searched, made_up_cost(), as_settled(OPTIONS)).bucket(LENGTH)
     assert [type(pattern) for pattern in bucket.patterns(0, 3)] == [AShape, VerticalSlash, BlockSparse]
 
 

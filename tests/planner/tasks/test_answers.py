@@ -57,7 +57,7 @@ def test_a_prompt_begins_as_the_tokenizer_lets_every_text_begin(tokenizer: str) 
     begins = list(tokenizer_named(tokenizer)("x")["input_ids"])[:-1]
     assert len(TASKS) > len(RETRIEVAL_TASKS) > 0
     for task in TASKS:
-        prompt = make_sample(TASKS[task], kit_named(tokenizer), 600, 0, 0).prompt_ids.tolist()
+        prompt = make_sample(TASKS[task], kit_named(tokenizer), 640, 0, 0).prompt_ids.tolist()
         special = tokenizer_named(tokenizer).all_special_ids
         assert [token for token in prompt if token in special] == begins * ("metaspace_no" not in tokenizer)
 

@@ -6,7 +6,7 @@ import pytest
 from task_tokenizers import NAMES, kit_named, tokenizer_named
 from transformers import PreTrainedTokenizerFast
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Sample, TaskError, make_sample
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, RULER_TASKS, TASKS, Kit, Sample, TaskError, make_sample
 from sparsekv.planner.tasks.chat_frame import ChatFrame
 from sparsekv.plans.errors import PlanWarning
 
@@ -14,7 +14,7 @@ TEMPLATE = (
     "{{ bos_token }}System: be brief.\n{% for m in messages %}User: {{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}Reply:\n{% endif %}"
 )
-CHATTING = ("quote_text", "quote_code", *RETRIEVAL_TASKS)
+CHATTING = ("quote_text", "quote_code", *RETRIEVAL_TASKS, *RULER_TASKS)
 
 
 def templated(name: str, template: str = TEMPLATE) -> PreTrainedTokenizerFast:

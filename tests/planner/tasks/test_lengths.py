@@ -10,8 +10,8 @@ from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Kit, Request, Split, 
 from sparsekv.planner.tasks.draws import Draws
 from sparsekv.planner.tasks.samples import generator
 
-LENGTHS = (512, 1537, 4096)
-SHORTEST = 400  # holds a question of every task, in single characters too
+LENGTHS = (640, 1537, 4096)
+SHORTEST = 640  # holds a question of every task, in single characters too
 
 
 def draws(seed: int = 0) -> Draws:

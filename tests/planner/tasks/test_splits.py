@@ -100,6 +100,11 @@ def test_samples_stay_the_same_so_that_scores_can_be_compared_over_time() -> Non
         "two_stage": "9b4961cb3a5aa531",
         "variable_tracking": "05385f7bacd650f0",
         "perplexity": "f53d05f6608bc1de",
+        "niah_multivalue": "3744a0000db26a90",
+        "niah_multiquery": "5371da868f5c77e0",
+        "vt": "0ec655f49dd32d2c",
+        "cwe": "5cb57039a1e21030",
+        "fwe": "fc4e69b9562d6342",
     }
 
 

@@ -11,7 +11,7 @@ from tiny_models import ARCHITECTURES, random_tokens, tiny_model
 from tiny_plans import decode_plan, every_head, plan_for, segment
 from transformers import LlamaForCausalLM
 
-from sparsekv.plans.errors import ShapeError, UnsupportedError, UsageError
+from sparsekv.plans.errors import UnsupportedError, UsageError
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.cache import handed_over
@@ -250,13 +250,13 @@ def test_hooks_cleared_under_a_plan_change_nothing(chunking):
         assert torch.equal(model(prompt).logits, expected)
 
 
-def test_a_cache_of_another_dtype_is_refused_and_a_new_one_serves():
+def test_a_cache_goes_on_in_its_own_dtype_when_the_model_has_another():
     model, prompt = tiny_model(), random_tokens(1, 20)
     with torch.no_grad(), apply(model, some_plan(model)):
         cache = model(prompt).past_key_values
         model.to(torch.bfloat16)
-        with pytest.raises(ShapeError):
-            model(prompt[:, :1], past_key_values=cache)
+        assert model(prompt[:, :1], past_key_values=cache).logits.dtype == torch.bfloat16
+        assert cache.layers[0].store.keys.dtype == torch.float32
         assert torch.isfinite(model(prompt).logits).all()
         model.float()
         model(prompt[:, :1], past_key_values=cache)

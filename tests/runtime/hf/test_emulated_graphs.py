@@ -166,3 +166,22 @@ def test_fewer_layers_run_by_themselves_and_leave_the_others_alone(model, captur
         steps(model, token, token[:, :0], cache)
         assert handle.steps.why_not == "only some layers of the model run"
         assert [layer.get_seq_length() for layer in cache.layers] == [32, 31]
+
+
+def test_steps_over_a_cache_of_autocast_are_captured_in_its_dtype_and_none_under_autocast(model, captured):
+    prompt, new, plan = random_tokens(1, 60), random_tokens(1, 4, 1), plan_for(model, None, SPARSE)
+
+    def after_autocast():
+        with torch.autocast("cpu", torch.bfloat16):
+            _, cache = steps(model, prompt, new[:, :1])
+        return steps(model, new[:, 1:2], new[:, 2:], cache)
+
+    with apply(model, plan, backend="cpu"):
+        expected, _ = after_autocast()
+    with apply(model, plan, backend="triton") as handle:
+        steps(model, prompt, new)  # float32: another graph
+        with pytest.warns(GraphWarning, match="autocast"):
+            found, cache = after_autocast()
+        assert (handle.steps.replayed, len(handle.steps._graphs)) == (4 + 3, 2)
+    assert {layer.store.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * expected.abs().max().item())

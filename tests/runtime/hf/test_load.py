@@ -82,7 +82,7 @@ def test_a_source_or_placement_that_is_none_is_refused(folder, source, options: 
 
 def test_without_accelerate_a_device_map_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(UsageError, match=r"pip install 'sparsekv\[spread\]'"):
+    with pytest.raises(UsageError, match=r"pip install '.*\[spread\]'"):
         load_model(folder, device_map="auto")
 
 
@@ -283,8 +283,8 @@ class _Response:
     [
         (GatedRepoError("gated", response=_Response()), "it is gated"),
         (RepositoryNotFoundError("none", response=_Response()), "no such model"),
-        (OfflineModeIsEnabled("offline"), "cannot be reached"),
-        (TimeoutError("slow"), "cannot be reached"),
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
+        (TimeoutError("slow"), "offline: the hub cannot be reached"),
     ],
     ids=["gated", "unknown", "offline", "timeout"],
 )
@@ -292,8 +292,9 @@ def test_a_model_that_cannot_be_had_gives_the_two_commands(monkeypatch, error, r
     answer(monkeypatch, error)
     with pytest.raises(UsageError, match=reason) as refused:
         load_model(HUB_ID)
-    assert "hf auth login" in str(refused.value)
-    assert f"https://huggingface.co/{HUB_ID}" in str(refused.value)
+    has_answered = "offline" not in reason and "OFFLINE" not in reason
+    assert ("hf auth login" in str(refused.value)) == has_answered
+    assert (f"https://huggingface.co/{HUB_ID}" in str(refused.value)) == has_answered
     assert f"hf download {HUB_ID} --local-dir some-model" in str(refused.value)
 
 

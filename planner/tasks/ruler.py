@@ -1,0 +1,276 @@
+"""The tasks of RULER (arXiv 2404.06654, section 3) that need no corpus and are not in retrieval.py, by RULER's names.
+
+Sizes are RULER's where a docstring does not say otherwise; the wording is our own, and no solved example stands in
+front. Where several words are the answer, the question asks for an order and for commas: fed the answer, a model that
+answers as asked picks every token of it, which is how answers are scored here. RULER's string match takes any order and
+gives a share of the score for a share of the words, so that accuracy here is at most RULER's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import pi
+from string import ascii_lowercase, ascii_uppercase
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsekv.planner.tasks.documents import Document, Kit, Request, Unit, build
+from sparsekv.planner.tasks.draws import Draws, Pieces, longest_key, longest_value
+from sparsekv.planner.tasks.text import PieceEncoder, TaskError
+
+_NEEDLES = 4  # values of a key, or keys that are asked for
+_NEEDLE_DIGITS = 7
+_DIGITS = 5
+_NAME = 5  # letters of a variable
+_CODED = 6  # letters of a coded word
+_LONG = 4096  # from here on, words repeat as often as in RULER's full size
+_REPEATS, _FEW_REPEATS = (30, 3), (6, 1)  # of common and of uncommon words
+_ENTRY = 3  # tokens of an entry in a list of words at least: of a number and a key
+_NOISE = " ..."
+_ASKED = 3  # coded words
+_DISTINCT = 53  # words with Zipf counts from which on the counts of ranks 2 to 5 differ
+_WORDS_PER_TOKEN = 50
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class NiahMultivalue:
+    """Four numbers for one key, planted in filler text; the answer is all of them, in the order of the text."""
+
+    name: str = "niah_multivalue"
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`. `statements` counts keys, of which all but the one asked for distract; RULER has one."""
+        keys = draws.keys(request.statements or 1)
+        return build(
+            kit, [_several_values(key, draws.values(_NEEDLES, _NEEDLE_DIGITS)) for key in keys], request, draws
+        )
+
+
+def _several_values(key: Pieces, values: list[str]) -> Unit:
+    return Unit(
+        lines=tuple(("One special number for", *key, " is", value, ".\n") for value in values),
+        question=("What are the special numbers for", *key, ", in the order of the text, separated by commas?"),
+        cue=(" The special numbers for", *key, " are"),
+        answer=_listed([(value,) for value in values]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NiahMultiquery:
+    """Four keys with a number each, planted in filler text; the answer is their numbers, in the question's order."""
+
+    name: str = "niah_multiquery"
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return _longest(encoder, _NEEDLES, longest_value(_NEEDLE_DIGITS))
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`. `statements` counts groups of four keys; RULER has one."""
+        groups = [draws.keys(_NEEDLES) for _ in range(request.statements or 1)]
+        return build(kit, [_several_keys(keys, draws) for keys in groups], request, draws)
+
+
+def _several_keys(keys: list[Pieces], draws: Draws) -> Unit:
+    pairs = list(zip(keys, draws.values(len(keys), _NEEDLE_DIGITS), strict=True))
+    asked = [pairs[i] for i in draws.rng.permutation(len(pairs)).tolist()]
+    names = _listed([key for key, _ in asked])
+    return Unit(
+        lines=tuple(("The special number for", *key, " is", value, ".\n") for key, value in pairs),
+        question=("What are the special numbers for", *names, ", in that order, separated by commas?"),
+        cue=(" The special numbers for", *names, " are"),
+        answer=_listed([(value,) for _, value in asked]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Vt:
+    """Chains of assignments scattered over filler text; the answer is all variables of one, in the order of the text.
+
+    RULER's default has one chain and text of a few sentences that repeat. `variable_tracking` asks to trace a variable
+    back instead.
+
+    Attributes:
+        chains: how many there are at every length; all but one distract.
+        hops: assignments from variable to variable in a chain.
+    """
+
+    name: str = "vt"
+    chains: int = 4
+    hops: int = 4
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return _longest(encoder, self.hops + 1, 1 + _NAME)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`."""
+        count, names = request.statements or self.chains, self.hops + 1
+        variables = _coded(draws, count * names, _NAME, ascii_uppercase)
+        low, high = 10 ** (_DIGITS - 1), 10**_DIGITS
+        values = (low + draws.rng.choice(high - low, count, replace=False)).tolist()
+        units = [_chain(variables[i * names : (i + 1) * names], f" {value}") for i, value in enumerate(values)]
+        return build(kit, units, request, draws)
+
+
+def _chain(variables: list[str], value: str) -> Unit:
+    lines: list[Pieces] = [("VAR", variables[0], " =", value, "\n")]
+    lines += [("VAR", new, " =", " VAR", old, "\n") for old, new in pairwise(variables)]
+    return Unit(
+        lines=tuple(lines),
+        question=("Which variables have the value", value, ", in the order of the text, separated by commas?"),
+        cue=(" The variables with the value", value, " are"),
+        answer=_listed([(variable,) for variable in variables]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cwe:
+    """Common words extraction: a numbered list in which few words stand often and many seldom.
+
+    The answer is the common words, in the order in which they first appear. Words are keys of two words, since few
+    tokenizers and no short list have enough single ones. A common word stands 30 times in the list and an uncommon one
+    3 times; below 4096 tokens, and where that takes more than the length, 6 times and once. Uncommon words fill the
+    list; their number grows with the length.
+
+    Attributes:
+        common: how many words are common.
+        tokens_per_common: at short lengths, where RULER does not go, one common word for so many tokens.
+    """
+
+    name: str = "cwe"
+    common: int = 10
+    tokens_per_common: int = 192
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return _longest(encoder, self._common(length), longest_key(encoder))
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`. There is one question, whatever the request says; `statements` counts common words."""
+        count = request.statements or self._common(request.length)
+        common = draws.keys(count)
+        asked = Unit(
+            lines=(("Words:", "\n"),),
+            question=(
+                f"Which {count} words are the most common above? List them as they first appear, separated by commas.",
+            ),
+            cue=(f" The {count} most common words are",),
+            answer=_listed(common),
+        )
+        room = _room(kit, request, asked)
+        words = [*common, *draws.keys(max(1, room // (_ENTRY * (_REPEATS[1] if request.length >= _LONG else 1))))]
+        repeats = _fitting(kit.encoder, words, count, room, request.length)
+        order = draws.rng.permutation(np.repeat(np.arange(len(repeats)), repeats)).tolist()
+        entries = (piece for i, word in enumerate(order, 1) for piece in (f" {i}.", *words[word]))
+        answer = _listed([words[word] for word in dict.fromkeys(order) if word < count])
+        unit = replace(asked, lines=(("Words:", *entries, "\n"),), answer=answer)
+        return build(kit, [unit], request, draws, scattered=False)
+
+    def _common(self, length: int) -> int:
+        return max(1, min(self.common, length // self.tokens_per_common))
+
+
+def _fitting(encoder: PieceEncoder, words: Sequence[Pieces], common: int, room: int, length: int) -> Counts:
+    """How often each word stands in a list of at most `room` tokens; the last words are left out."""
+    sizes = np.asarray([len(ids) for ids in encoder.encode_all(words)])
+    for often, seldom in (_REPEATS, _FEW_REPEATS)[length < _LONG :]:
+        taken = often * sizes[:common].sum() + seldom * np.cumsum(sizes[common:])
+        entries = often * common + seldom * np.arange(1, len(taken) + 1)
+        possible = max(1, int(np.searchsorted(taken + entries, room, side="right")))  # a number is a token or more
+        numbers = [(f" {i}.",) for i in range(1, entries[possible - 1] + 1)]
+        ends = np.cumsum([len(ids) for ids in encoder.encode_all(numbers)])
+        taken = taken[:possible] + ends[entries[:possible] - 1]
+        fitting = int(np.searchsorted(taken, room, side="right"))
+        if fitting:
+            return np.repeat([often, seldom], [common, fitting])
+    raise _too_short(length + int(taken[0]) - room, "a list of words", length)
+
+
+@dataclass(frozen=True, slots=True)
+class Fwe:
+    """Frequent words extraction: coded words whose frequencies follow Zipf's law with an exponent of 2, and dots.
+
+    The dots take the first rank; the answer is the three words of the next ranks, from the most frequent on. There is a
+    word for every 50 tokens; those whose count comes to less than one are left out.
+    """
+
+    name: str = "fwe"
+
+    def longest_answer(self, encoder: PieceEncoder, length: int) -> int:
+        """See `Task`."""
+        return _longest(encoder, _ASKED, 1 + _CODED)
+
+    def document(self, kit: Kit, request: Request, draws: Draws) -> Document:
+        """See `Task`. There is one question, whatever the request says of questions and statements."""
+        coded = _coded(draws, max(_ASKED + 1, request.length // _WORDS_PER_TOKEN), _CODED, ascii_lowercase)
+        words = [_NOISE, *coded]
+        asked = Unit(
+            lines=(("Coded text:", "\n"),),
+            question=(
+                "Which three coded words are the most frequent above? List them by frequency, separated by commas.",
+            ),
+            cue=(" The three most frequent words are",),
+            answer=_listed([(word,) for word in coded[:_ASKED]]),
+        )
+        total = _most_words(kit.encoder, words, _room(kit, request, asked), request.length)
+        order = draws.rng.permutation(np.repeat(np.arange(len(words)), _zipf(total, len(words)))).tolist()
+        unit = replace(asked, lines=(("Coded text:", *(words[i] for i in order), "\n"),))
+        return build(kit, [unit], request, draws, scattered=False)
+
+
+def _zipf(total: int, ranks: int) -> Counts:
+    """How often the word of each rank stands among so many, rounded down."""
+    return (total * 6 / pi**2 / np.arange(1, ranks + 1) ** 2).astype(np.int64)
+
+
+def _most_words(encoder: PieceEncoder, words: Sequence[str], room: int, length: int) -> int:
+    sizes = np.asarray([len(ids) for ids in encoder.encode_all([(word,) for word in words])])
+
+    def taken(total: int) -> int:
+        return int(_zipf(total, len(words)) @ sizes)
+
+    if taken(_DISTINCT) > room:
+        raise _too_short(length + taken(_DISTINCT) - room, "words that differ in frequency", length)
+    return bisect_right(range(2 * room), room, key=taken) - 1
+
+
+def _room(kit: Kit, request: Request, unit: Unit) -> int:
+    """Tokens that are left for what `unit.lines` are the frame of."""
+    frame = sum(map(len, kit.encoder.encode_all([*unit.lines, unit.question, unit.cue])))
+    answer = len(kit.encoder.encode(unit.answer)) if request.answer_room is None else request.answer_room
+    return request.length - frame - answer
+
+
+def _too_short(least: int, what: str, length: int) -> TaskError:
+    return TaskError(
+        f"expected at least {least} tokens to hold {what} and a question, found {length}; use a longer length"
+    )
+
+
+def _listed(words: Sequence[Pieces]) -> Pieces:
+    first, *others = words
+    return (*first, *(piece for word in others for piece in (",", *word)))
+
+
+def _longest(encoder: PieceEncoder, words: int, longest: int) -> int:
+    return words * longest + (words - 1) * len(encoder.encode([","]))
+
+
+def _coded(draws: Draws, count: int, letters: int, alphabet: str) -> list[str]:
+    """Distinct words of random letters, each with a leading space."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        drawn = draws.rng.integers(0, len(alphabet), (count - len(found), letters)).tolist()
+        found |= {" " + "".join(alphabet[i] for i in word): None for word in drawn}
+    return list(found)
