@@ -137,20 +137,6 @@ def test_a_model_that_changes_is_captured_anew_or_runs_by_itself(model, captured
     assert len([one for one in told if one.category is GraphWarning]) == 1
 
 
-def test_memory_that_runs_out_while_capturing_is_told_and_steps_go_on(model, captured, monkeypatch):
-    def fail(self, *args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(graphs.StepGraph, "capture", fail)
-    prompt, new = random_tokens(1, 60), random_tokens(1, 3, 1)
-    with apply(model, plan_for(model, None, SPARSE), backend="triton") as handle:
-        with pytest.warns(GraphWarning, match="OutOfMemoryError: CUDA out of memory"):
-            found, _ = steps(model, prompt, new)
-        assert (handle.steps.replayed, handle.steps._graphs) == (0, {})
-    alone = expected(model, plan_for(model, None, SPARSE), prompt, new)
-    torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-4)
-
-
 def test_few_graphs_are_kept(model, captured, monkeypatch):
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     with apply(model, plan_for(model), backend="triton") as handle:

@@ -76,18 +76,6 @@ def test_several_turns_give_the_dense_conversation(model):
             assert torch.equal(talk(model, cache=DynamicCache()), dense)
 
 
-def test_a_cache_that_the_caller_made_and_keeps_is_filled_in_place(model):
-    prompt = random_tokens(1, 80)
-    with torch.no_grad():
-        dense = model(prompt).logits[:, -1]
-        with apply(model, full_plan(model)):
-            cache = DynamicCache()
-            model(prompt[:, :50], past_key_values=cache)
-            assert cache.get_seq_length() == 50
-            sparse = model(prompt[:, 50:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(sparse, dense, atol=2e-4, rtol=2e-4)
-
-
 def test_without_a_cache_every_step_is_a_prefill(model):
     prompt = random_tokens(2, 70)
     dense = model.generate(prompt, max_new_tokens=3, do_sample=False)

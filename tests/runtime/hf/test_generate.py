@@ -140,12 +140,6 @@ def test_a_chunk_too_small_to_be_sensible_is_refused(loaded, prompt):
         generate_stream(loaded, prompt, chunk=1)
 
 
-def test_no_piece_of_a_chunked_prompt_is_a_decode_step(loaded, prompt):
-    with apply(loaded.model, plan_for(loaded.model)) as handle:
-        generate_stream(loaded, prompt[:161], max_new_tokens=1, chunk=16)
-    assert handle.stats().decode_share is None
-
-
 def test_empty_prompts_are_refused(loaded):
     with pytest.raises(PromptError, match="empty"):
         generate_stream(loaded, ())
