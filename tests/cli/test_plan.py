@@ -79,13 +79,6 @@ def test_the_seconds_that_are_told_count_loading(sparsekv, model, measured, out,
     assert done.data["seconds"] == 100
 
 
-def test_without_verification_the_plan_says_that_nobody_measured_it(sparsekv, model, measured, out):
-    done = sparsekv("plan", model, "-o", out, *measured, "--no-verify")
-    assert done.code == 0, done.err
-    assert "unverified" in done.out
-    assert load_plan(out).quality is None
-
-
 def test_the_same_files_give_the_same_bytes_and_replace_what_was_there(sparsekv, model, measured, out):
     out.write_text(OLDER)
     assert sparsekv("plan", model, "-o", out, *measured, "--no-verify").code == 0
@@ -262,13 +255,6 @@ def test_sigterm_while_profiling_leaves_the_profile_so_far(model, out):
     assert str(saved) in told
     assert json.loads(said)["error"]["exit_code"] == 128 + signal.SIGTERM
     assert saved.exists()
-
-
-def test_progress_says_which_of_how_many_stages_is_under_way(sparsekv, model, priced, out):
-    done = sparsekv("plan", model, "-o", out, *FAST, *priced, "--no-verify", "--only", "decode")
-    assert done.code == 0, done.err
-    for stage in ("profile (1 of 3)", "decode trials (2 of 3)", "filter layers (3 of 3)"):
-        assert f"{stage} ..." in done.err
 
 
 @pytest.mark.parametrize("name", ["plan.yaml", "b.profile", "b.cost"])

@@ -77,14 +77,6 @@ def test_the_answer_says_what_its_tokens_say_but_for_digits_that_may_go_on(task:
     assert text[text.index("\n") + 1 :].rstrip("0123456789") == made.answer
 
 
-def test_passages_of_text_read_as_prose_and_passages_of_code_as_code() -> None:
-    def signs(task: str) -> float:
-        text = "".join(sample(task, 2048, index).answer for index in range(8))
-        return sum(text.count(sign) for sign in "()=_[]{}") / len(text)
-
-    assert signs("quote_text") < 0.02 < 0.03 < signs("quote_code")
-
-
 def test_prose_is_told_from_code_line_by_line() -> None:
     lines = {
         "    Return the name of the first file that was found.\n": True,

@@ -135,14 +135,6 @@ def test_a_cache_from_elsewhere_has_every_layer_of_the_model(count: int, found: 
         handle.cache_of([(kv, kv)] * count)
 
 
-def test_an_exception_inside_the_block_restores_the_model():
-    model = tiny_model()
-    before = traces(model)
-    with pytest.raises(ZeroDivisionError), apply(model, some_plan(model)):
-        raise ZeroDivisionError
-    assert traces(model) == before
-
-
 def test_an_exception_while_attaching_restores_the_model(monkeypatch):
     model = tiny_model()
     before = traces(model)
