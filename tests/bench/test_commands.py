@@ -92,6 +92,7 @@ def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(spar
         (("--selector", "median"), "median"),
         (("--selector", "uniform"), "--window"),
         (("--window", "8"), "--window"),
+        (("--selector", "uniform", "--window", 1 << 20), "window"),
         (("--filters", "9"), "9"),
         (("--filters", "1-0"), "--filters"),
         (("--lengths", "64k"), "2048"),

@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from model_folders import save_model, sparse_plan
+from model_folders import save_model
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
@@ -20,19 +19,6 @@ from sparsekv.plans.schema import Cost, Estimate, Prediction
 
 SMALL = ("--tasks", "kv_retrieval,perplexity")
 LOOSE = ("--max-kl", 100, "--min-agreement", 0, "--min-exact", 0)  # of a random model, sparse gives anything
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_model(context=2048)
-    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
-    return folder
-
-
-@pytest.fixture
-def copy(folder, tmp_path) -> Path:
-    return shutil.copytree(folder, tmp_path / "tiny")
 
 
 def test_eval_measures_dense_and_sparse_on_the_same_samples(sparsekv, folder):

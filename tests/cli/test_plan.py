@@ -26,11 +26,6 @@ KEYS = {"path", "status", "prefill_density", "predicted_speedup", "filter_layers
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def measured(model, tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """Options that take what was measured once from files."""
     from sparsekv.cli.main import main

@@ -17,11 +17,6 @@ AGAIN = ("--lengths", "1k", "--only", "prefill", "--target-density", "0.7", "--n
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a profile, and a cost of a device that is not here, where a tile costs a microsecond."""
     from sparsekv.cli.main import main

@@ -101,10 +101,9 @@ def test_written_data_reads_alike_everywhere(data: dict[str, Any]) -> None:
     assert read_tree(text, "a").data == data
 
 
-@pytest.mark.parametrize("start", range(11))
-def test_truncated_files_are_refused(start: int) -> None:
+def test_truncated_files_are_refused() -> None:
     data = TEXT.encode()
-    found = [plan_or_error(data[:stop], signed=True) for stop in range(start, len(data) - 1, 11)]
+    found = [plan_or_error(data[:stop], signed=True) for stop in range(0, len(data) - 1, 29)]
     assert len(found) > 100
     assert all(isinstance(one, PlanError) for one in found)
 

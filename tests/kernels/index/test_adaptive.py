@@ -3,17 +3,14 @@
 import math
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from index_cases import TILES, Layer, adaptive_, build, layers, make_layer
 from tile_masses import antidiagonal_scores, pooled_scores, visible_tiles
 
-from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import (
     Adaptive,
     Budget,
-    fraction,
     tokens,
 )
 
@@ -24,7 +21,6 @@ often = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 KINDS = ("antidiagonal", "pooled")
-ALL = fraction(1.0)
 CLOSE = 1e-5
 
 
@@ -91,19 +87,6 @@ def test_equal_scores_keep_the_lower_tiles(kind: str) -> None:
     index = build(Layer(layer.patterns, 0.0 * layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, 1.0, None))
     for t in range(10, 16):
         assert index.tiles_BHTW[0, 0, t].tolist() == [0, 1, 2, 3, t - 1, t]
-
-
-def test_a_hot_tile_that_moves_from_row_to_row_is_followed() -> None:
-    code = torch.eye(16)
-    k = code.repeat_interleave(64, 0)
-    hot = torch.tensor([(5 * t) % max(1, t - 1) for t in range(16)])
-    q = 30.0 * code[hot].repeat_interleave(64, 0)
-    for kind in KINDS:
-        pattern = Adaptive(score=kind, mass=0.9, max_tiles=ALL)
-        index = build_index([pattern], q[None, None], k[None, None], Chunk.uniform(1, 0, 1024), TILES[0], scale=1.0)
-        for t in range(16):
-            listed = index.tiles_BHTW[0, 0, t, : index.counts_BHT[0, 0, t]].tolist()
-            assert listed == sorted({0, int(hot[t]), max(0, t - 1), t}), (kind, t)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -57,7 +57,7 @@ def check_rows(index: TileIndex, rows: list[list[list[Row]]], patterns) -> None:
 
 @often
 @given(layers())
-def test_index_is_what_brute_force_says_with_poison_all_around(layer: Layer) -> None:
+def test_index_is_well_formed_and_what_brute_force_says_with_poison_all_around(layer: Layer) -> None:
     rows = brute_rows(layer)
     index = build(layer)
     check_rows(index, rows, layer.patterns)
@@ -69,19 +69,8 @@ def test_index_is_what_brute_force_says_with_poison_all_around(layer: Layer) -> 
     torch.testing.assert_close(computed_tiles(index), expected)
     causal = len(layer.patterns) * layer.chunk.causal_tiles(layer.tile)
     torch.testing.assert_close(density(index, layer.chunk), expected.sum() / causal)
-
-
-@often
-@given(layers())
-def test_index_is_well_formed(layer: Layer) -> None:
-    index = build(layer)
-    width, listed = index.tiles_BHTW.shape[3], ~index.dense_H
-    assert width <= max(1, layer.chunk.key_tiles(layer.tile))
+    assert index.tiles_BHTW.shape[3] <= max(1, layer.chunk.key_tiles(layer.tile))
     assert {x.dtype for x in (index.tiles_BHTW, index.counts_BHT, index.columns_BHC, index.live_BHTN)} == {torch.int32}
-    tiles, counts = index.tiles_BHTW[:, listed], index.counts_BHT[:, listed]
-    assert torch.equal((tiles != NO_TILE).sum(-1, dtype=torch.int32), counts)
-    later, earlier = tiles[..., 1:], tiles[..., :-1]
-    assert ((later > earlier) | (later == NO_TILE)).all()
     columns = index.columns_BHC
     assert ((columns[..., 1:] > columns[..., :-1]) | (columns[..., 1:] == NO_COLUMN)).all()
     assert index.live_BHTN.shape[3] == -(-columns.shape[2] // 32)

@@ -21,7 +21,7 @@ from sparsekv.planner.cost.measure import (
     timed_lengths,
 )
 from sparsekv.planner.cost.predict import causal_tiles, predict
-from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES
+from sparsekv.planner.options import PRESET_FAMILIES
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -46,6 +46,7 @@ def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost)
     )
     assert measured.decode_dense.us(4096) >= measured.decode_dense.us(2048) > 0
     assert measured.decode_choose.us(4096) > 0
+    assert set(measured.index) == set(PRESET_FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,6 @@ def test_what_is_timed_tells_every_price_apart(measured: DeviceCost, what: str, 
     own = [timing.model_copy(update={"us": exact.at(*timing.features)}) for timing in timed]
     assert len(own) >= len(prices)
     assert fit_line(own, what).at(*unseen) == pytest.approx(exact.at(*unseen), rel=0.01)
-
-
-def test_a_family_is_timed_when_asked_for_alone(measured: DeviceCost) -> None:
-    assert set(measured.index) == set(PRESET_FAMILIES)
-    device, dtype = torch.device("cpu"), torch.float32
-    asked = measure_cost(SHAPE, (512,), device=device, dtype=dtype, tile=TILE, families=("block_sparse",))
-    assert set(asked.index) == {*FAMILIES, "block_sparse"}
 
 
 def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(measured: DeviceCost) -> None:

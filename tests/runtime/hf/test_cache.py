@@ -16,11 +16,6 @@ from sparsekv.runtime.hf.cache import SparseLayer
 SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 @pytest.fixture(params=["device", "host"])
 def handle(model, request):
     offload = (1, 2) if request.param == "host" else ()

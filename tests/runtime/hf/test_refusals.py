@@ -28,11 +28,6 @@ from sparsekv.plans.schema import Target
 from sparsekv.runtime.hf.apply import apply
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 @pytest.fixture
 def planned(model):
     with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))):

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from tiny_plans import every_head, plan_for
 
 from sparsekv.plans.errors import PlanWarning
@@ -17,11 +16,6 @@ from sparsekv.runtime.plan_checks import check_target
 CPU = device_name(torch.device("cpu"))
 H200 = Target(device="NVIDIA H200", backend="flash", dtype="bfloat16")
 HERE = Target(device=CPU, backend="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")
