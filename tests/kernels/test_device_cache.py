@@ -20,8 +20,8 @@ A, B = AShape(sink=tokens(64), window=tokens(128)), AShape(sink=tokens(1), windo
 LINES = VerticalSlash(vertical=tokens(20), slash=tokens(12), max_tiles=fraction(0.6))
 BLOCKS = BlockSparse(keep=fraction(0.4))
 LAYERS = {
-    "all lines": (LINES,) * 4,
-    "lines and a_shape": (A, LINES) * 2,
+    "all lines": (LINES,) * 2,
+    "lines and a_shape": (A, LINES),
     "all a_shape": (A,) * 4,
     "one a_shape": (A,),
     "two a_shapes": (A, B, B, A),
