@@ -94,12 +94,3 @@ def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(
     assert "0.584" in done.err
     assert "profile (1 of" not in done.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_calibration_prompts_that_are_too_short_are_told(sparsekv, model, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "%s", "answer": "x"}\n{"prompt": "short", "answer": "x"}\n' % ("ab " * 330))
-    call = ("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--only", "decode", "--no-verify")
-    done = sparsekv(*call, "--prompts", prompts)
-    assert done.code == 0, done.err
-    assert "1 of 2" in done.err
