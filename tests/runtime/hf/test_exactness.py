@@ -46,16 +46,6 @@ def test_greedy_tokens_are_those_of_the_dense_model(model, batch: int, phases: d
     assert handle.stats().decode_share == 1.0
 
 
-@pytest.mark.parametrize("offload", [(), (1, 2)], ids=["device", "host"])
-def test_a_budget_in_tokens_that_covers_the_context_gives_the_tokens_of_the_dense_model(model, offload):
-    prompt = random_tokens(2, 150)
-    dense = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    covering = segment(0, (1, 2), 150, sink=2, recent=NEW - 2)  # just so, up to the last step
-    with apply(model, plan_for(model, None, decode_plan(covering, offload=offload))) as handle:
-        assert torch.equal(model.generate(prompt, max_new_tokens=NEW, do_sample=False), dense)
-    assert handle.stats().decode_share == 1.0
-
-
 def talk(model, cache=None):
     """Three turns, the whole conversation passed each time, as chat programs do."""
     said = random_tokens(1, 70)

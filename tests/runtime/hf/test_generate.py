@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import END, tiny_model, tiny_tokenizer
-from tiny_plans import decode_plan, info_of, plan_for, segment
+from tiny_plans import info_of, plan_for
 from transformers import DynamicCache, GenerationConfig
 
 from sparsekv.plans.errors import PromptError, UsageError
@@ -88,13 +88,6 @@ def test_a_chat_template_that_fails_says_so(template):
     with pytest.raises(PromptError, match=r"chat template.*--raw"):
         encode_prompt(tokenizer, "hello")
     assert encode_prompt(tokenizer, "a", chat=False) == (0,)
-
-
-def test_it_runs_whatever_is_applied(loaded, prompt):
-    with apply(loaded.model, plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), 8)))) as handle:
-        found = generate_stream(loaded, prompt, max_new_tokens=5)
-    assert found.new_tokens == 5
-    assert handle.stats().decode_share < 1
 
 
 def test_a_cache_carries_a_conversation_on(loaded, prompt):

@@ -189,14 +189,6 @@ def test_memory_that_runs_out_while_capturing_is_freed_and_steps_go_on(llama, mo
     assert torch.equal(found, expected)
 
 
-def test_a_selector_with_a_window_is_not_captured(llama):
-    part = segment(0, (1, 2), 60, sink=4, recent=30, selector="uniform", window=4)
-    plan = plan_for(llama, None, decode_plan(part))
-    with apply(llama, plan) as handle, pytest.warns(GraphWarning, match="layer 0"):
-        steps(llama, random_tokens(1, 300).cuda(), random_tokens(1, 5, 1).cuda())
-    assert handle.steps.replayed == 0
-
-
 @pytest.mark.parametrize("rows", [64, 65])
 def test_up_to_64_rows_are_captured(llama, rows):
     with apply(llama, plan_for(llama)) as handle, warnings.catch_warnings():

@@ -31,15 +31,20 @@ def logits_of(model, prompt, chunking, plan=None, **options):
         return model(prompt, **options).logits
 
 
+def check_pieces(model, prompt, cuts, expected_cuts):
+    """The logits of the unmodified model, of pieces as they are counted."""
+    with torch.no_grad():
+        expected = model(prompt).logits
+    assert close(logits_of(model, prompt, CUT), expected)
+    assert cuts == expected_cuts
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_give_the_logits_of_the_unmodified_model(architecture, batch, dtype, cuts):
     model, prompt = tiny_model(architecture, dtype=dtype), random_tokens(batch, 90)
-    with torch.no_grad():
-        expected = model(prompt).logits
-    assert close(logits_of(model, prompt, CUT), expected)
-    assert cuts == [-(-90 // (17 // batch))] * 3
+    check_pieces(model, prompt, cuts, [-(-90 // (17 // batch))] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -168,10 +173,7 @@ def test_what_a_hook_on_a_layer_keeps_is_not_overwritten(where, cuts):
 def test_what_a_hook_on_a_layer_returns_goes_on(cuts):
     model, prompt = tiny_model(), random_tokens(1, 50)
     model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
-    with torch.no_grad():
-        expected = model(prompt).logits
-    assert close(logits_of(model, prompt, CUT), expected)
-    assert cuts == [3, 3]
+    check_pieces(model, prompt, cuts, [3, 3])
 
 
 def test_hidden_states_that_are_asked_for_are_those_of_each_layer(cuts):
@@ -335,19 +337,13 @@ def test_layers_that_compute_something_else_run_whole(monkeypatch, cuts):
         return out * 1.1, weights
 
     monkeypatch.setattr(LlamaAttention, "forward", gated)
-    with torch.no_grad():
-        expected = model(prompt).logits
-    assert close(logits_of(model, prompt, CUT), expected)
-    assert cuts == []
+    check_pieces(model, prompt, cuts, [])
 
 
 def test_layers_with_a_part_more_run_whole(cuts):
     model, prompt = tiny_model(), random_tokens(1, 50)
     model.model.layers[1].self_attn.add_module("gate", torch.nn.Identity())
-    with torch.no_grad():
-        expected = model(prompt).logits
-    assert close(logits_of(model, prompt, CUT), expected)
-    assert cuts == [3, 3]
+    check_pieces(model, prompt, cuts, [3, 3])
 
 
 @pytest.mark.parametrize(("batch", "length", "rows"), [(1, 100, 17), (3, 100, 17), (5, 100, 3), (1, 34, 17), (1, 2, 9)])

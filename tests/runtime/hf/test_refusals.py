@@ -162,11 +162,6 @@ def test_segments_that_do_not_fit_the_model_are_refused_before_anything_is_alloc
     assert model.config._attn_implementation == was
 
 
-def test_a_plan_for_other_weights_only_warns(model):
-    with pytest.warns(PlanWarning, match="other weights"):
-        apply(model, plan_for(tiny_model(seed=1))).close()
-
-
 def test_fields_that_nothing_executes_yet(model):
     kept = Retention(layers=(0,), keep=tokens(64), sink=4, recent=16, score="attention_sum", observe=16)
     two = Target(device="cpu", tensor_parallel=2, backend="cpu", dtype="float32")
@@ -177,13 +172,6 @@ def test_fields_that_nothing_executes_yet(model):
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-
-
-def test_sliding_layers_that_the_plan_does_not_name(model):
-    sliding = tiny_model("qwen2", layer_types=["full_attention", "sliding_attention", "full_attention"], **SLIDING)
-    full = tiny_model("qwen2")
-    with pytest.raises(PlanMismatchError, match=r"\(layers 1\)"):
-        apply(sliding, plan_for(full))
 
 
 def test_a_sliding_filter_layer():
