@@ -85,7 +85,7 @@ def test_decode_follows_the_plan_of_the_folder(sparsekv, folder):
 
 def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(sparsekv, folder):
     call = ("--random-weights", "--lengths", 4096, "--selector", "exponential", "--window", 4, "--batch", 2)
-    done = sparsekv("bench", "decode", folder, *BY_HAND, *call, "--device", "cpu")
+    done = sparsekv("bench", "decode", folder, *BY_HAND, *call, *ONCE)
     assert done.code == 0, done.err
     for said in ("random", "layers 0 choose 32", "2k", "exponential", "4k, batch 2, token: ", "4k, batch 2, attention"):
         assert said in done.out
@@ -97,6 +97,7 @@ def test_decode_by_hand_says_for_people_what_is_random_and_what_the_plan_is(spar
         (("--selector", "median"), "median"),
         (("--selector", "uniform"), "--window"),
         (("--window", "8"), "--window"),
+        (("--selector", "uniform", "--window", 1 << 20), "window"),
         (("--filters", "9"), "9"),
         (("--filters", "1-0"), "--filters"),
         (("--lengths", "64k"), "2k"),
@@ -119,7 +120,7 @@ def test_a_decode_that_cannot_be_timed_is_refused_before_the_model_is_loaded(spa
 
 
 def test_decode_from_host_memory_stands_beside_decode_on_the_device(sparsekv, folder):
-    call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND, "--device", "cpu")
+    call = ("bench", "decode", folder, "--lengths", 256, *BY_HAND, *ONCE)
     done = sparsekv(*call, "--offload", "always", "--random-weights")
     assert done.code == 0, done.err
     for said in ("--offload always", "layers 0 choose 32", "offloaded ms", "ratio", "link GB/s"):

@@ -146,21 +146,6 @@ def test_budgets_that_are_shares_are_bounded_at_the_longest_context_and_hot_sets
     assert plan.decode.offload.hot == tokens(100_000)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"selectors": ("median",)},
-        {"selectors": ("last", "uniform")},
-        {"window": 8},
-        {"selectors": ("uniform",), "window": 1 << 20},
-    ],
-    ids=str,
-)
-def test_selectors_and_windows_that_mean_nothing_are_refused(options):
-    with pytest.raises(UsageError):
-        HandDecode(**options)
-
-
 @pytest.mark.parametrize(("filters", "found"), [((3,), "3"), ((2,), "2"), ((0, 1, 2), "0-2"), ((0, 7), "7")])
 def test_filter_layers_that_are_not_there_or_choose_for_none_are_refused(info, filters, found):
     with pytest.raises(UsageError, match=f"found {found};"):

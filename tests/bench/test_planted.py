@@ -9,7 +9,7 @@ import torch
 
 from sparsekv.bench.kernels import families_of
 from sparsekv.bench.planted import Planted, check_plantable, check_rows, plant, sample_rows
-from sparsekv.bench.structure import FAMILIES, SINK, diffuse_pattern, pattern_for, sizes_for
+from sparsekv.bench.structure import FAMILIES, SINK, pattern_for, sizes_for
 from sparsekv.kernels.backends import prefill_attention
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.reference import mask_of, reference_attention
@@ -166,13 +166,6 @@ def test_a_static_pattern_comes_to_the_density(length, share):
     tile = TileShape()
     pattern = pattern_for(sizes_for("a_shape", length, share, tile), length, share, tile)
     assert density_of(pattern, length, tile, 1) == pytest.approx(share, rel=0.1)
-
-
-@pytest.mark.parametrize("family", ["vertical_slash", "a_shape", "block_sparse"])
-def test_where_attention_is_diffuse_the_budgets_bind(family):
-    assert density_of(diffuse_pattern(family, 4096, 0.3, TILE), 4096, TILE, 32) == pytest.approx(0.3, rel=0.2)
-    with pytest.raises(UsageError):
-        diffuse_pattern("adaptive", 4096, 0.3, TILE)
 
 
 def test_structure_grows_with_density_and_bands_are_never_narrower_than_can_be_planted():

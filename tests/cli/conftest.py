@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,8 +12,32 @@ from typing import Any, TextIO
 
 import pytest
 from command_line import sparsekv as sparsekv
+from model_folders import save_model, sparse_plan
 from progress import CtrlC, During
 from short_filler import short_filler as short_filler
+from tiny_models import tiny_model
+
+from sparsekv.plans.files import write_plan
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model without a plan, which no test writes to."""
+    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same model with a plan beside it, which no test writes to."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("planned") / "tiny")
+    write_plan(sparse_plan(tiny_model(context=2048)), folder / "sparsekv.yaml")
+    return folder
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """That folder, to be changed."""
+    return shutil.copytree(folder, tmp_path / "tiny")
 
 
 @pytest.fixture

@@ -6,13 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from model_folders import save_model
-from tiny_models import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

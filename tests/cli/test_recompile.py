@@ -17,11 +17,6 @@ AGAIN = ("--lengths", "1k", "--only", "prefill", "--target-density", "0.7", "--n
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tiny_model(context=2048), tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a profile, and a cost of a device that is not here, where a tile costs a microsecond."""
     from sparsekv.cli.main import main
@@ -99,12 +94,3 @@ def test_a_density_without_room_for_mandatory_tiles_is_refused_before_profiling(
     assert "0.584" in done.err
     assert "profile (1 of" not in done.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_calibration_prompts_that_are_too_short_are_told(sparsekv, model, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "%s", "answer": "x"}\n{"prompt": "short", "answer": "x"}\n' % ("ab " * 330))
-    call = ("plan", model, "-o", tmp_path / "plan.yaml", "--lengths", "1k", "--only", "decode", "--no-verify")
-    done = sparsekv(*call, "--prompts", prompts)
-    assert done.code == 0, done.err
-    assert "1 of 2" in done.err

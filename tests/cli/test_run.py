@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from itertools import count
-from pathlib import Path
 
 import pytest
 from model_folders import save_model, sparse_plan
@@ -29,20 +28,6 @@ KEYS = {
 PROMPT = "What is the number? " * 40
 FEW = ("--max-new-tokens", 6)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its plan beside it."""
-    model = tiny_model(context=2048)
-    folder = save_model(model, tmp_path_factory.mktemp("models") / "tiny")
-    write_plan(sparse_plan(model), folder / "sparsekv.yaml")
-    return folder
-
-
-@pytest.fixture
-def copy(folder, tmp_path) -> Path:
-    return shutil.copytree(folder, tmp_path / "tiny")
 
 
 def test_a_plan_committed_in_a_model_folder_is_found_and_run(sparsekv, folder):

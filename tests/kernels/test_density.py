@@ -7,7 +7,7 @@ from index_cases import TILES, make_layer
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex, computed_tiles, density
-from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, Dense, TileShape, VerticalSlash, fraction, tokens
+from sparsekv.plans.patterns import Adaptive, AShape, BlockSparse, TileShape, VerticalSlash, fraction, tokens
 
 TILE = TileShape()
 
@@ -18,14 +18,6 @@ def test_a_column_computed_singly_counts_its_share_of_a_tile() -> None:
     nothing = torch.empty(0, dtype=torch.int32)
     index = TileIndex(TILE, nothing, counts, nothing, live, torch.tensor([False]))
     assert computed_tiles(index).tolist() == [[3 + 35 / 128]]
-
-
-def test_dense_heads_have_density_one_in_ragged_chunks_too() -> None:
-    q, k = torch.randn(2, 2, 300, 16), torch.randn(2, 1, 700, 16)
-    chunk = Chunk((400, 3), (700, 200))
-    for tile in (TILE, TileShape(query=128, key=64)):
-        index = build_index([Dense(), Dense()], q, k, chunk, tile, scale=1.0)
-        assert float(density(index, chunk)) == 1.0
 
 
 COVERING = (

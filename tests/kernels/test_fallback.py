@@ -44,18 +44,62 @@ class Calls:
         return f"by {backend}"
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_next_backend_computes_and_the_broken_one_is_not_tried_again(fault: Exception) -> None:
-    calls, keeper = Calls(triton=fault), Fallback("triton")
-    with pytest.warns(BackendWarning, match="triton.*cpu") as caught:
-        assert keeper.run(calls, Q) == "by cpu"
+class Way:
+    """One of the calls that fall back: how it is made, where it runs first and then, and what it is told by."""
+
+    def __init__(self, first: str, then: str, by: str) -> None:
+        self.first, self.then, self.by = first, then, by
+
+    def run(self, keeper: Fallback, calls: Calls) -> str:
+        if self.by == "prefill":
+            return keeper.run(calls, Q)
+        return keeper.build(calls, Q.device) if self.by == "index" else keeper.decode(calls, "triton", Q.device)
+
+
+WAYS = [Way("triton", "cpu", "prefill"), Way("auto", "torch", "index"), Way("triton", "reference", "decode")]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.by)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """On a device on which Triton builds indices."""
+    monkeypatch.setattr(backends, "builds_by_triton", lambda device: True)
+    return request.param
+
+
+def is_given_up(way: Way, fault: Exception) -> bool:
+    """Wrong input is not the backend's fault, and decode needs no less memory elsewhere."""
+    return isinstance(fault, ShapeError) or (way.by == "decode" and isinstance(fault, torch.OutOfMemoryError))
+
+
+@pytest.mark.parametrize(
+    "fault", [*FAULTS, ShapeError("q and k must share batch")], ids=lambda fault: type(fault).__name__
+)
+def test_next_backend_computes_with_one_warning_and_nothing_does_where_the_input_is_wrong(
+    way: Way, fault: Exception
+) -> None:
+    calls, keeper = Calls(**{way.first: fault}), Fallback("triton")
+    if is_given_up(way, fault):
+        with pytest.raises(type(fault)):
+            way.run(keeper, calls)
+        assert (calls.names, keeper.backend) == ([way.first], "triton")
+        return
+    with pytest.warns(BackendWarning, match="torch" if way.by != "prefill" else "triton.*cpu") as caught:
+        assert way.run(keeper, calls) == f"by {way.then}"
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert keeper.run(calls, Q) == "by cpu"
-    assert calls.names == ["triton", "cpu", "cpu"]
-    assert keeper.backend == "cpu"
-    assert type(fault).__name__ in keeper.failed["triton"]
+        assert way.run(keeper, calls) == f"by {way.then}"
+    assert calls.names == [way.first, way.then, way.then]
+    if way.by == "prefill":
+        assert keeper.backend == "cpu"
+        assert type(fault).__name__ in keeper.failed["triton"]
+
+
+def test_nothing_else_builds_indices_where_torch_broke() -> None:
+    calls = Calls(auto=RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Fallback("cpu").build(calls, Q.device)
+    assert calls.names == ["auto"]
 
 
 def test_last_backend_that_takes_the_tensors_raises_what_it_met() -> None:
@@ -63,14 +107,6 @@ def test_last_backend_that_takes_the_tensors_raises_what_it_met() -> None:
     with pytest.warns(BackendWarning), pytest.raises(CompilationError, match="ptxas"):
         keeper.run(calls, Q)
     assert calls.names == ["triton", "cpu"]
-
-
-def test_wrong_input_is_not_the_backends_fault() -> None:
-    calls, keeper = Calls(triton=ShapeError("q and k must share batch")), Fallback("triton")
-    with pytest.raises(ShapeError):
-        keeper.run(calls, Q)
-    assert keeper.backend == "triton"
-    assert calls.names == ["triton"]
 
 
 def test_interrupts_go_through() -> None:
@@ -124,58 +160,6 @@ def test_a_run_survives_a_broken_kernel_with_the_same_answer(monkeypatch: pytest
         model(prompt)
     assert another.backend.name == "cpu"
     assert len(tried) == 2  # another handle tries for itself
-
-
-@pytest.fixture
-def triton_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is one on which Triton builds indices."""
-    monkeypatch.setattr(backends, "builds_by_triton", lambda device: True)
-
-
-@pytest.mark.usefixtures("triton_builds")
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_torch_builds_indices_once_the_device_builders_broke(fault: Exception) -> None:
-    calls, first = Calls(auto=fault), Fallback("triton")
-    with pytest.warns(BackendWarning, match="torch"):
-        assert first.build(calls, Q.device) == "by torch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert first.build(calls, Q.device) == "by torch"
-    assert calls.names == ["auto", "torch", "torch"]
-
-
-def test_nothing_else_builds_indices_where_torch_broke() -> None:
-    calls = Calls(auto=RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        Fallback("cpu").build(calls, Q.device)
-    assert calls.names == ["auto"]
-
-
-@pytest.mark.usefixtures("triton_builds")
-def test_nothing_else_builds_indices_where_the_input_is_wrong() -> None:
-    calls = Calls(auto=ShapeError("one pattern a head"))
-    with pytest.raises(ShapeError):
-        Fallback("triton").build(calls, Q.device)
-    assert calls.names == ["auto"]
-
-
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if not isinstance(fault, torch.OutOfMemoryError)], ids=str)
-def test_torch_computes_decode_once_triton_broke(fault: Exception) -> None:
-    calls, first = Calls(triton=fault), Fallback("triton")
-    with pytest.warns(BackendWarning, match="torch"):
-        assert first.decode(calls, "triton", Q.device) == "by reference"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert first.decode(calls, "triton", Q.device) == "by reference"
-    assert calls.names == ["triton", "reference", "reference"]
-
-
-@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), ShapeError("one query a row")])
-def test_nothing_else_computes_decode_where_memory_or_the_input_is_at_fault(fault: Exception) -> None:
-    calls = Calls(triton=fault)
-    with pytest.raises(type(fault)):
-        Fallback("triton").decode(calls, "triton", Q.device)
-    assert calls.names == ["triton"]
 
 
 def test_a_decode_step_that_torch_begins_again_remembers_its_query_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sparsekv.planner.cost.device_cost import Line
 from sparsekv.planner.cost.predict import decode_share
 from sparsekv.planner.data_files import read_measured
 from sparsekv.planner.decode_candidates import CandidateSpace, anchor_layers
-from sparsekv.planner.decode_search import Effort, Guess, measure_decode, upper_bound
+from sparsekv.planner.decode_search import Effort, measure_decode, upper_bound
 from sparsekv.planner.decode_trials import decode_trials
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.job import job_of, job_of_files
@@ -99,13 +99,6 @@ def test_candidates_are_legal_and_distinct_and_come_from_the_sparsest_on(
         check_legal(one)
 
 
-def test_a_candidate_that_reads_more_is_expected_to_diverge_less(space: CandidateSpace, weights: np.ndarray) -> None:
-    proposed = space.proposed(weights, 0.002)
-    expected = [space.expected(one, weights) for one in proposed]
-    for position, divergence in enumerate(expected):
-        assert all(divergence < 2.0 * other for other in expected[:position])
-
-
 def test_every_neighbour_is_legal_and_one_step_away(space: CandidateSpace) -> None:
     start = (segment(0, (2, 3)), segment(4, (5, 7)), segment(8, (9,)))
     found = space.neighbours(start)
@@ -124,12 +117,6 @@ def test_every_neighbour_is_legal_and_one_step_away(space: CandidateSpace) -> No
     budgets = [[part.budget.fraction for part in one] for one in found]
     assert [0.05, 0.1, 0.1] in budgets
     assert [0.1, 0.1, 0.2] in budgets
-
-
-def test_steps_of_a_budget_that_undo_each_other_lead_back(space: CandidateSpace) -> None:
-    start = (segment(0, (1, 2)),)
-    smaller = next(one for one in space.neighbours(start) if one[0].budget.fraction == 0.0707)
-    assert start in space.neighbours(smaller)
 
 
 def test_no_candidate_exceeds_a_budget_that_was_asked_for(space: CandidateSpace) -> None:
@@ -155,14 +142,6 @@ def test_a_larger_budget_is_expected_to_diverge_less_also_between_and_beyond_the
     space = CandidateSpace(MODEL, LengthProfile(length=LENGTH, prompt_tokens=(LENGTH,), reuse=reuse), PlanOptions())
     expected = [space.expected((segment(0, (3,), share),), np.ones(LAYERS)) for share in (0.025, 0.05, 0.07, 0.1, 0.4)]
     assert expected == pytest.approx([0.32, 0.16, 0.16 * 5 / 7, 0.08, 0.02], rel=0.03)
-
-
-def test_a_guess_is_surer_of_what_it_knows_better() -> None:
-    low, high = Guess(0.001, 0.15, 0.5), Guess(0.004, 0.15, 0.5)
-    assert low.chance(0.002) > 0.99
-    assert high.chance(0.002) < 0.01
-    assert 0.1 < Guess(0.004, 1.0, 0.5).chance(0.002) < 0.5
-    assert Guess(0.002, 0.15, 0.5).chance(0.002) == pytest.approx(0.5)
 
 
 def test_every_dense_layer_may_choose_for_itself_alone_or_with_all_others(space: CandidateSpace) -> None:

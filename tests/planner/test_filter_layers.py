@@ -48,11 +48,6 @@ def test_layers_that_no_choice_serves_stay_dense() -> None:
     assert segments(choose_filter_layers(profile_of(kept), made_up_cost(), ALWAYS)) == [(2, (4, 5, 6))]
 
 
-def test_nothing_is_sparse_when_every_choice_loses_too_much() -> None:
-    plan = choose_filter_layers(profile_of(np.zeros((6, 6))), made_up_cost(), ALWAYS)
-    assert plan.bucket(8192).dense
-
-
 def test_an_unimportant_layer_may_lose_what_an_important_one_may_not() -> None:
     kept = np.full((3, 3), 0.9)
     options = options_for(crossover=False, decode_loss=0.01)
@@ -77,12 +72,6 @@ def test_fixed_layers_are_taken_as_they_are() -> None:
         (2, (3, 4)),
         (5, (6, 7)),
     ]
-
-
-def test_a_fixed_layer_that_does_not_exist_is_refused() -> None:
-    options = options_for(filter_layers=(2, 7))
-    with pytest.raises(UsageError, match="found 7"):
-        choose_filter_layers(profile_of(np.ones((8, 8))), made_up_cost(), options)
 
 
 def sliding(profile: Profile, *layers: int) -> Profile:
@@ -112,15 +101,6 @@ def test_dense_where_it_is_faster_unless_crossover_is_off() -> None:
     profile = profile_of(np.ones((6, 6)))
     assert choose_filter_layers(profile, slow, options_for()).bucket(8192).dense
     assert not choose_filter_layers(profile, slow, ALWAYS).bucket(8192).dense
-
-
-def test_short_contexts_go_dense_below_the_first_bucket() -> None:
-    # Choosing costs 5 us a step: it pays where two dense layers take 16 us, not where they take less than five.
-    cost = made_up_cost(decode_choose=Line(prices=(5.0, 0.0)))
-    plan = choose_filter_layers(profile_of(np.ones((3, 3))), cost, options_for())
-    assert plan.lengths[0].dense
-    assert 2500 < plan.lengths[0].up_to < 3000
-    assert plan.lengths[-1].up_to is None
 
 
 def test_lengths_that_are_sparse_alike_are_one_open_ended_bucket() -> None:
@@ -175,18 +155,6 @@ def test_the_budget_asked_for_is_written_and_its_loss_not_underestimated() -> No
     larger = options_for(crossover=False, decode_budget=tokens(1000))
     plan = choose_filter_layers(profile_of(kept), made_up_cost(), larger)
     assert plan.bucket(8192).segments[0].budget == DecodeBudget(tokens=1000)
-
-
-def test_a_budget_below_all_that_was_profiled_is_refused() -> None:
-    options = options_for(decode_budget=tokens(16))
-    with pytest.raises(UsageError, match="at least 410 tokens at 8192"):
-        choose_filter_layers(profile_of(np.ones((4, 4))), made_up_cost(), options)
-
-
-def test_offload_takes_the_sparse_layers() -> None:
-    options = options_for(crossover=False, offload=True)
-    plan = choose_filter_layers(profile_of(*[good(6, (2, range(3, 6)))] * 2), made_up_cost(), options)
-    assert plan.offload.layers == (3, 4, 5)
 
 
 def test_an_offloaded_layer_is_never_dense_at_short_lengths() -> None:

@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 from planner_models import made_up_cost
 from planner_profiles import as_settled, made_up_length, made_up_profile, made_up_reuse
-from progress import Counting
 
-from sparsekv.planner.job import job_of
 from sparsekv.planner.options import PlanOptions
-from sparsekv.planner.plan import compile_plan
 from sparsekv.planner.profile.profile_data import for_profile, narrowed
 from sparsekv.planner.tighten import after_a_missed_gate
 from sparsekv.plans.errors import UsageError
@@ -81,10 +78,3 @@ def test_only_options_that_kept_a_phase_from_being_stricter_are_named(asked, den
     lines = after_a_missed_gate(as_settled(PlanOptions(**asked)), dense)
     assert len(lines) == int(bool(flags))
     assert all(flag in lines[0] for flag in flags)
-
-
-def test_a_profile_is_checked_before_the_device_is_measured(loaded) -> None:
-    progress, own = Counting(), PREFILL_ONLY.model_copy(update={"model": loaded.info})
-    with pytest.raises(UsageError, match="--only prefill"):
-        compile_plan(job_of(loaded, PlanOptions(), profile=own), progress=progress)
-    assert progress.stages == []

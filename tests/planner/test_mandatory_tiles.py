@@ -3,7 +3,7 @@
 import pytest
 import torch
 from planner_models import bare_job, quick_options
-from progress import Counting, CtrlC
+from progress import CtrlC
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, density
@@ -56,18 +56,6 @@ def test_shorter_prompts_than_the_length_say_count_as_long_as_they_are() -> None
     check_targets({2048: [2048, 2048]}, [target], tile, ALL)
     with pytest.raises(UsageError, match="at 2048 tokens"):
         check_targets({2048: [2048, 1024]}, [target], tile, ALL)
-
-
-def test_a_last_row_that_is_cut_short_costs_block_sparse_a_tile_more() -> None:
-    tile = TileShape(query=128, key=64)
-    assert mandatory_density(1030, tile, "block_sparse") > mandatory_density(1030, tile, "a_shape")
-
-
-def test_no_prompt_runs_when_the_density_is_out_of_reach(loaded: LoadedModel) -> None:
-    progress, options = Counting(), settle(quick_options(target_density=(0.2,)), 4096, "cpu")
-    with pytest.raises(UsageError, match=r"found 0\.2"):
-        profile(bare_job(loaded, options), progress)
-    assert progress.stages == []
 
 
 @pytest.mark.parametrize("change", [{"phases": ("decode",)}, {"target_speedup": 2.0, "target_density": ()}], ids=str)

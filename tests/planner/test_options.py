@@ -195,11 +195,6 @@ def test_verification_takes_its_time_unless_a_number_of_samples_is_asked_for(cha
     assert settle(PlanOptions(**changes), 4096, "cuda").verify_time == seconds
 
 
-def test_a_speedup_alone_settles_what_is_profiled() -> None:
-    settled = settle(PlanOptions(target_speedup=2.0), 32768, "cpu")
-    assert len(settled.target_density) == len(settled.lengths)
-
-
 @pytest.mark.parametrize("tile", [64, 128])
 def test_a_default_density_leaves_room_for_the_tiles_that_every_pattern_computes(tile: int) -> None:
     shape = TileShape(query=tile, key=tile)

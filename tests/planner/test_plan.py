@@ -20,7 +20,6 @@ from sparsekv.planner.profile.profiler import profile
 from sparsekv.planner.settled import settle
 from sparsekv.planner.verify import Verification
 from sparsekv.plans.errors import PlanMismatchError, PromptError, UsageError
-from sparsekv.plans.files import dump_plan
 from sparsekv.plans.patterns import TileShape, tokens
 from sparsekv.plans.schema import Measurement, Plan, Quality
 from sparsekv.runtime.hf.apply import apply
@@ -71,14 +70,6 @@ def test_nothing_but_the_files_asked_for_is_left(planned: planning.PlanResult, f
     assert sorted(path.name for path in folder.iterdir()) == ["cost.json", "profile.json"]
 
 
-def test_two_compiles_from_the_same_files_give_the_same_bytes(loaded: LoadedModel, measured) -> None:
-    profile, cost = measured
-    first, second = (
-        dump_plan(compile_plan(job_of(loaded, OPTIONS, profile=profile, cost=cost)).plan) for _ in range(2)
-    )
-    assert first == second
-
-
 def test_a_plan_from_files_is_the_plan_from_measuring(loaded: LoadedModel, planned, measured) -> None:
     profile, cost = measured
     assert compile_plan(job_of(loaded, OPTIONS, profile=profile, cost=cost)).plan == planned.plan
@@ -90,24 +81,6 @@ def test_the_plan_runs_on_its_model(loaded: LoadedModel, planned: planning.PlanR
         loaded.model.generate(prompt, attention_mask=prompt > 0, max_new_tokens=3, do_sample=False)
         assert handle.stats().prefill_density < 1.0
         assert handle.stats().decode_share < 1.0
-
-
-def test_another_target_compiles_from_the_same_profile(loaded: LoadedModel, measured) -> None:
-    profile, cost = measured
-    lower = quick_options(target_density=(0.56,), verify_samples=0)
-    result = compile_plan(job_of(loaded, lower, profile=profile, cost=cost))
-    assert result.prefill_density <= 0.56
-    assert result.plan.status == "unverified"
-    assert result.plan.quality is None
-
-
-def test_one_phase_is_planned_alone(loaded: LoadedModel, measured) -> None:
-    profile, cost = measured
-    only = quick_options(phases=("decode",), decode_kl=100.0, verify_samples=0)
-    result = compile_plan(job_of(loaded, only, profile=profile, cost=cost))
-    assert result.plan.prefill is None
-    assert result.prefill_density is None
-    assert result.plan.decode.bucket(1024).segments
 
 
 def test_the_default_density_is_planned_where_prompts_have_fewer_tiles_than_their_length(loaded, measured) -> None:
@@ -315,14 +288,12 @@ def test_the_facade_plans_a_loaded_model_and_reports_on_it(loaded: LoadedModel) 
         sparsekv.plan_model(loaded.model)
 
 
-@pytest.mark.parametrize("load", [0.0, 999.0])
 def test_predictions_that_were_measured_beside_other_work_are_said_to_be(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, DeviceCost], load: float
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, measured: tuple[Profile, DeviceCost]
 ) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    options = quick_options(verify_samples=0, phases=("decode",))
-    job = job_of(loaded, options, profile=measured[0])
-    assert any("load 999.0" in line for line in compile_plan(job).remarks) is bool(load)
+    monkeypatch.setattr("os.getloadavg", lambda: (999.0,) * 3)
+    job = job_of(loaded, quick_options(verify_samples=0, phases=("decode",)), profile=measured[0])
+    assert any("load 999.0" in line for line in compile_plan(job).remarks)
 
 
 def test_the_published_preset_plans_with_its_own_tiles_and_target(loaded: LoadedModel) -> None:

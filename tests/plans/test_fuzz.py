@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plans_samples import full_plan, large_plan
-from plans_strategies import damaged_data, damaged_texts, json_objects, plans, texts
+from plans_samples import full_plan
+from plans_strategies import damaged_texts, json_objects, plans, texts
 
 from sparsekv.plans.aliases import resolve_model
 from sparsekv.plans.errors import PlanError, UsageError
 from sparsekv.plans.files import dump_plan, parse_plan, sign
-from sparsekv.plans.schema import Plan, to_data
+from sparsekv.plans.schema import Plan
 from sparsekv.plans.show import describe, summary
 from sparsekv.plans.types import parse_ids
 from sparsekv.plans.yaml_io import read_tree, to_yaml
 
 TEXT = dump_plan(full_plan())
-DATA = to_data(sign(full_plan()))
 
 
 def examples(count: int) -> settings:
@@ -71,14 +69,6 @@ def test_a_damaged_file_never_passes_for_another_plan(text: str) -> None:
     assert isinstance(found, PlanError) or found == sign(full_plan())
 
 
-@examples(600)
-@given(damaged_data(DATA))
-def test_damaged_values_break_nothing(data: Any) -> None:
-    found = plan_or_error(json.dumps(data))
-    if isinstance(found, Plan):
-        assert parse_plan(dump_plan(found)) == sign(found)
-
-
 @examples(150)
 @given(plans)
 def test_any_plan_reads_back(plan: Plan) -> None:
@@ -102,32 +92,20 @@ def test_written_data_reads_alike_everywhere(data: dict[str, Any]) -> None:
     assert read_tree(text, "a").data == data
 
 
-@pytest.mark.parametrize("start", range(11))
-def test_truncated_files_are_refused(start: int) -> None:
+def test_truncated_files_are_refused() -> None:
     data = TEXT.encode()
-    found = [plan_or_error(data[:stop], signed=True) for stop in range(start, len(data) - 1, 11)]
+    found = [plan_or_error(data[:stop], signed=True) for stop in range(0, len(data) - 1, 29)]
     assert len(found) > 100
     assert all(isinstance(one, PlanError) for one in found)
 
 
-def _levels(times: int) -> str:
-    return "\n".join(" " * depth + "a:" for depth in range(times))
-
-
 HUGE: dict[str, Callable[[], str]] = {
-    "open brackets": lambda: "[" * 8_000_000,
-    "open braces": lambda: "{" * 8_000_000,
-    "open lists": lambda: "- " * 4_000_000,
-    "open keys": lambda: "? " * 4_000_000,
-    "deep mappings": lambda: _levels(2_000),
     "one word": lambda: "a" * 8_000_000,
     "quotes": lambda: '"' * 8_000_000,
     "blank lines in text": lambda: "x: '" + "\n" * 8_000_000,
     "a comment": lambda: "#" * 8_000_000,
     "blank lines": lambda: "\n" * 8_000_000,
     "a long number": lambda: "kind: sparsekv.plan\nschema_version: " + "1" * 8_000_000,
-    "a long list": lambda: "kind: sparsekv.plan\nextensions: [" + "1," * 4_000_000,
-    "many keys": lambda: "\n".join(f"k{n}:" for n in range(900_000)),
     "anchors": lambda: "&a " * 2_000_000,
     "tags": lambda: "!" * 8_000_000,
     "directives": lambda: "%" * 8_000_000,
@@ -162,8 +140,3 @@ def test_sets_of_ids_are_read_or_refused(text: str) -> None:
 def test_model_names_are_resolved_or_refused(name: str) -> None:
     with contextlib.suppress(UsageError):
         assert resolve_model(name).path_or_id
-
-
-def test_a_large_plan_reads_back(tmp_path: Path) -> None:
-    plan = large_plan(8, 32, 2)
-    assert parse_plan(dump_plan(plan)) == sign(plan)

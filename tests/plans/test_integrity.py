@@ -9,7 +9,7 @@ from plans_samples import full_plan, small_plan
 
 from sparsekv.plans import files
 from sparsekv.plans.errors import ConflictError, PlanError
-from sparsekv.plans.files import content_digest, dump_plan, load_plan, parse_plan, seal, sign, write_plan
+from sparsekv.plans.files import content_digest, dump_plan, load_plan, parse_plan, seal, write_plan
 
 
 @pytest.fixture
@@ -88,7 +88,3 @@ def test_a_status_raised_by_hand_does_not_survive(tmp_path: Path) -> None:
 def test_the_digest_sees_every_value_but_itself() -> None:
     assert content_digest({"a": 1, "integrity": "x"}) == content_digest({"integrity": "y", "a": 1})
     assert len({content_digest({"a": value}) for value in (1, 1.0, "1", True, None, [1])}) == 6
-
-
-def test_signing_twice_changes_nothing() -> None:
-    assert sign(sign(full_plan())) == sign(full_plan())

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
-from plans_jsonschema import faults
 from plans_samples import small_plan
 from plans_strategies import plans
 
@@ -18,21 +17,25 @@ from sparsekv.plans.files import dump_plan
 from sparsekv.plans.schema import SCHEMA_FILE, Plan, json_schema
 
 SCHEMA = json_schema()
+VALIDATOR = pytest.importorskip(
+    "jsonschema", reason="comes with the extra: pip install 'sparsekv[report]'"
+).Draft202012Validator
 GOLDEN = yaml.safe_load((Path(__file__).parent / "golden" / "v1.yaml").read_text())
 
 
-def problems(data: Any) -> list[str]:
-    return list(faults(data, SCHEMA, SCHEMA))
+def fits(data: Any) -> bool:
+    return bool(VALIDATOR(SCHEMA).is_valid(data))
 
 
 def test_the_golden_file_fits() -> None:
-    assert problems(GOLDEN) == []
+    VALIDATOR.check_schema(SCHEMA)
+    assert fits(GOLDEN)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans)
 def test_any_written_plan_fits(plan: Plan) -> None:
-    assert problems(yaml.safe_load(dump_plan(plan))) == []
+    assert fits(yaml.safe_load(dump_plan(plan)))
 
 
 @pytest.mark.parametrize(
@@ -60,21 +63,15 @@ def test_what_is_visibly_wrong_does_not_fit(path: tuple[str | int, ...], value: 
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
-    assert problems(data)
+    assert not fits(data)
 
 
 @pytest.mark.parametrize("field", ["kind", "schema_version", "status", "model", "integrity"])
 def test_what_every_file_has_is_required(field: str) -> None:
-    assert problems({key: value for key, value in GOLDEN.items() if key != field})
+    assert not fits({key: value for key, value in GOLDEN.items() if key != field})
 
 
 def test_the_schema_is_json_and_names_itself_as_files_do() -> None:
     assert json.loads(json.dumps(SCHEMA))["$id"] == SCHEMA_FILE
     assert f"$schema={SCHEMA_FILE}" in dump_plan(small_plan()).splitlines()[0]
     assert '"#/$defs/AShape"' not in json.dumps(SCHEMA)
-
-
-def test_another_validator_agrees() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    jsonschema.Draft202012Validator(SCHEMA).validate(GOLDEN)

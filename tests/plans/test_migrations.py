@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparsekv.plans.errors import PlanError
-from sparsekv.plans.files import MIGRATIONS, migrate
+from sparsekv.plans.files import migrate
 
 
 def rename(document: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,3 @@ def test_a_version_that_no_step_leads_from_is_refused() -> None:
 def test_a_newer_file_is_refused() -> None:
     with pytest.raises(PlanError, match="expected schema_version 3 or older"):
         migrate({"schema_version": 4}, 3, "a.yaml", {})
-
-
-def test_nothing_is_shipped_that_no_file_needs() -> None:
-    assert dict(MIGRATIONS) == {}

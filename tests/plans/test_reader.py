@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from plans_samples import digest_of, full_plan, large_plan, small_plan
+from plans_samples import full_plan, large_plan
 
 from sparsekv.plans import yaml_io
 from sparsekv.plans.errors import PlanError, UsageError
@@ -34,21 +34,15 @@ EDITS = {
     "unknown pattern": ("block_sparse", "blocks", "heads[2].pattern: expected pattern 'dense', 'a_shape'"),
     "missing pattern": ("pattern: block_sparse, ", "", "heads[2]: expected the field `pattern`, found none"),
     "missing field": ("model_type: example", "remark: example", "model.model_type"),
-    "text for a number": ("last_q: 64", 'last_q: "64"', "heads[1].last_q"),
-    "boolean for a number": ("last_q: 64", "last_q: true", "heads[1].last_q"),
     "octal number": ("last_q: 64", "last_q: 0100", "heads[1].last_q"),
     "number for a mapping": ("{tokens: 600}", "600", "heads[1].slash"),
     "nan budget": ("{tokens: 600}", "{fraction: .nan}", "slash.fraction"),
-    "infinite budget": ("{tokens: 600}", "{fraction: .inf}", "slash.fraction"),
-    "negative budget": ("{tokens: 600}", "{tokens: -1}", "slash.tokens"),
     "both budgets": ("{tokens: 600}", "{tokens: 1, fraction: 0.1}", "slash: expected {tokens: n} or {fraction: x}"),
     "overlap": ('heads: "3", pattern: block', 'heads: "1-3", pattern: block', "heads[2]"),
     "head range": ('"2", pattern: vert', '"9", pattern: vert', "heads: expected heads 0 to 3 of layer 0, found 9"),
     "layer range": ('{layer: 1, heads: "1"', '{layer: 44, heads: "1"', "heads[4].layer: expected layers 0 to 8"),
     "segment range": ('layers: "7", budget', 'layers: "17", budget', "segments[2].layers: expected layers 0 to 8"),
     "short head map": ('{"4": [0, 1]', '{"4": [0]', "segments[1].heads: expected 2 entries"),
-    "bad keep": ("{tokens: 1024}, sink: 4", "{tokens: -5}, sink: 4", "kv_cache[1].keep.tokens: expected greater"),
-    "keep of no kind": ("keep: all", "keep: some", "kv_cache[0].keep"),
     "nan in extensions": ("2.5e-05", ".nan", "extensions.example.org/note: expected JSON data"),
     "duplicate key": ("last_q: 64", "last_q: 64, last_q: 32", "each key once"),
     "anchor": ("{tokens: 600}", "&a {tokens: 600}", "alias"),
@@ -62,24 +56,16 @@ EDITS = {
 }
 
 
-EXACT = [case for case in EDITS if "missing" not in case and "broken" not in case]
-
-
 @pytest.mark.parametrize("case", EDITS, ids=str)
 def test_the_line_and_field_are_named_for(case: str) -> None:
-    before, after, said = EDITS[case]
-    message = refusal(TEXT.replace(before, after, 1))
+    written, instead, said = EDITS[case]
+    message, line = refusal(TEXT.replace(written, instead, 1)), line_of(written)
     assert said in message
     assert message.startswith("a.yaml, line ")
     named = int(message.removeprefix("a.yaml, line ").partition(":")[0])
     # A broken flow is only noticed on the line after; a missing field is reported where its record starts.
-    assert line_of(before) - 5 <= named <= line_of(before) + 1
-
-
-@pytest.mark.parametrize("case", EXACT, ids=str)
-def test_the_exact_line_is_named_for(case: str) -> None:
-    before, after, _ = EDITS[case]
-    assert f"line {line_of(before)}:" in refusal(TEXT.replace(before, after, 1))
+    before, after = (5, 0) if "missing" in case else (0, 1) if "broken" in case else (0, 0)
+    assert line - before <= named <= line + after
 
 
 @pytest.mark.parametrize(
@@ -132,15 +118,10 @@ def test_no_plan_at_all(text: str | bytes, said: str) -> None:
     assert said in refusal(text)
 
 
-@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "{? ", "[{a: "])
+@pytest.mark.parametrize("opening", ["[", "{", "{a: ", "- ", "? ", "{? ", "[{a: "])
 @pytest.mark.parametrize("times", [30, 5_000, 1_000_000])
 def test_deep_nesting_is_refused_before_it_costs_anything(opening: str, times: int) -> None:
     assert "expected" in refusal("kind: sparsekv.plan\nx:\n  " + opening * times)
-
-
-def test_deep_blocks_are_refused() -> None:
-    text = "\n".join(" " * depth + "a:" for depth in range(200))
-    assert "levels of nesting" in refusal(text)
 
 
 FLOODS = {
@@ -202,12 +183,6 @@ def test_a_byte_order_mark_is_no_fault() -> None:
     assert parse_plan(b"\xef\xbb\xbf" + TEXT.encode()) == sign(full_plan())
 
 
-def test_plans_may_come_as_json() -> None:
-    import json
-
-    assert parse_plan(json.dumps(yaml.safe_load(TEXT))) == sign(full_plan())
-
-
 class TestVersion:
     def test_a_newer_schema_says_which_is_read(self) -> None:
         message = refusal(TEXT.replace("schema_version: 1", "schema_version: 2").replace("status:", "state:"))
@@ -219,9 +194,6 @@ class TestVersion:
     def test_no_version_is_refused(self, version: str) -> None:
         assert "from 1 to 1" in refusal(TEXT.replace("schema_version: 1", f"schema_version: {version}"))
 
-    def test_a_missing_version_is_refused(self) -> None:
-        assert "found none" in refusal(TEXT.replace("schema_version: 1\n", ""))
-
 
 class TestIntegrity:
     def test_an_edited_plan_points_at_seal(self) -> None:
@@ -232,33 +204,26 @@ class TestIntegrity:
         assert "found none" in message
         assert "seal" in message
 
-    def test_another_signature_is_refused(self) -> None:
-        text = TEXT[: TEXT.index("integrity:")] + f'integrity: "{digest_of("0")}"\n'
-        assert "changed" in refusal(text)
-
     def test_a_fault_is_told_before_the_signature(self) -> None:
         assert "slash.tokens" in refusal(TEXT.replace("{tokens: 600}", "{tokens: x}"))
 
 
 class TestFiles:
-    def test_no_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="nowhere"):
-            load_plan(tmp_path / "nowhere.yaml")
-
-    def test_a_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="found a folder"):
-            load_plan(tmp_path)
-
-    def test_a_file_used_as_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("x")
-        with pytest.raises(UsageError, match="Not a directory"):
-            load_plan(tmp_path / "file" / "plan.yaml")
-
-    def test_a_name_that_no_file_can_have(self) -> None:
-        with pytest.raises(UsageError, match="null byte"):
-            load_plan("a\0b")
-        with pytest.raises(UsageError, match="long"):
-            load_plan("a" * 5000)
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("nowhere.yaml", "nowhere"),
+            ("", "found a folder"),
+            ("file/plan.yaml", "Not a directory"),
+            ("a\0b", "null byte"),
+            ("a" * 5000, "long"),
+        ],
+        ids=lambda value: ascii(value)[:20],
+    )
+    def test_what_is_no_file_that_can_be_read_is_named(self, tmp_path: Path, name: str, said: str) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(UsageError, match=said):
+            load_plan(f"{tmp_path}/{name}")
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
     def test_no_permission(self, tmp_path: Path) -> None:
@@ -286,12 +251,6 @@ class TestFiles:
         with pytest.raises(ValueError, match="64 x 128"):
             PrefillPlan.model_validate({"tile": {"query": 64, "key": 128}, "lengths": [{"up_to": None, "dense": True}]})
 
-    def test_a_plan_of_a_large_model(self, tmp_path: Path) -> None:
-        path = tmp_path / "plan.yaml"
-        plan = large_plan()
-        path.write_text(dump_plan(plan))
-        assert load_plan(path) == sign(plan)
-
 
 def test_plans_are_read_alike_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(yaml, "CSafeLoader")
@@ -312,7 +271,3 @@ def test_errors_show_no_chain_of_library_errors() -> None:
     with pytest.raises(PlanError) as caught:
         parse_plan(TEXT.replace("last_q: 64", "last_q: x"), "a.yaml")
     assert caught.value.__suppress_context__
-
-
-def test_a_small_plan_reads_back() -> None:
-    assert parse_plan(dump_plan(small_plan())) == sign(small_plan())

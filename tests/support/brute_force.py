@@ -28,6 +28,7 @@ class BruteForce:
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         self._model, self._plan = model, plan
         self._chosen: dict[int, torch.Tensor] = {}  # by filter layer, of the step under way
+        self._queries: dict[int, torch.Tensor] = {}  # all so far, of filter layers that look back, over one cache
 
     def __enter__(self) -> BruteForce:
         self._before = self._model.config._attn_implementation
@@ -43,12 +44,19 @@ class BruteForce:
         scaling: float, sliding_window: int | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         assert mask is None
+        self._remember(module.layer_idx, q_BHSD)
         steps = q_BHSD.shape[2] == 1 < k_BGKD.shape[2]
         mask_of = self._decode_mask if steps else self._prefill_mask
         visible_BHSK = mask_of(module.layer_idx, q_BHSD, k_BGKD, scaling, sliding_window)
         k_BHKD, v_BHKD = (x.repeat_interleave(q_BHSD.shape[1] // x.shape[1], 1) for x in (k_BGKD, v_BGKD))
         scores_BHSK = (q_BHSD @ k_BHKD.mT * scaling).masked_fill(~visible_BHSK, -math.inf)
         return (scores_BHSK.softmax(-1) @ v_BHKD).transpose(1, 2).contiguous(), None
+
+    def _remember(self, layer: int, q_BHSD: torch.Tensor) -> None:
+        plan = self._plan.decode
+        segments = [one for bucket in plan.lengths for one in bucket.segments] if plan else []
+        if any(one.filter == layer and one.selector != "last" for one in segments):
+            self._queries[layer] = torch.cat((self._queries.get(layer, q_BHSD[:, :, :0]), q_BHSD), 2)
 
     def _prefill_mask(
         self, layer: int, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, scale: float, window: int | None
@@ -71,7 +79,7 @@ class BruteForce:
         plan = self._plan.decode
         for segment in plan.bucket(length).segments if plan else ():
             if segment.filter == layer:
-                self._chosen[layer] = choose(segment, q_BH1D, k_BGKD, scale)
+                self._chosen[layer] = choose(segment, self._queries.get(layer, q_BH1D), k_BGKD, scale)
             if layer in segment.layers:
                 visible_BGK = self._chosen[segment.filter]
                 if isinstance(segment.heads, dict):
@@ -80,17 +88,18 @@ class BruteForce:
         return (visible_BGK & in_window_K).repeat_interleave(heads // groups, 1)[:, :, None]
 
 
-def choose(segment: Segment, q_BH1D: torch.Tensor, k_BGKD: torch.Tensor, scale: float) -> torch.Tensor:
-    """The tokens that the layers of a segment attend to, by the newest query of its filter layer: bool [B, G, K]."""
-    assert segment.selector == "last"
+def choose(segment: Segment, q_BHSD: torch.Tensor, k_BGKD: torch.Tensor, scale: float) -> torch.Tensor:
+    """The tokens that the layers of a segment attend to, by the newest queries of its filter layer: bool [B, G, K]."""
     (batch, groups, length, _), budget = k_BGKD.shape, segment.budget.resolve(k_BGKD.shape[2])
     visible_BGK = torch.ones(batch, groups, length, dtype=torch.bool)
     if segment.sink + budget + segment.recent >= length:
         return visible_BGK
-    weights_BHK = (q_BH1D @ k_BGKD.repeat_interleave(q_BH1D.shape[1] // groups, 1).mT * scale).softmax(-1)[:, :, 0]
-    scores_BGK = weights_BHK.unflatten(1, (groups, -1)).amax(2)
-    if segment.heads == "max":
-        scores_BGK = scores_BGK.amax(1, keepdim=True).expand_as(scores_BGK)
+    scores_BGK, k_BHKD = torch.zeros(visible_BGK.shape), k_BGKD.repeat_interleave(q_BHSD.shape[1] // groups, 1)
+    for age in range(1 if segment.selector == "last" else min(segment.window, q_BHSD.shape[2])):
+        logits_BH1K = q_BHSD[:, :, -1 - age, None] @ k_BHKD[:, :, : length - age].mT * scale
+        weights_BGK = logits_BH1K.softmax(-1)[:, :, 0].unflatten(1, (groups, -1)).amax(2)
+        weights_BGK = weights_BGK.amax(1, keepdim=True) if segment.heads == "max" else weights_BGK
+        scores_BGK[:, :, : length - age] += weights_BGK * (0.5**age if segment.selector == "exponential" else 1.0)
     free = range(segment.sink, length - segment.recent)
     visible_BGK[:, :, free.start : free.stop] = False
     for visible_K, scores_K in zip(visible_BGK.flatten(0, 1), scores_BGK.flatten(0, 1).tolist(), strict=True):

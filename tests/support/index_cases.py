@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from masks import AmbiguousScoresError, Row, brute_heads
 
-from sparsekv.kernels.tiles import Chunk
+from sparsekv.kernels.index.build import build_index
+from sparsekv.kernels.tiles import Chunk, TileIndex
 from sparsekv.plans.patterns import (
     Adaptive,
     AShape,
@@ -23,6 +25,7 @@ from sparsekv.plans.patterns import (
     tokens,
 )
 
+PARTS = ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN", "dense_H")
 TILES = (TileShape(query=64, key=64), TileShape(query=128, key=128), TileShape(query=128, key=64))
 
 
@@ -39,6 +42,21 @@ class Layer:
     def to(self, device: str) -> Layer:
         q, k = self.q_BHSD.to(device), self.k_BGKD.to(device)
         return Layer(self.patterns, q, k, self.chunk, self.tile, self.scale, self.window)
+
+
+def build(layer: Layer, **how: Any) -> TileIndex:
+    """All heads by the public call."""
+    place = {"scale": layer.scale, "window": layer.window}
+    return build_index(layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, **place, **how)
+
+
+def differences(found: TileIndex, expected: TileIndex) -> list[str]:
+    """Names of the parts of two indices that are not the same to the last number."""
+    return [name for name in PARTS if not _equal(getattr(found, name), getattr(expected, name))]
+
+
+def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
 
 
 def poisoned(batch: int, tokens_: int, heads: int, size: int, valid: list[int], dtype, seed: int) -> torch.Tensor:

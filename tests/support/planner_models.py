@@ -110,17 +110,3 @@ def blocky_head(
     codes = unit_rows(length // tile, size, generator)
     targets = torch.tensor([int(torch.randint(0, t + 1, (1,), generator=generator)) for t in range(length // tile)])
     return SHARP * codes[targets].repeat_interleave(tile, 0), codes.repeat_interleave(tile, 0)
-
-
-def uneven_head(
-    length: int, size: int, generator: torch.Generator, tile: int = 64, many: int = 8
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every third row tile attends evenly to `many` key tiles, the others to one; others for each (adaptive)."""
-    tiles = length // tile
-    codes, _ = torch.linalg.qr(torch.randn(size, tiles, generator=generator))
-    k_SD = codes.T.repeat_interleave(tile, 0)
-    hot = torch.zeros(tiles, tiles)
-    for row in range(tiles):
-        count = min(row + 1, many if row % 3 == 0 else 1)
-        hot[row, torch.randperm(row + 1, generator=generator)[:count]] = 1.0
-    return SHARP * (hot @ codes.T).repeat_interleave(tile, 0), k_SD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from hypothesis import strategies as st
@@ -40,9 +39,6 @@ json_values = st.recursive(
     max_leaves=12,
 )
 json_objects = st.dictionaries(texts, json_values, max_size=4)
-_ODD = [float("nan"), float("inf"), -float("inf"), -1, 0, 1, 2, 10**18, 1e300, "", "0", "0-3", "0-99999", "1m", [], {}]
-odd_values = json_values | st.sampled_from(_ODD)
-
 patterns: st.SearchStrategy[Pattern] = st.one_of(
     st.builds(Dense),
     st.builds(AShape, sink=budgets, window=budgets),
@@ -191,28 +187,3 @@ def damaged_texts(draw: st.DrawFn, text: str) -> str:
         piece = draw(st.sampled_from(["", text[start:stop] * 2, *TOKENS]) | texts)
         text = text[:start] + piece + text[stop:]
     return text
-
-
-@st.composite
-def damaged_data(draw: st.DrawFn, data: Any) -> Any:
-    """`data` with one to three values anywhere replaced, removed, or given a neighbour."""
-    data = copy.deepcopy(data)
-    for _ in range(draw(st.integers(1, 3))):
-        place = data
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
-            key = draw(st.sampled_from(keys))
-            if isinstance(place[key], dict | list) and draw(st.integers(0, 4)):
-                place = place[key]
-                continue
-            action = draw(st.sampled_from(["replace", "remove", "double"]))
-            if action == "remove":
-                del place[key]
-            elif action == "double" and isinstance(place, list):
-                place.append(copy.deepcopy(place[key]))
-            else:
-                place[key] = draw(odd_values)
-            break
-    return data

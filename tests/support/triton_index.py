@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch
-from index_cases import Layer
+from index_cases import Layer, build
 from poison import poisoned_memory
 
-from sparsekv.kernels.index.build import build_index, empty_index
+from sparsekv.kernels.index.build import empty_index
 from sparsekv.kernels.index.layout import HeadGroup, IndexCall, LineScores
 from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.index.triton.sizes import Pass, Sizes
 from sparsekv.kernels.tiles import TileIndex
 
-PARTS = ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN", "dense_H")
 # So small that tiny prompts take several runs, and every loop more than one turn.
 SMALL = Sizes(
     stats={1: Pass(2, 64, 64, 1), 2: Pass(1, 64, 128, 1), 4: Pass(2, 64, 192, 1)},
@@ -56,32 +53,4 @@ def triton_index(
 
 
 def torch_index(layer: Layer, lines: dict[int, LineScores] | None = None) -> TileIndex:
-    return index_by("torch", layer, lines)
-
-
-def index_by(builder: Any, layer: Layer, lines: dict[int, LineScores] | None = None) -> TileIndex:
-    """All heads by the public call."""
-    return build_index(
-        layer.patterns,
-        layer.q_BHSD,
-        layer.k_BGKD,
-        layer.chunk,
-        layer.tile,
-        scale=layer.scale,
-        window=layer.window,
-        lines=lines,
-        builder=builder,
-    )
-
-
-def differences(found: TileIndex, expected: TileIndex) -> list[str]:
-    """Names of the parts of two indices that are not the same to the last number."""
-    return [name for name in PARTS if not _equal(getattr(found, name), getattr(expected, name))]
-
-
-def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
-
-
-def with_patterns(layer: Layer, *patterns) -> Layer:
-    return replace(layer, patterns=patterns)
+    return build(layer, builder="torch", lines=lines)

@@ -76,12 +76,6 @@ def test_every_task_is_scored_at_every_length_and_shown_on_the_card(finished: Pa
     assert "2 prompts a cell" in card
 
 
-def test_losses_of_every_stage_are_logged(finished: Path) -> None:
-    records = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
-    assert [(record["stage"], record["step"]) for record in records] == [("train-128", 6), ("train-256", 6)]
-    assert all(record["text"]["loss"] > 0 for record in records)
-
-
 def test_other_tasks_are_learned_for_so_many_seconds_and_scored(tool: Tool) -> None:
     lengths = ("--lengths", "128,192", "--seconds", "0.1,0.1")
     assert tool("formats", "--tasks", "other", "--shape", "wide", *lengths, "--eval-samples", "1") == "done"
@@ -118,15 +112,6 @@ def test_a_run_that_is_stopped_after_every_step_makes_the_same_bytes(tool: Tool,
         assert (made / name).read_bytes() == (out_of(finished) / name).read_bytes(), name
 
 
-def test_another_seed_makes_another_model(tool: Tool, finished: Path) -> None:
-    assert tool("other", "--stage", "train-128", "--seed", "1", "--steps", "1,1") == "done"
-    weights = [
-        torch.load(folder / checkpoint.FILE_NAME, weights_only=True)["model"]["model.norm.weight"]
-        for folder in (finished, tool.base / "other")
-    ]
-    assert not torch.equal(*weights)
-
-
 def test_a_finished_run_does_nothing_again(tool: Tool, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in [finished / "tokens.npy", finished / "log.jsonl"]}
     scores = (out_of(finished) / "results.json").read_bytes()
@@ -142,24 +127,6 @@ def test_scores_of_other_weights_are_forgotten(finished: Path, tmp_path: Path) -
     assert load_results(tmp_path) == load_results(out_of(finished)) != {}
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert load_results(tmp_path) == {}
-
-
-def test_a_probe_writes_nothing(tool: Tool, finished: Path) -> None:
-    before = sorted(path.name for path in finished.iterdir()), (finished / checkpoint.FILE_NAME).read_bytes()
-    assert "train-256 step 1" in tool("whole", "--probe-steps", "1")
-    assert (sorted(path.name for path in finished.iterdir()), (finished / checkpoint.FILE_NAME).read_bytes()) == before
-
-
-def test_export_needs_a_trained_model(tool: Tool) -> None:
-    assert tool("untrained", "--stage", "prepare") == "done"
-    with pytest.raises(FileNotFoundError):
-        tool("untrained", "--stage", "export")
-
-
-def test_as_many_durations_as_lengths_are_expected(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tool("nothing", "--seconds", "1,2,3")
-    assert "expected 2" in capsys.readouterr().err
 
 
 def test_an_unknown_stage_is_refused_before_anything_is_made(tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:

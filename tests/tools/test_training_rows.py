@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from reference_model.batches import FIRST_ANSWER, NO_LOSS, TEXT, answer_overhead, document_row, join
+from reference_model.batches import FIRST_ANSWER, NO_LOSS, TEXT, document_row, join
 from task_oracle import is_statement
 from task_tokenizers import kit_named, tokenizer_named
 
@@ -45,16 +45,6 @@ def test_a_context_is_text_but_for_its_statements(task: str, tokenizer: str) -> 
     assert all(is_statement(line) for line in planted.splitlines())
     text = decode(tokenizer, made.context_ids[made.context_is_text])
     assert text in decode(tokenizer, np.tile(kit.filler.ids, 2))
-
-
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_overhead_is_what_a_row_adds_to_its_document(tokenizer: str) -> None:
-    kit = kit_named(tokenizer)
-    for task in RETRIEVAL_TASKS:
-        made = document(kit, task)
-        row = document_row(made, 0, kit)
-        assert len(row.ids) == len(row.kinds) == len(made) + answer_overhead(len(made.queries), kit)
-        assert row.ids[: len(kit.encoder.bos_ids)].tolist() == list(kit.encoder.bos_ids)
 
 
 def test_documents_of_one_row_share_no_key() -> None:

@@ -11,7 +11,6 @@ from sparsekv.kernels import cpu_threads
 from sparsekv.kernels.backends import decode_attention, decode_scores
 from sparsekv.kernels.decode.choose import choose
 from sparsekv.kernels.decode.selection import Scoring
-from sparsekv.kernels.tiles import AttentionOutput
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels run there")
 CASES = [
@@ -37,15 +36,6 @@ def scoring_of(problem: DecodeProblem, lists: int, skip: int = 1) -> Scoring:
     return Scoring(torch.tensor(starts, dtype=torch.int32, device=problem.q_BHQD.device), total + 7, lists)
 
 
-def scored(problem: DecodeProblem, backend: str, lists: int) -> tuple[AttentionOutput, Scoring]:
-    """Attention with scores."""
-    scoring = scoring_of(problem, lists)
-    found = decode_attention(
-        problem.q_BHQD, problem.keys, scale=problem.scale, want_lse=True, scoring=scoring, backend=backend
-    )
-    return found, scoring
-
-
 def expected_scores(problem: DecodeProblem, b: int, lists: int) -> torch.Tensor:
     """[g, length]: the largest softmax weight over the heads of each list."""
     group, length = problem.case.heads // problem.case.kv_heads, problem.case.lengths[b]
@@ -54,25 +44,20 @@ def expected_scores(problem: DecodeProblem, b: int, lists: int) -> torch.Tensor:
     return logits_HS.softmax(1).unflatten(0, (lists, -1)).amax(1)
 
 
-def check_scores(case: DecodeCase, backend: str, device: str = "cpu") -> None:
+def check_scores(case: DecodeCase, backend: str, device: str = "cpu", alone: bool = False) -> None:
+    """With attention, or without it: then values are not looked at."""
     problem = draw(case, device)
-    for lists in {1, case.kv_heads}:
-        found, scoring = scored(problem, backend, lists)
-        assert_close(found, problem)
-        assert found.scores_gT is not None
-        for b, start in enumerate(scoring.starts_B.tolist()):
-            if start >= 0:
-                own = found.scores_gT[:, start : start + case.lengths[b]]
-                torch.testing.assert_close(own, expected_scores(problem, b, lists), rtol=1e-3, atol=1e-7)
-
-
-def check_scores_alone(case: DecodeCase, backend: str, device: str = "cpu") -> None:
-    """Without attention they are the same, and values are not looked at."""
-    problem = draw(case, device)
-    problem.keys.v.fill_(float("nan"))
+    how = {"scale": problem.scale, "backend": backend}
+    if alone:
+        problem.keys.v.fill_(float("nan"))
     for lists in {1, case.kv_heads}:
         scoring = scoring_of(problem, lists)
-        found_gT = decode_scores(problem.q_BHQD, problem.keys, scoring, scale=problem.scale, backend=backend)
+        if alone:
+            found_gT = decode_scores(problem.q_BHQD, problem.keys, scoring, **how)
+        else:
+            found = decode_attention(problem.q_BHQD, problem.keys, want_lse=True, scoring=scoring, **how)
+            assert_close(found, problem)
+            found_gT = found.scores_gT
         assert (found_gT.shape, found_gT.dtype) == ((lists, scoring.tokens), torch.float32)
         for b, start in enumerate(scoring.starts_B.tolist()):
             if start >= 0:
@@ -82,20 +67,11 @@ def check_scores_alone(case: DecodeCase, backend: str, device: str = "cpu") -> N
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
-def test_scores_without_attention_are_the_same_and_read_no_values(case: DecodeCase, backend: str) -> None:
-    check_scores_alone(case, backend)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_gpu_scores_without_attention_are_the_same_and_read_no_values(case: DecodeCase) -> None:
-    check_scores_alone(case, "triton", "cuda")
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=needs_interpreter)])
-def test_scores_are_the_largest_attention_weights(case: DecodeCase, backend: str) -> None:
-    check_scores(case, backend)
+@pytest.mark.parametrize("alone", [False, True], ids=["with attention", "alone"])
+def test_scores_are_the_largest_attention_weights_and_alone_read_no_values(
+    case: DecodeCase, backend: str, alone: bool
+) -> None:
+    check_scores(case, backend, alone=alone)
 
 
 def test_cpu_scores_cover_every_block_of_tokens_with_heads_side_by_side() -> None:
@@ -105,8 +81,9 @@ def test_cpu_scores_cover_every_block_of_tokens_with_heads_side_by_side() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_gpu_scores_are_the_largest_attention_weights(case: DecodeCase) -> None:
-    check_scores(case, "triton", "cuda")
+@pytest.mark.parametrize("alone", [False, True], ids=["with attention", "alone"])
+def test_gpu_scores_are_the_largest_attention_weights_and_alone_read_no_values(case: DecodeCase, alone: bool) -> None:
+    check_scores(case, "triton", "cuda", alone)
 
 
 def by_sorting(scores_gS: torch.Tensor, count: int, sink: int, recent: int) -> torch.Tensor:

@@ -86,12 +86,6 @@ def place_one_by_one(table: SlotTable, tokens: list[int]) -> None:
         table.place(torch.tensor([[[token]]], dtype=torch.int32))
 
 
-def test_a_token_that_was_chosen_often_outlasts_one_that_was_chosen_later() -> None:
-    table = SlotTable(1, 1, 3, CAPACITY, CPU)
-    place_one_by_one(table, [5, 5, 5, 6, 7, 8])
-    assert table.present_BgH.tolist() == [[[5, 8, 7]]]
-
-
 def test_a_token_that_is_chosen_no_more_goes_however_often_it_was() -> None:
     table = SlotTable(1, 1, 2, CAPACITY, CPU)
     place_one_by_one(table, [5] * 500)

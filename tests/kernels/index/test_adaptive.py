@@ -3,25 +3,14 @@
 import math
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
-from index_cases import TILES, Layer, adaptive_, layers, make_layer
-from masks import brute_heads
+from index_cases import TILES, Layer, adaptive_, build, layers, make_layer
 from tile_masses import antidiagonal_scores, pooled_scores, visible_tiles
 
-from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.prefill.cpu import prefill as cpu_prefill
-from sparsekv.kernels.reference import mask_of, reference_attention
-from sparsekv.kernels.tiles import NO_TILE, Chunk, TileIndex
+from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import (
     Adaptive,
-    AShape,
-    BlockSparse,
     Budget,
-    Dense,
-    TileShape,
-    VerticalSlash,
-    fraction,
     tokens,
 )
 
@@ -32,14 +21,7 @@ often = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 KINDS = ("antidiagonal", "pooled")
-ALL = fraction(1.0)
 CLOSE = 1e-5
-
-
-def build(layer: Layer) -> TileIndex:
-    return build_index(
-        layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, scale=layer.scale, window=layer.window
-    )
 
 
 def rows_of(layer: Layer):
@@ -98,43 +80,6 @@ def test_rows_hold_their_mass_with_the_fewest_tiles(layer: Layer) -> None:
     assert checked
 
 
-@pytest.mark.parametrize("window", [None, 40, 200])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mass_of_one_keeps_all_that_a_row_sees(kind: str, window: int | None) -> None:
-    pattern = Adaptive(score=kind, mass=1.0, max_tiles=ALL)
-    layer = make_layer([pattern] * 4, Chunk((0, 130), (700, 600)), TILES[2], kv_heads=2, window=window, spare=5)
-    index, checked = build(layer), 0
-    for b, h, t, first, last in rows_of(layer):
-        seen = visible_tiles(first, last, 64, window)
-        assert index.tiles_BHTW[b, h, t, : index.counts_BHT[b, h, t]].tolist() == seen
-        checked += 1
-    assert checked == 4 * (6 + 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mass", "most"), [(1e-6, ALL), (1.0, tokens(0)), (0.99, tokens(3 * 64))])
-def test_a_tiny_mass_and_the_least_room_leave_the_mandatory_tiles(kind: str, mass: float, most: Budget) -> None:
-    pattern = Adaptive(score=kind, mass=mass, max_tiles=most)
-    layer = make_layer([pattern] * 2, Chunk((0,), (900,)), TILES[0], seed=2)
-    index = build(layer)
-    for t in range(15):
-        assert index.tiles_BHTW[0, 0, t, : index.counts_BHT[0, 0, t]].tolist() == sorted({0, max(0, t - 1), t})
-    assert most is ALL or index.tiles_BHTW.shape[3] == 3
-
-
-def test_more_mass_only_adds_tiles() -> None:
-    masses = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.999, 1.0)
-    for kind in KINDS:
-        layer = make_layer(
-            [Adaptive(score=kind, mass=mass, max_tiles=ALL) for mass in masses], Chunk((0,), (1000,)), TILES[0]
-        )
-        same_q = layer.q_BHSD[:, :1].repeat(1, len(masses), 1, 1)
-        index = build(Layer(layer.patterns, same_q, layer.k_BGKD, layer.chunk, layer.tile, layer.scale, None))
-        mask = mask_of(index, layer.chunk, 1000)
-        assert (mask[:, 1:] | ~mask[:, :-1]).all()
-        assert (mask[:, -1] & ~mask[:, 0]).any()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_scores_keep_the_lower_tiles(kind: str) -> None:
     pattern = Adaptive(score=kind, mass=0.5, max_tiles=tokens(6 * 64))
@@ -142,40 +87,6 @@ def test_equal_scores_keep_the_lower_tiles(kind: str) -> None:
     index = build(Layer(layer.patterns, 0.0 * layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, 1.0, None))
     for t in range(10, 16):
         assert index.tiles_BHTW[0, 0, t].tolist() == [0, 1, 2, 3, t - 1, t]
-
-
-def test_heads_of_both_scores_and_of_other_patterns_share_a_layer() -> None:
-    patterns = [
-        Adaptive(mass=0.5, max_tiles=ALL),
-        BlockSparse(keep=tokens(256)),
-        Adaptive(score="pooled", mass=0.7, max_tiles=tokens(400)),
-        Dense(),
-        VerticalSlash(vertical=tokens(9), slash=tokens(9), max_tiles=tokens(400)),
-        Adaptive(mass=0.9, max_tiles=tokens(256)),
-        AShape(sink=tokens(64), window=tokens(64)),
-        Adaptive(score="pooled", mass=0.2, max_tiles=ALL),
-    ]
-    layer = make_layer(patterns, Chunk((64, 3), (640, 400)), TILES[0], kv_heads=2, seed=5)
-    args = (layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile)
-    rows, index = brute_heads(patterns, *args, scale=layer.scale), build(layer)
-    for b, h, t, *_ in rows_of(layer):
-        if not isinstance(patterns[h], Dense):
-            listed = index.tiles_BHTW[b, h, t, : index.counts_BHT[b, h, t]].tolist()
-            assert listed == sorted(rows[b][h][t].tiles), (b, h, t)
-    assert index.tiles_BHTW.shape[3] <= 10
-
-
-def test_a_hot_tile_that_moves_from_row_to_row_is_followed() -> None:
-    code = torch.eye(16)
-    k = code.repeat_interleave(64, 0)
-    hot = torch.tensor([(5 * t) % max(1, t - 1) for t in range(16)])
-    q = 30.0 * code[hot].repeat_interleave(64, 0)
-    for kind in KINDS:
-        pattern = Adaptive(score=kind, mass=0.9, max_tiles=ALL)
-        index = build_index([pattern], q[None, None], k[None, None], Chunk.uniform(1, 0, 1024), TILES[0], scale=1.0)
-        for t in range(16):
-            listed = index.tiles_BHTW[0, 0, t, : index.counts_BHT[0, 0, t]].tolist()
-            assert listed == sorted({0, int(hot[t]), max(0, t - 1), t}), (kind, t)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -189,22 +100,3 @@ def test_scores_that_are_not_numbers_leave_a_list_that_kernels_can_read(bad: flo
         count = int(index.counts_BHT[b, h, t])
         assert listed == sorted(set(listed[:count])) + [NO_TILE] * (len(listed) - count)
         assert mandatory_of(layer, first, last) <= set(listed[:count])
-
-
-def test_attention_over_the_chosen_tiles_is_the_oracle_s() -> None:
-    patterns = [Adaptive(score=kind, mass=mass, max_tiles=ALL) for kind in KINDS for mass in (0.3, 0.8)]
-    layer = make_layer(patterns, Chunk((77, 0), (500, 333)), TILES[2], kv_heads=2, spare=30)
-    index = build(layer)
-    v = torch.randn(layer.k_BGKD.shape, generator=torch.Generator().manual_seed(7))
-    mask = mask_of(index, layer.chunk, layer.q_BHSD.shape[2])
-    expected = reference_attention(layer.q_BHSD, layer.k_BGKD, v, mask, scale=layer.scale)
-    found = cpu_prefill(layer.q_BHSD, layer.k_BGKD, v, index, layer.chunk, scale=layer.scale)
-    for b, rows in enumerate((423, 333)):
-        torch.testing.assert_close(found.out_BHSD[b, :, :rows], expected.out_BHSD[b, :, :rows], atol=1e-5, rtol=1e-4)
-
-
-def test_lists_are_no_wider_than_max_tiles() -> None:
-    pattern = Adaptive(mass=1.0, max_tiles=fraction(0.1))
-    q = torch.empty(1, 2, 16384, 64, device="meta")
-    index = build_index([pattern] * 2, q, q, Chunk.uniform(1, 0, 16384), TileShape(), scale=0.125)
-    assert index.tiles_BHTW.shape == (1, 2, 128, 13)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from index_cases import TILES, make_layer
+from index_cases import TILES, build, differences, make_layer
 
-from sparsekv.kernels.index.build import build_index, layer_lines
+from sparsekv.kernels.index.build import layer_lines
 from sparsekv.kernels.index.layout import LineScores
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import AShape, VerticalSlash, tokens
@@ -19,27 +19,13 @@ def test_known_lines_give_the_index_that_scoring_anew_gives() -> None:
     layer = make_layer(patterns, Chunk((0, 40), (300, 250)), TILES[0], kv_heads=2)
     place = {"scale": layer.scale, "window": layer.window}
     lines = layer_lines(layer.q_BHSD, layer.k_BGKD, layer.chunk, last_q=64, **place)
-    anew = build_index(patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, **place)
-    reused = build_index(patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, lines={64: lines}, **place)
-    for name in ("tiles_BHTW", "counts_BHT", "columns_BHC", "live_BHTN"):
-        assert torch.equal(getattr(anew, name), getattr(reused, name)), name
+    assert differences(build(layer), build(layer, lines={64: lines})) == []
 
 
 def test_known_lines_of_another_sample_are_not_used() -> None:
     layer = make_layer((slash(4, last_q=16),) * 4, Chunk.uniform(1, 0, 300), TILES[0], kv_heads=2)
-    place = {"scale": layer.scale, "window": layer.window}
     wrong = torch.rand(1, 4, 300)
-    anew = build_index(layer.patterns, layer.q_BHSD, layer.k_BGKD, layer.chunk, layer.tile, **place)
-    found = build_index(
-        layer.patterns,
-        layer.q_BHSD,
-        layer.k_BGKD,
-        layer.chunk,
-        layer.tile,
-        lines={64: LineScores(wrong, wrong)},
-        **place,
-    )
-    assert torch.equal(anew.columns_BHC, found.columns_BHC)
+    assert differences(build(layer), build(layer, lines={64: LineScores(wrong, wrong)})) == []
 
 
 @pytest.mark.parametrize("at_once", [(1, 1), (7, 1 << 20), (64, 400)])

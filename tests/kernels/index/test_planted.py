@@ -5,8 +5,6 @@ import torch
 from masks import brute_heads
 
 from sparsekv.kernels.index.build import build_index
-from sparsekv.kernels.index.layout import IndexCall
-from sparsekv.kernels.index.vertical_slash import score_lines
 from sparsekv.kernels.tiles import NO_TILE, Chunk
 from sparsekv.plans.patterns import BlockSparse, Pattern, TileShape, VerticalSlash, tokens
 
@@ -26,15 +24,6 @@ def planted_lines() -> tuple[torch.Tensor, torch.Tensor]:
     return q_SD[None, None], code[None, None]
 
 
-def test_planted_columns_and_diagonals_have_the_highest_scores() -> None:
-    q, k = planted_lines()
-    lines = score_lines([0], [64], IndexCall.of(q, k, Chunk.uniform(1, 0, S), TILE, 1.0, None))
-    assert set(lines.vertical_BhS[0, 0].topk(len(COLUMNS)).indices.tolist()) == set(COLUMNS)
-    assert set(lines.slash_BhS[0, 0].topk(len(OFFSETS)).indices.tolist()) == set(OFFSETS)
-    assert lines.vertical_BhS.sum().item() == pytest.approx(64, rel=1e-4)
-    assert lines.slash_BhS.sum().item() == pytest.approx(64, rel=1e-4)
-
-
 def test_planted_lines_are_selected_and_nothing_else() -> None:
     q, k = planted_lines()
     pattern = VerticalSlash(vertical=tokens(len(COLUMNS)), slash=tokens(len(OFFSETS)), max_tiles=tokens(S))
@@ -47,27 +36,6 @@ def test_planted_lines_are_selected_and_nothing_else() -> None:
     assert (
         index.live_BHTN[0, 0, 15].item() == 0b0110
     )  # 300 and 301: nothing crosses tile 4; 770 in tile 12, which 190 crosses
-
-
-def test_least_scoring_diagonals_go_first_when_tiles_run_out() -> None:
-    q, k = planted_lines()
-    pattern = VerticalSlash(vertical=tokens(0), slash=tokens(len(OFFSETS)), max_tiles=tokens(5 * 64))
-    index = build_index([pattern], q, k, Chunk.uniform(1, 0, S), TILE, scale=1.0)
-    # Five tiles: the first, the diagonal and the one before it, and two for offset 190; none are left for 517.
-    assert index.tiles_BHTW[0, 0, 12].tolist() == [0, 9, 10, 11, 12]
-    assert index.columns_BHC.shape[2] == index.live_BHTN.shape[3] == 0
-
-
-def test_planted_blocks_are_selected() -> None:
-    code = torch.eye(S // 64)
-    k = code.repeat_interleave(64, 0)
-    q = 30.0 * code[torch.arange(S) // 64 // 3]  # row tile t looks at key tile t // 3
-    index = build_index(
-        [BlockSparse(keep=tokens(256))], q[None, None], k[None, None], Chunk.uniform(1, 0, S), TILE, scale=1.0
-    )
-    for row in range(6, 16):
-        assert row // 3 in index.tiles_BHTW[0, 0, row].tolist()
-        assert index.counts_BHT[0, 0, row] == 4
 
 
 def test_chunks_of_a_prompt_see_the_columns_of_the_whole_prompt() -> None:

@@ -58,11 +58,6 @@ def brute_scores(kind: str, heads: list[int], layer: Layer) -> torch.Tensor:
     return torch.from_numpy(expected_BhTM)
 
 
-def of_one_head(q_SD: torch.Tensor, k_SD: torch.Tensor) -> Layer:
-    chunk = Chunk.uniform(1, 0, len(q_SD))
-    return Layer((Dense(),), q_SD[None, None], k_SD[None, None], chunk, TILES[0], 1.0, None)
-
-
 @often
 @given(dense_layers, st.sampled_from(KINDS), st.data())
 def test_scores_are_what_loops_say_with_poison_all_around(layer: Layer, kind: str, data: st.DataObject) -> None:
@@ -82,52 +77,3 @@ def test_blocks_of_heads_and_rows_join_without_seams(kind: str, tile: TileShape)
         whole = scores_of(kind, heads, layer)
         with small_blocks():
             torch.testing.assert_close(scores_of(kind, heads, layer), whole, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_layout_of_the_keys_does_not_matter(kind: str) -> None:
-    layer = make_layer([Dense()] * 4, Chunk((40, 0), (400, 333)), TILES[0], kv_heads=2, spare=9)
-    q, k = layer.q_BHSD.contiguous(), layer.k_BGKD.contiguous()
-    contiguous = Layer(layer.patterns, q, k, layer.chunk, layer.tile, layer.scale, None)
-    assert layer.k_BGKD.stride() != contiguous.k_BGKD.stride()
-    heads = [0, 1, 2, 3]
-    torch.testing.assert_close(scores_of(kind, heads, layer), scores_of(kind, heads, contiguous), atol=1e-6, rtol=1e-5)
-
-
-def test_scores_of_a_chunk_are_those_of_the_whole_prompt() -> None:
-    whole = make_layer([Dense()] * 2, Chunk((0,), (700,)), TILES[0], kv_heads=1)
-    last = Layer(
-        whole.patterns, whole.q_BHSD[:, :, 256:], whole.k_BGKD, Chunk((256,), (700,)), whole.tile, whole.scale, None
-    )
-    for kind in KINDS:
-        expected = scores_of(kind, [0, 1], whole)[:, :, 4:]
-        torch.testing.assert_close(scores_of(kind, [0, 1], last), expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("offset", [512, 511, 518, 505])
-def test_planted_diagonals_stand_out_of_noise_whatever_their_offset(offset: int) -> None:
-    length, size, generator = 1024, 1024, torch.Generator().manual_seed(1)
-    k_SD = torch.randn(length, size, generator=generator) / size**0.5
-    q_SD = 150.0 * k_SD[(torch.arange(length) - offset).clamp(min=0)]
-    scores_TM = scores_of("antidiagonal", [0], of_one_head(q_SD, k_SD))[0, 0]
-    for row in range(10, 16):
-        crossed = sorted({(i - offset) // 64 for i in range(row * 64, row * 64 + 64)})
-        assert scores_TM[row, crossed].sum() > 0.4, row
-
-
-def test_a_planted_column_stands_out_of_noise() -> None:
-    length, size, generator = 1024, 64, torch.Generator().manual_seed(1)
-    k_SD = torch.randn(length, size, generator=generator) / size**0.5
-    k_SD[300] = 3.0 * torch.nn.functional.normalize(torch.ones(size), dim=0)
-    scores_TM = scores_of("antidiagonal", [0], of_one_head(40.0 * k_SD[300].expand(length, -1), k_SD))[0, 0]
-    assert (scores_TM[5:, 300 // 64] > 0.5).all()
-
-
-def test_the_diagonal_tile_counts_only_the_keys_that_rows_see() -> None:
-    """With equal products a tile's pooled share is its share of the visible pairs."""
-    layer = make_layer([Dense()], Chunk((0,), (256,)), TILES[0])
-    flat = Layer(layer.patterns, torch.zeros_like(layer.q_BHSD), layer.k_BGKD, layer.chunk, layer.tile, 1.0, None)
-    last = scores_of("pooled", [0], flat)[0, 0, 3]
-    whole, half = 64 * 64, 64 * 65 / 2
-    expected = torch.tensor([whole, whole, whole, half]) / (3 * whole + half)
-    torch.testing.assert_close(last, expected)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
+from index_cases import TILES, Layer, brute_rows, budgets, differences, layers, make_layer
 from masks import brute_mask
-from triton_index import differences, torch_index, triton_index
+from triton_index import torch_index, triton_index
 
 from sparsekv.kernels.index.triton import block_sparse
 from sparsekv.kernels.reference import mask_of

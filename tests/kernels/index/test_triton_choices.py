@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_cases import TILES, Layer, budgets, make_layer
-from triton_index import SMALL, call_of, differences, group_of, torch_index, triton_index
+from index_cases import TILES, Layer, budgets, differences, make_layer
+from triton_index import SMALL, call_of, group_of, torch_index, triton_index
 
 from sparsekv.kernels.device_cache import fields_on_device
 from sparsekv.kernels.index.layout import LineScores
-from sparsekv.kernels.index.triton.vertical_slash import NO_HEAD, Numbers, plan_build, score, units_of
+from sparsekv.kernels.index.triton.vertical_slash import Numbers, plan_build, score
 from sparsekv.kernels.index.vertical_slash import UNSEEN, score_lines
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import VerticalSlash, fraction, tokens
@@ -64,18 +64,6 @@ def test_choices_among_equal_scores_are_those_of_torch(drawn: tuple[Layer, LineS
     assert differences(triton_index(layer, lines=lines), torch_index(layer, lines=lines)) == []
 
 
-def test_diagonals_of_one_slash_enter_together_or_not_at_all() -> None:
-    pattern = VerticalSlash(vertical=tokens(0), slash=tokens(8), max_tiles=tokens(6 * 64))
-    layer = make_layer((pattern,), Chunk((0,), (1024,)), TILES[0])
-    slash_S = torch.zeros(1024)
-    slash_S[torch.tensor([300, 500, 700])] = torch.tensor([3.0, 2.0, 1.0])
-    lines = {64: LineScores(torch.zeros(1, 1, 1024), slash_S.view(1, 1, -1))}
-    index = triton_index(layer, lines=lines)
-    # Six tiles: the first, the diagonal, the one before it, two for offset 300, and one that is not enough for 500.
-    assert index.tiles_BHTW[0, 0, 15].tolist() == [0, 10, 11, 14, 15, -1]
-    assert differences(index, torch_index(layer, lines=lines)) == []
-
-
 @pytest.mark.parametrize(
     ("last_q", "chunk", "window"),
     [
@@ -110,15 +98,3 @@ def test_scores_that_are_not_numbers_neither_hang_nor_list_what_is_not_there() -
     assert index.columns_BHC.max() < 150
     assert ((index.tiles_BHTW != -1).sum(-1) == index.counts_BHT).all()
     assert index.tiles_BHTW.max() <= 2
-
-
-@pytest.mark.parametrize(
-    ("heads", "slots", "expected"),
-    [
-        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
-        ([1, 2, 3, 5], 2, [[0, 1], [2, NO_HEAD], [3, NO_HEAD]]),
-        ([7, 0, 4], 4, [[1, NO_HEAD, NO_HEAD, NO_HEAD], [0, 2, NO_HEAD, NO_HEAD]]),
-    ],
-)
-def test_programs_serve_heads_of_one_kv_head_only(heads, slots, expected) -> None:
-    assert units_of(heads, 4, slots) == expected

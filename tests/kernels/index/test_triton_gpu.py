@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from index_cases import make_layer
-from triton_index import differences
+from index_cases import differences, make_layer
 
 from sparsekv.kernels.index.build import build_index
 from sparsekv.kernels.tiles import Chunk, TileIndex

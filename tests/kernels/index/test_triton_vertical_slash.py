@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_cases import TILES, Layer, brute_rows, budgets, layers, make_layer
+from index_cases import TILES, Layer, brute_rows, budgets, build, differences, layers, make_layer
 from masks import brute_mask
-from triton_index import SMALL, call_of, differences, group_of, index_by, torch_index, triton_index
+from triton_index import SMALL, call_of, group_of, torch_index, triton_index
 
-from sparsekv.kernels.index import build
+from sparsekv.kernels.index.build import builds_by_triton
 from sparsekv.kernels.index.triton import vertical_slash
 from sparsekv.kernels.reference import mask_of
 from sparsekv.kernels.tiles import Chunk
@@ -114,7 +114,7 @@ MIXED = (
 
 def test_heads_of_other_patterns_keep_their_places_beside_those_of_triton() -> None:
     layer = make_layer(MIXED, Chunk((7, 64), (200, 190)), TILES[0], kv_heads=2, spare=9, seed=3)
-    found, expected = index_by("triton", layer), index_by("torch", layer)
+    found, expected = build(layer, builder="triton"), build(layer, builder="torch")
     assert differences(found, expected) == []
     assert found.dense_heads == expected.dense_heads == (2,)
 
@@ -125,17 +125,12 @@ def test_long_layers_are_built_in_groups_of_heads(monkeypatch: pytest.MonkeyPatc
     check(layer)
 
 
-def test_two_builds_give_the_same_index_to_the_last_number() -> None:
-    layer = make_layer((MIDDLE,), Chunk((0,), (150,)), TILES[0], seed=8)
-    assert differences(triton_index(layer), triton_index(layer)) == []
-
-
 def test_auto_is_triton_on_nvidia_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
-    assert build.builds_by_triton(cuda)
-    assert not build.builds_by_triton(torch.device("cpu"))
+    assert builds_by_triton(cuda)
+    assert not builds_by_triton(torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    assert not build.builds_by_triton(cuda)
+    assert not builds_by_triton(cuda)
 
 
 def test_what_triton_does_not_build_is_built_by_torch() -> None:
@@ -149,7 +144,7 @@ def test_what_triton_does_not_build_is_built_by_torch() -> None:
         make_layer((LINES,), Chunk((0,), (0,)), TILES[0], spare=3),
     ):
         assert not vertical_slash.takes(group_of(layer), call_of(layer))
-        assert differences(index_by("triton", layer), index_by("torch", layer)) == []
+        assert differences(build(layer, builder="triton"), build(layer, builder="torch")) == []
     long = replace(make_layer((LINES,), chunk, TILES[0]), chunk=Chunk((2_000_000,), (2_000_001,)))
     assert not vertical_slash.takes(group_of(long), call_of(long))
     strided = make_layer((LINES,), chunk, TILES[0])
@@ -162,6 +157,6 @@ def test_what_triton_does_not_build_is_built_by_torch() -> None:
 def test_where_triton_does_not_run_auto_is_torch_and_asking_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsekv.kernels.triton_support.interpreting", lambda: False)
     layer = make_layer((LINES,), Chunk((0,), (80,)), TileShape())
-    assert differences(index_by("auto", layer), index_by("torch", layer)) == []
+    assert differences(build(layer, builder="auto"), build(layer, builder="torch")) == []
     with pytest.raises(BackendError, match="builder='torch'"):
-        index_by("triton", layer)
+        build(layer, builder="triton")

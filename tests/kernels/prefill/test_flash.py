@@ -148,21 +148,6 @@ def test_log_sum_exp_is_only_returned_on_request() -> None:
     assert run(Case("x", lengths=(70,), tile=SQUARE), want_lse=False).lse_BHS is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "tile", "message"),
-    [
-        (torch.float32, 128, SQUARE, "float16 and bfloat16, found torch.float32"),
-        (torch.bfloat16, 100, SQUARE, "multiples of 8 from 16 to 256, found 100"),
-        (torch.bfloat16, 512, SQUARE, "multiples of 8 from 16 to 256, found 512"),
-        (torch.bfloat16, 256, SQUARE, "key tiles of 64, found 128 and head size 256"),
-        (torch.bfloat16, 192, SQUARE, "key tiles of 64, found 128 and head size 192"),
-        (torch.bfloat16, 128, TileShape(query=64, key=64), "64 x 64"),
-    ],
-)
-def test_tensors_that_flash_attn_4_does_not_take_are_named(dtype, head_dim: int, tile: TileShape, message: str) -> None:
-    assert message in shape_obstacle(dtype, head_dim, tile)
-
-
 @pytest.mark.parametrize(("head_dim", "tile", "taken"), [(64, SQUARE, True), (128, SQUARE, True), (128, TALL, False)])
 def test_a_copy_of_a_host_takes_the_key_tiles_of_its_kernels(monkeypatch, head_dim, tile, taken) -> None:
     copy = FlashPackage("host.cute", "host", (), asks_lists=False)

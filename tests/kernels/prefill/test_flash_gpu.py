@@ -3,7 +3,6 @@
 from dataclasses import replace
 from importlib import import_module
 
-import flash_emulator
 import pytest
 import torch
 from attention_cases import Case, assert_close, draw
@@ -51,32 +50,10 @@ CASE = Case("x", lengths=(3000,), heads=8, kv_heads=2, dim=128, tile=SQUARE, col
             dtype=torch.bfloat16)  # fmt: skip
 
 
-def test_the_emulator_says_what_the_gpu_says() -> None:
-    case = replace(CASE, lengths=(700,), columns=0)
-    problem, found = draw(case), run(case)
-    emulated = flash_emulator.prefill(
-        problem.q_BHSD,
-        problem.k_BGKD,
-        problem.v_BGKD,
-        problem.index,
-        problem.chunk,
-        scale=problem.scale,
-        want_lse=True,
-    )
-    torch.testing.assert_close(found.out_BHSD.cpu(), emulated.out_BHSD, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(found.lse_BHS.cpu(), emulated.lse_BHS, atol=1e-3, rtol=1e-3)
-
-
 def test_results_are_identical_run_to_run() -> None:
     first, again = run(CASE), run(CASE)
     assert torch.equal(first.out_BHSD, again.out_BHSD)
     assert torch.equal(first.lse_BHS, again.lse_BHS)
-
-
-def test_flash_and_triton_agree() -> None:
-    flash, other = run(CASE), run(CASE, "triton")
-    torch.testing.assert_close(flash.out_BHSD, other.out_BHSD, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(flash.lse_BHS, other.lse_BHS, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 700])

@@ -27,7 +27,7 @@ from sparsekv.planner.cost.predict import (
 )
 from sparsekv.planner.filter_layers import choose_filter_layers
 from sparsekv.planner.profile.profile_data import LengthProfile, Profile
-from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, VerticalSlash, tokens
+from sparsekv.plans.patterns import AShape, BlockSparse, Dense, TileShape, tokens
 from sparsekv.plans.phases import PrefillPlan
 
 FAMILIES = ("a_shape", "vertical_slash", "block_sparse")
@@ -392,23 +392,6 @@ def test_no_decode_step_is_predicted_to_be_slower_than_dense(dense, sparse, choo
     for one in (length, 255, 4096, 4097, 16384, 16385, 65536):
         step = step_us(plan.bucket(one).segments, cost, one, profile.model)
         assert step <= dense_step_us(cost, one, profile.model) * (1 + 1e-9), one
-
-
-def test_decode_goes_dense_between_two_profiled_lengths() -> None:
-    """Half of 32768 tokens chosen costs more than all of 9000."""
-    kept = np.ones((3, 3))
-    short = LengthProfile(length=8192, prompt_tokens=(8192,), reuse=made_up_reuse(kept))
-    long = LengthProfile(length=32768, prompt_tokens=(32768,), reuse=made_up_reuse(kept))
-    cost = made_up_cost(decode_sparse=Line(prices=(0.0, 0.001)), decode_choose=Line(prices=(0.0, 0.0)))
-    options = options_for(decode_budget=tokens(8192 - 200))
-    plan = choose_filter_layers(made_up_profile(short, long, model=made_up_model(layers=3)), cost, options)
-    assert [(bucket.up_to, bucket.dense) for bucket in plan.lengths][-1] == (None, False)
-    assert plan.lengths[0].dense
-    assert 8000 <= plan.lengths[0].up_to < 9000
-
-
-def test_vertical_slash_has_a_price_beside_the_others() -> None:
-    assert VerticalSlash.model_fields["pattern"].default in made_up_cost().index
 
 
 def test_query_tiles_cost_a_sparse_layer_whatever_they_compute_and_no_head_in_particular() -> None:

@@ -21,7 +21,7 @@ from sparsekv.planner.cost.measure import (
     timed_lengths,
 )
 from sparsekv.planner.cost.predict import causal_tiles, predict
-from sparsekv.planner.options import FAMILIES, PRESET_FAMILIES
+from sparsekv.planner.options import PRESET_FAMILIES
 from sparsekv.plans.patterns import AShape, tokens
 from sparsekv.plans.phases import DecodeBucket, DecodeBudget, DecodePlan, HeadGroup, PrefillBucket, PrefillPlan, Segment
 from sparsekv.runtime.stores.pinned import HostMemory
@@ -46,13 +46,7 @@ def test_everything_costs_something_and_more_costs_no_less(measured: DeviceCost)
     )
     assert measured.decode_dense.us(4096) >= measured.decode_dense.us(2048) > 0
     assert measured.decode_choose.us(4096) > 0
-
-
-def test_the_lines_pass_near_what_was_timed(measured: DeviceCost) -> None:
-    timed = [timing for timing in measured.timings if timing.what == "dense prefill"]
-    assert len(timed) == 3
-    for timing in timed:
-        assert measured.prefill_dense.at(*timing.features) == pytest.approx(timing.us, rel=0.5)
+    assert set(measured.index) == set(PRESET_FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +67,6 @@ def test_what_is_timed_tells_every_price_apart(measured: DeviceCost, what: str, 
     own = [timing.model_copy(update={"us": exact.at(*timing.features)}) for timing in timed]
     assert len(own) >= len(prices)
     assert fit_line(own, what).at(*unseen) == pytest.approx(exact.at(*unseen), rel=0.01)
-
-
-def test_it_says_where_it_was_measured(measured: DeviceCost) -> None:
-    assert measured.backend == "cpu"
-    assert measured.dtype == "float32"
-    assert measured.device.startswith("cpu")
-
-
-def test_a_family_is_timed_when_asked_for_alone(measured: DeviceCost) -> None:
-    assert set(measured.index) == set(PRESET_FAMILIES)
-    device, dtype = torch.device("cpu"), torch.float32
-    asked = measure_cost(SHAPE, (512,), device=device, dtype=dtype, tile=TILE, families=("block_sparse",))
-    assert set(asked.index) == {*FAMILIES, "block_sparse"}
 
 
 def test_rows_in_host_memory_are_timed_with_many_and_with_few_of_them_there(measured: DeviceCost) -> None:
@@ -153,10 +134,6 @@ def test_steps_are_timed_on_more_keys_than_the_cache_of_the_device_holds(read: i
     assert copies == 16 or copies * read >= cache or not read
 
 
-def test_a_cost_without_offload_has_no_price_of_it() -> None:
-    assert made_up_cost().decode_host is None
-
-
 def test_the_first_head_of_a_family_pays_its_launch_and_every_head_its_work() -> None:
     cost = made_up_cost(index={"a_shape": Line(prices=(100.0, 0.5, 0.001))})
     assert cost.index_us("a_shape", 0, 10) == 100.0
@@ -201,8 +178,3 @@ def test_a_length_with_patterns_that_were_not_profiled_is_not_predicted() -> Non
     own = HeadGroup(layer=0, heads=(0,), pattern=AShape(sink=tokens(7), window=tokens(7)))
     plan = PrefillPlan(tile=TILE, lengths=(PrefillBucket(up_to=None, heads=(own,)),))
     assert predict(profile, made_up_cost(), plan, None).lengths == ()
-
-
-def test_a_line_needs_its_own_features() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        Line(prices=(1.0, 2.0)).at(1.0)

@@ -131,12 +131,6 @@ def test_a_length_at_which_offloaded_layers_read_everything_back_is_not_predicte
     assert [entry.length for entry in predict(profile, cost, None, plan).lengths] == [16384]
 
 
-def test_decode_on_the_device_needs_no_price_of_the_host() -> None:
-    profile = decode_profile(np.ones((3, 3)))
-    plan = choose_filter_layers(profile, FREE, options_for(crossover=False))
-    assert len(predict(profile, FREE, None, plan).lengths) == 1
-
-
 @pytest.mark.parametrize(("context", "lengths"), [(131072, "8k,16k,32k,128k"), (16384, "8k,16k")])
 def test_a_longer_context_is_told_with_the_lengths_that_plan_it(context: int, lengths: str) -> None:
     profile = profile_with().model_copy(update={"model": made_up_model(context=context)})

@@ -1,6 +1,5 @@
 """Calibration prompts: whose turn it is, and which rows of a prompt look back."""
 
-import numpy as np
 import pytest
 from task_tokenizers import tokenizer_named
 
@@ -48,11 +47,6 @@ def test_the_rows_that_predict_the_answer_are_scored(task: str) -> None:
 def test_of_an_own_prompt_the_last_rows_are_scored() -> None:
     (prompt,) = prompts(prompts=("a text of several words " * 200,))
     assert prompt.answer_rows == range(1024 - 32 - 1, 1024 - 1)
-
-
-def test_a_second_sample_of_a_task_is_another_one() -> None:
-    first, _, second = prompts(tasks=("quote_code", "perplexity"), samples=3)
-    assert not np.array_equal(first.ids, second.ids)
 
 
 def test_the_digest_covers_tokens_and_where_the_answer_begins() -> None:

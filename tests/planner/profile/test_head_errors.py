@@ -95,20 +95,6 @@ def test_a_gpu_finds_the_damage_of_a_cpu_and_the_same_bits_again(stride: int) ->
     np.testing.assert_array_equal(again.damage_H, found.damage_H)
 
 
-@pytest.mark.parametrize("stride", [2, 3, 4])
-def test_a_sample_of_rows_tells_about_the_damage_of_all(stride: int) -> None:
-    whole, sampled = (score_candidates(layer_of(1536, one), [PATTERNS])[0] for one in (1, stride))
-    np.testing.assert_allclose(sampled.damage_H, whole.damage_H, rtol=0.35, atol=1e-9)
-    np.testing.assert_array_equal(sampled.tiles_H, whole.tiles_H)
-
-
-def test_a_gradient_that_is_twice_as_large_makes_four_times_the_damage_of_its_head_alone() -> None:
-    layer = layer_of(320, 1)
-    gradient = layer.gradient_BHSD * torch.tensor([1.0, 2.0, 1.0, 1.0])[None, :, None, None]
-    (before,), (after,) = (score_candidates(one, [PATTERNS]) for one in (layer, replace(layer, gradient_BHSD=gradient)))
-    np.testing.assert_allclose(after.damage_H, before.damage_H * (1.0, 4.0, 1.0, 1.0), rtol=1e-5)
-
-
 def test_heads_that_do_not_fit_a_block_together_have_the_damage_of_heads_that_do() -> None:
     draws, heads = torch.Generator().manual_seed(0), 288  # a block holds 256 of this size
     q, dense, g = (torch.randn(1, heads, 64, 1024, generator=draws) for _ in range(3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from planner_models import bare_job, loaded_tiny, quick_options
+from planner_models import bare_job, quick_options
 from progress import Counting, CtrlC
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -73,22 +73,6 @@ def test_each_head_has_all_densities_of_its_ranges_and_the_patterns_of_their_fam
     assert len(chosen) > 1
 
 
-def test_more_of_a_range_does_less_damage_on_the_whole(whole: Profile) -> None:
-    (entry,) = whole.lengths
-    tables = ScoreTables.of(entry)
-    density_LCH = np.array([candidate.density for candidate in entry.candidates])[tables.candidate_LCH]
-    low, high = (tables.damage_LCH[density_LCH == density].mean() for density in entry.densities)
-    assert high < low
-
-
-def test_a_layer_keeps_its_own_best_tokens_better_than_nothing(whole: Profile) -> None:
-    reuse = whole.lengths[0].reuse
-    assert reuse is not None
-    own = [reuse.kept[-1][j][j] for j in range(3)]
-    assert all(0.0 < value <= 1.0 for value in own)
-    assert all(value > 0 for value in reuse.importance)
-
-
 def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whole: Profile, tmp_path: Path) -> None:
     for name, found in (("a", whole), ("b", profile(bare_job(loaded, OPTIONS)))):
         write_measured(found, tmp_path / name)
@@ -98,11 +82,6 @@ def test_two_profiles_with_one_seed_are_the_same_bytes(loaded: LoadedModel, whol
 @pytest.mark.parametrize(("length", "rows"), [(1 << 15, 4), (1 << 17, 2), (1 << 18, 1), (1 << 20, 1)])
 def test_long_prompts_have_fewer_candidates_fitted_at_once(length: int, rows: int) -> None:
     assert fitted_at_once(torch.empty(1, 32, length, 128, dtype=torch.bfloat16, device="meta")) == rows
-
-
-def test_another_seed_draws_other_prompts(loaded: LoadedModel, finished: Finished) -> None:
-    other = profile(bare_job(loaded, QUICK.but(seed=5)))
-    assert other.calibration != finished.profile.calibration
 
 
 @pytest.mark.parametrize("layers", [0, 3, 4])
@@ -178,15 +157,6 @@ def test_own_prompts_with_another_seed_are_measured_anew(loaded: LoadedModel, tm
     assert set(found[0]).isdisjoint(found[1])
 
 
-def test_the_model_is_left_as_it_was_after_an_interruption() -> None:
-    model = loaded_tiny(seed=3)
-    with pytest.raises(KeyboardInterrupt):
-        profile(bare_job(model, QUICK), CtrlC("profile"))
-    assert model.model.config._attn_implementation == "sdpa"
-    hooks = [hook for module in model.model.modules() for hook in module._forward_pre_hooks]
-    assert hooks == []
-
-
 def test_one_phase_is_profiled_alone(loaded: LoadedModel) -> None:
     only = {phase: profile(bare_job(loaded, QUICK.but(phases=(phase,)))) for phase in ("prefill", "decode")}
     assert only["prefill"].lengths[0].reuse is None
@@ -212,12 +182,6 @@ def test_a_sliding_layer_is_left_dense() -> None:
     mixed = LoadedModel(model, tiny_tokenizer(), describe_model(model, "tests/mixed"))
     found = profile(bare_job(mixed, QUICK))
     assert [scores.layer for scores in found.lengths[0].layers] == [1, 2]
-
-
-def test_progress_reaches_its_total(loaded: LoadedModel) -> None:
-    progress = Counting()
-    profile(bare_job(loaded, QUICK), progress)
-    assert progress.done == pytest.approx(progress.total)
 
 
 def test_an_unknown_task_and_one_that_does_not_fit_are_named(loaded: LoadedModel) -> None:

@@ -57,15 +57,6 @@ def test_the_tail_is_always_sampled_and_nothing_beyond_the_prompt() -> None:
     assert (weights_XM[(positions_XM >= 900) & (positions_XM < 1000)] == 1).all()
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3, 4, 50])
-@pytest.mark.parametrize("runs", [None, 2])
-@pytest.mark.parametrize("length", [640, 1000, 65])
-def test_sampled_rows_stand_for_about_as_many_as_there_are(length: int, runs: int | None, stride: int) -> None:
-    rows = Rows.of(length, length - 20, TILE, stride, runs)
-    # A sample may take the last tile, which is cut short, for a whole one, and count rows of the question twice over.
-    assert float(rows.weights(torch.device("cpu")).sum()) == pytest.approx(length, abs=64 * rows.run * stride)
-
-
 def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
     rows = Rows.of(1000, 900, TILE, 1)
     assert rows.numbers is None
@@ -75,11 +66,6 @@ def test_all_rows_are_one_batch_row_and_nothing_is_copied() -> None:
     assert rows.keys(k) is k
     assert rows.index(index) is index
     assert rows.weights(torch.device("cpu")).tolist() == [[1.0] * 1000]
-
-
-def test_a_stride_above_one_is_a_sample_of_tiles() -> None:
-    rows = Rows.of(1000, 900, TILE, 4)
-    assert rows.numbers == (3, 7, 11, 15, 14)
 
 
 def test_runs_of_tiles_stay_together() -> None:

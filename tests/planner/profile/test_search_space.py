@@ -83,25 +83,9 @@ def searched(prefix: Prefix, request: pytest.FixtureRequest) -> Profile:
     return profile_of(found, score_candidates(layer_of(prefix, request.param), patterns), patterns)
 
 
-def damage_by_family(searched: Profile, head: int) -> dict[str, float]:
-    """The least that the ranges of each family do to a head."""
-    (entry,) = searched.lengths
-    least: dict[str, float] = {}
-    for candidate, row in zip(entry.candidates, entry.layers[0].damage, strict=True):
-        least[candidate.family] = min(row[head], least.get(candidate.family, row[head]))
-    return least
-
-
 def test_each_planted_head_gets_its_own_pattern(searched: Profile) -> None:
     bucket = allocate(searched, made_up_cost(), as_settled(OPTIONS)).bucket(LENGTH)
     assert [type(pattern) for pattern in bucket.patterns(0, 3)] == [AShape, VerticalSlash, BlockSparse]
-
-
-@pytest.mark.parametrize(("head", "own"), [(0, "a_shape"), (1, "vertical_slash"), (2, "block_sparse")])
-def test_the_pattern_that_fits_a_head_damages_it_less_than_the_others(searched: Profile, head: int, own: str) -> None:
-    damage = damage_by_family(searched, head)
-    best = damage.pop(own)
-    assert best < 0.5 * min(damage.values())
 
 
 @pytest.mark.parametrize("ray", search_space(OPTIONS, LENGTH), ids=lambda ray: ray.name)

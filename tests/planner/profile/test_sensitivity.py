@@ -85,18 +85,6 @@ def test_on_the_way_up_each_layer_shows_what_goes_into_it() -> None:
     assert not any(call.q_BHSD.requires_grad for call in calls)
 
 
-def test_another_seed_draws_other_tokens_and_the_same_one_the_same() -> None:
-    model, ids = tiny_model("llama"), random_tokens(1, 50)
-
-    def gradient(seed: int) -> torch.Tensor:
-        found = list[Sensitivity]()
-        walk_layers(model, ids, SCORED, seed, lambda call, hidden: None, found.append)
-        return found[-1].gradient_BHSD
-
-    assert torch.equal(gradient(1), gradient(1))
-    assert not torch.equal(gradient(1), gradient(2))
-
-
 def gradients_with_head_times(factor: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Of a model whose logits, and so whose gradients, are that much larger."""
     model, found = tiny_model("llama"), list[Sensitivity]()

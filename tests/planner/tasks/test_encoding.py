@@ -64,14 +64,6 @@ def test_no_key_or_value_is_longer_than_the_longest(name: str, first: str, secon
     assert len(encoder.encode([f" {number}"])) <= longest_value(7)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_longest_key_is_reached(name: str) -> None:
-    encoder = kit_named(name).encoder
-    first = max(FIRST_WORDS, key=lambda word: len(encoder.encode([f" {word}"])))
-    second = max(SECOND_WORDS, key=lambda word: len(encoder.encode([f"-{word}"])))
-    assert len(encoder.encode([f" {first}", f"-{second}"])) == longest_key(encoder)
-
-
 def test_forgetting_what_was_encoded_changes_nothing() -> None:
     small = PieceEncoder(
         lambda texts: tokenizer_named("shipped")(texts, add_special_tokens=False)["input_ids"], most_cached=3

@@ -3,7 +3,7 @@
 import pytest
 from task_tokenizers import NAMES, kit_named
 
-from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Request, Split, TaskError, make_sample
+from sparsekv.planner.tasks import RETRIEVAL_TASKS, TASKS, Request, Split, TaskError
 from sparsekv.planner.tasks.documents import KEYS, Draws
 from sparsekv.planner.tasks.samples import generator
 from sparsekv.plans.errors import SparseKVError
@@ -27,13 +27,6 @@ def test_a_length_that_holds_no_question_is_refused_with_one_that_would(task: st
     document = TASKS[task].document(kit, Request(enough), draws())
     assert len(document.queries) == 1
     assert len(document) == enough
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [-5, 0, 1, 2, 3])
-def test_no_length_at_all_is_refused(task: str, length: int) -> None:
-    with pytest.raises(TaskError, match="expected"):
-        make_sample(TASKS[task], kit_named("shipped"), length, seed=0, index=0)
 
 
 def test_more_keys_than_there_are_words_are_refused() -> None:

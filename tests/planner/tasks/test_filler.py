@@ -1,7 +1,6 @@
 """Filler text: any number of tokens that end with a line, and statements between its lines."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_tokenizers import kit_named
@@ -57,19 +56,7 @@ def test_planting_keeps_the_text_and_the_lines_whole_and_in_order(sizes, count, 
     assert all(start == 0 or is_text[:start].sum() in breaks for start in starts)
 
 
-def test_excerpts_come_from_all_over_the_text() -> None:
-    filler = kit_named("shipped").filler
-    firsts = [filler.excerpt(500, np.random.default_rng(seed))[0].tobytes() for seed in range(200)]
-    assert len(set(firsts)) > 150
-
-
 def test_text_is_read_line_by_line() -> None:
     encoder = kit_named("characters").encoder
     filler = Filler.from_text("one\n\n  two\nend", encoder)
     assert filler.line_ends.tolist() == [4, 5, 11, 14]
-
-
-@pytest.mark.parametrize("count", [1, 7, 20_000, 50_000])
-def test_an_excerpt_longer_than_the_text_repeats_it(count: int) -> None:
-    ids, _ = kit_named("shipped").filler.excerpt(count, np.random.default_rng(0))
-    assert len(ids) == count

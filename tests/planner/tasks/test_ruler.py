@@ -84,13 +84,6 @@ def test_words_fill_their_length_with_less_than_a_line_of_text_in_front() -> Non
         assert len(tokenizer_named("shipped")(prompt[: prompt.index(head)])["input_ids"]) < 60
 
 
-def test_coded_words_follow_zipfs_law_with_exponent_2() -> None:
-    counts = Counter(_coded(text(make_sample(TASKS["fwe"], kit_named("shipped"), 20_000, 0, 0)).rsplit("\n", 1)[0]))
-    (dots, first), *words = counts.most_common(6)
-    assert dots == "..."
-    assert [round(first / count) for _, count in words] == [4, 9, 16, 25, 36]
-
-
 @pytest.mark.parametrize("task", RULER_TASKS)
 def test_a_length_that_holds_no_question_is_refused(task: str) -> None:
     with pytest.raises(TaskError, match="found 20"):

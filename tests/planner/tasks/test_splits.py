@@ -31,20 +31,6 @@ def test_a_sample_does_not_depend_on_those_made_before_it(task: str) -> None:
     assert all(same(*pair) for pair in zip(forward, reversed(backward), strict=True))
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_index_seed_length_and_split_each_change_the_sample(task: str) -> None:
-    kit = kit_named("shipped")
-    made = [
-        make_sample(TASKS[task], kit, 700, seed=3, index=0),
-        make_sample(TASKS[task], kit, 700, seed=3, index=1),
-        make_sample(TASKS[task], kit, 700, seed=4, index=0),
-        make_sample(TASKS[task], kit, 701, seed=3, index=0),
-        make_sample(TASKS[task], kit_named("shipped", Split.CALIBRATION), 700, seed=3, index=0),
-    ]
-    assert len({sample.prompt_ids.tobytes() for sample in made}) == len(made)
-    assert len({sample.answer or sample.answer_ids.tobytes() for sample in made}) == len(made)
-
-
 @given(
     st.lists(
         st.tuples(

@@ -1,8 +1,14 @@
-"""What is observed of long inputs."""
+"""The usual model, and what is observed of long inputs."""
 
 import pytest
+from tiny_models import tiny_model
 
 from sparsekv.runtime.hf import long_inputs
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
 
 
 @pytest.fixture

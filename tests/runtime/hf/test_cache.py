@@ -16,11 +16,6 @@ from sparsekv.runtime.hf.cache import SparseLayer
 SEGMENT = segment(0, (1, 2), 12, selector="uniform", window=3)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 @pytest.fixture(params=["device", "host"])
 def handle(model, request):
     offload = (1, 2) if request.param == "host" else ()
@@ -172,26 +167,18 @@ def test_a_model_told_to_run_fewer_layers_goes_on(model, handle):
         model.config.num_hidden_layers = 3
 
 
-def test_a_cache_copied_in_inference_mode_goes_on_without(model, handle):
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_a_cache_filled_or_copied_in_inference_mode_goes_on_without(model, handle, first):
     cache, text = DynamicCache(), random_tokens(1, 60)
-    with torch.inference_mode():
+    with first():
         model(text[:, :40], past_key_values=cache)
         twin = copy.deepcopy(cache)
     assert [one.store.bytes for one in twin.layers] == [one.store.bytes for one in cache.layers]
     with torch.no_grad():
-        found = model(text[:, 40:], past_key_values=twin).logits
-        assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
-
-
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
-def test_a_cache_filled_in_inference_mode_goes_on_without(model, handle, first):
-    cache, text = DynamicCache(), random_tokens(1, 60)
-    with first():
-        model(text[:, :40], past_key_values=cache)
-    with torch.no_grad():
-        found = model(text[:, 40:], past_key_values=cache).logits
-        assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
-        next_logits(model, cache)
+        for one in (cache, twin):
+            found = model(text[:, 40:], past_key_values=one).logits
+            assert torch.allclose(found, model(text).logits[:, 40:], atol=1e-4)
+            next_logits(model, one)
 
 
 def test_rows_of_different_lengths_decode_as_each_alone(model):

@@ -1,78 +1,25 @@
-"""Decode over chosen tokens, against the same thing written out by brute force inside a dense model."""
+"""Decode over chosen tokens, against the same thing by brute force."""
 
 import copy
-import math
+from contextlib import suppress
+from itertools import count
 
 import pytest
 import torch
+from brute_force import BruteForce
+from masks import AmbiguousScoresError
 from tiny_models import random_tokens, tiny_model
 from tiny_plans import decode_plan, plan_for, segment
+from transformers import DynamicCache
 
 from sparsekv.planner.cost.predict import decode_share
 from sparsekv.plans.errors import UnsupportedError
-from sparsekv.plans.phases import DecodeBucket, DecodePlan, Segment
+from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.runtime.core.program import Program
 from sparsekv.runtime.hf import attach
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.observe import AttentionCall, capture_attention
 
 NEW = 7
-
-
-class BruteForce:
-    """The decode phase of a plan as an observer of a dense model: nothing in common with the runtime but the plan."""
-
-    def __init__(self, segments: list[Segment]) -> None:
-        self.segments = segments
-        self.queries: dict[int, torch.Tensor] = {}
-        self.chosen: dict[int, torch.Tensor] = {}
-
-    def __call__(self, call: AttentionCall) -> torch.Tensor | None:
-        before = self.queries.get(call.layer, call.q_BHSD[:, :, :0])
-        self.queries[call.layer] = torch.cat((before, call.q_BHSD), 2)
-        if call.q_BHSD.shape[2] > 1:
-            return None
-        for part in self.segments:
-            if part.filter == call.layer:
-                self.chosen[part.filter] = self.choose(part, call)
-            if call.layer in part.layers:
-                return self.attend(part, call)
-        return None
-
-    def choose(self, part: Segment, call: AttentionCall) -> torch.Tensor:
-        """Visible tokens of each KV head: [B, G, K] bool."""
-        length, groups = call.chunk.longest, call.k_BGKD.shape[1]
-        k = call.k_BGKD.repeat_interleave(call.q_BHSD.shape[1] // groups, 1)
-        total = 0.0
-        seen = self.queries[call.layer]
-        for age in range(1 if part.selector == "last" else min(part.window, seen.shape[2])):
-            q = seen[:, :, -1 - age]
-            scores = torch.einsum("bhd,bhkd->bhk", q, k) * call.scale
-            scores[:, :, length - age :] = -math.inf
-            heads = scores.softmax(-1).unflatten(1, (groups, -1)).amax(2)
-            heads = heads.amax(1, keepdim=True).expand_as(heads) if part.heads == "max" else heads
-            total = total + heads * (0.5**age if part.selector == "exponential" else 1.0)
-        budget = part.budget.resolve(length)
-        visible = torch.zeros(*total.shape, dtype=torch.bool)
-        if part.sink + budget + part.recent >= length:
-            return visible | True
-        free = total[:, :, part.sink : length - part.recent]
-        visible.scatter_(2, free.topk(budget).indices + part.sink, True)
-        visible[:, :, : part.sink] = True
-        visible[:, :, length - part.recent :] = True
-        return visible
-
-    def attend(self, part: Segment, call: AttentionCall) -> torch.Tensor:
-        visible, length = self.chosen[part.filter], call.chunk.longest
-        if isinstance(part.heads, dict):
-            visible = visible[:, list(part.heads[call.layer])]
-        if call.window is not None:
-            visible = visible & (torch.arange(length) > length - 1 - call.window)
-        repeats = call.q_BHSD.shape[1] // call.k_BGKD.shape[1]
-        k, v = (x.repeat_interleave(repeats, 1) for x in (call.k_BGKD, call.v_BGKD))
-        scores = torch.einsum("bhsd,bhkd->bhsk", call.q_BHSD, k) * call.scale
-        scores = scores.masked_fill(~visible.repeat_interleave(repeats, 1)[:, :, None], -math.inf)
-        return scores.softmax(-1) @ v
 
 
 def selection_of(cache, plan):
@@ -82,9 +29,9 @@ def selection_of(cache, plan):
     return cache.layers[0].state.chosen(segment)
 
 
-def run(model, turns):
+def run(model, turns, cache=None):
     """The logits of each turn's last token and of NEW tokens that follow it, whatever was predicted."""
-    cache, seen = None, []
+    seen = []
     with torch.no_grad():
         for turn in turns:
             for piece in (turn[:, :-NEW], *turn[:, -NEW:].split(1, 1)):
@@ -92,6 +39,14 @@ def run(model, turns):
                 cache = out.past_key_values
                 seen.append(out.logits)
     return torch.cat(seen, 1)
+
+
+def by_brute_force(model, plan, batch, *lengths):
+    """Turns of which rounding decides no choice, and their logits."""
+    for seed in count():
+        turns = [random_tokens(batch, length, seed + number) for number, length in enumerate(lengths)]
+        with suppress(AmbiguousScoresError), BruteForce(model, plan):
+            return turns, run(model, turns, DynamicCache())
 
 
 SEGMENTS = {
@@ -114,14 +69,11 @@ def model():
     return tiny_model(layers=6)
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_decode_is_what_the_plan_says(model, name: str, offload: bool):
-    turns = [random_tokens(2, 100), random_tokens(2, 40, seed=1)]
-    with capture_attention(model, BruteForce(SEGMENTS[name])):
-        expected = run(model, turns)
-    sparse = tuple(layer for part in SEGMENTS[name] for layer in part.layers if layer != part.filter)
-    with apply(model, plan_for(model, None, decode_plan(*SEGMENTS[name], offload=sparse if offload else (), hot=10))):
+def test_decode_is_what_the_plan_says(model, name: str):
+    plan = plan_for(model, None, decode_plan(*SEGMENTS[name]))
+    turns, expected = by_brute_force(model, plan, 2, 100, 40)
+    with apply(model, plan):
         torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -141,10 +93,9 @@ def test_a_window_of_queries_holds_no_graph_of_the_passes_it_came_from(model):
 def test_a_sliding_layer_of_a_segment_keeps_its_window(window: int):
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     model = tiny_model("qwen2", layer_types=kinds, use_sliding_window=True, sliding_window=window, max_window_layers=0)
-    turns, segments = [random_tokens(1, 80)], [segment(0, (1, 2), 20)]
-    with capture_attention(model, BruteForce(segments)):
-        expected = run(model, turns)
-    with apply(model, plan_for(model, None, decode_plan(*segments))):
+    plan = plan_for(model, None, decode_plan(segment(0, (1, 2), 20)))
+    turns, expected = by_brute_force(model, plan, 1, 80)
+    with apply(model, plan):
         torch.testing.assert_close(run(model, turns), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -218,22 +169,18 @@ def test_a_context_that_outgrows_the_last_sparse_length_is_dense_again(model):
     assert [share == 1.0 for share in shares] == [False] * 5 + [True] * 3
 
 
-def test_statistics_count_what_decode_attended_to(model):
-    with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2, 3), 4)))) as handle:
-        cache = model(random_tokens(1, 50)).past_key_values
-        model(random_tokens(1, 1), past_key_values=cache)
-        stats = handle.stats()
-        assert stats.decode_tokens_cached == 6 * 51
-        assert stats.decode_tokens_attended == 3 * 51 + 3 * (2 + 4 + 3)
-
-
-def test_a_filter_layer_that_attends_to_its_own_choice_counts_the_keys_that_it_scores_as_half(model):
-    plan = plan_for(model, None, decode_plan(segment(0, (0, 1, 2), 4)))
+@pytest.mark.parametrize(
+    ("layers", "scored"), [((1, 2, 3), 51), ((0, 1, 2), 51 // 2 + 2 + 4 + 3)], ids=["a dense filter", "its own choice"]
+)
+def test_statistics_count_what_decode_attended_to_and_keys_that_are_only_scored_as_half(model, layers, scored):
+    plan = plan_for(model, None, decode_plan(segment(0, layers, 4)))
     with torch.no_grad(), apply(model, plan) as handle:
         cache = model(random_tokens(1, 50)).past_key_values
         model(random_tokens(1, 1), past_key_values=cache)
         stats = handle.stats()
-    assert stats.decode_tokens_attended == 3 * 51 + 51 // 2 + 3 * (2 + 4 + 3)
+    sparse = len(set(layers) - {0})
+    assert stats.decode_tokens_cached == 6 * 51
+    assert stats.decode_tokens_attended == scored + (5 - sparse) * 51 + sparse * (2 + 4 + 3)
     assert stats.decode_share == pytest.approx(decode_share(plan.decode.lengths[0].segments, 51, plan.model))
 
 

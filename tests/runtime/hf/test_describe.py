@@ -63,12 +63,6 @@ def test_a_model_whose_weights_are_elsewhere_is_refused():
         describe_model(model)
 
 
-def test_the_weights_digest_tells_two_trainings_apart():
-    first, second = (describe_model(tiny_model(seed=seed)).fingerprint for seed in (1, 2))
-    assert first.architecture == second.architecture
-    assert first.weights != second.weights
-
-
 @pytest.mark.parametrize(
     "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
 )

@@ -49,7 +49,7 @@ def test_logits_are_those_of_the_cpu(model, captured, plan):
 
 
 def test_caches_take_turns_grow_and_are_copied(model, captured):
-    prompts, new = [random_tokens(1, length, length) for length in (50, 300, 40)], random_tokens(1, 3, 1)
+    prompts, new = [random_tokens(1, length, length) for length in (50, 300, 40)], random_tokens(1, 2, 1)
     plan = plan_for(model, None, SPARSE)
     with apply(model, plan, backend="triton") as handle:
         caches = [steps(model, prompt, new[:, :0])[1] for prompt in prompts]
@@ -61,7 +61,7 @@ def test_caches_take_turns_grow_and_are_copied(model, captured):
         held = caches[0].layers[0].store
         held.reserve(5000)  # other memory, and beyond the captured capacity
         more, _ = steps(model, new[:, :1], new[:, :0], caches[0])
-        assert handle.steps.replayed == 4 * 3 + 1
+        assert handle.steps.replayed == 4 * 2 + 1
         assert len(handle.steps._graphs) == 2
     for prompt, seen in zip((*prompts, prompts[1]), found, strict=True):
         alone = expected(model, plan, prompt, new)[:, 1:]
@@ -137,21 +137,8 @@ def test_a_model_that_changes_is_captured_anew_or_runs_by_itself(model, captured
     assert len([one for one in told if one.category is GraphWarning]) == 1
 
 
-def test_memory_that_runs_out_while_capturing_is_told_and_steps_go_on(model, captured, monkeypatch):
-    def fail(self, *args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(graphs.StepGraph, "capture", fail)
-    prompt, new = random_tokens(1, 60), random_tokens(1, 3, 1)
-    with apply(model, plan_for(model, None, SPARSE), backend="triton") as handle:
-        with pytest.warns(GraphWarning, match="OutOfMemoryError: CUDA out of memory"):
-            found, _ = steps(model, prompt, new)
-        assert (handle.steps.replayed, handle.steps._graphs) == (0, {})
-    alone = expected(model, plan_for(model, None, SPARSE), prompt, new)
-    torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-4)
-
-
-def test_few_graphs_are_kept(model, captured, monkeypatch):
+def test_few_graphs_are_kept(captured, monkeypatch):
+    model = tiny_model(layers=1, head_dim=16, heads=2, kv_heads=1)
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
     with apply(model, plan_for(model), backend="triton") as handle:
         for rows in (1, 2, 3, 1, 3):
@@ -160,15 +147,16 @@ def test_few_graphs_are_kept(model, captured, monkeypatch):
         assert [key.rows for key in handle.steps._graphs] == [1, 3]
 
 
-def test_numbers_that_change_between_caches_are_captured_anew(model, captured):
-    model, prompt, new = copy.deepcopy(model), random_tokens(1, 30), random_tokens(1, 2, 1)
+def test_numbers_that_change_between_caches_are_captured_anew(captured):
+    model = tiny_model(layers=1, head_dim=16, heads=2, kv_heads=1)
+    prompt, new = random_tokens(1, 30), random_tokens(1, 1, 1)
     with apply(model, plan_for(model), backend="triton") as handle:
         steps(model, prompt, new)
         before = handle.steps.latest
         model.model.norm.variance_epsilon = 1.0
         steps(model, prompt, new)
         assert handle.steps.latest is not before
-        assert handle.steps.replayed == 4
+        assert handle.steps.replayed == 2
 
 
 def test_fewer_layers_run_by_themselves_and_leave_the_others_alone(model, captured):
@@ -183,7 +171,7 @@ def test_fewer_layers_run_by_themselves_and_leave_the_others_alone(model, captur
 
 
 def test_steps_over_a_cache_of_autocast_are_captured_in_its_dtype_and_none_under_autocast(model, captured):
-    prompt, new, plan = random_tokens(1, 60), random_tokens(1, 4, 1), plan_for(model, None, SPARSE)
+    prompt, new, plan = random_tokens(1, 60), random_tokens(1, 3, 1), plan_for(model, None, SPARSE)
 
     def after_autocast():
         with torch.autocast("cpu", torch.bfloat16):
@@ -196,6 +184,6 @@ def test_steps_over_a_cache_of_autocast_are_captured_in_its_dtype_and_none_under
         steps(model, prompt, new)  # float32: another graph
         with pytest.warns(GraphWarning, match="autocast"):
             found, cache = after_autocast()
-        assert (handle.steps.replayed, len(handle.steps._graphs)) == (4 + 3, 2)
+        assert (handle.steps.replayed, len(handle.steps._graphs)) == (3 + 2, 2)
     assert {layer.store.keys.dtype for layer in cache.layers} == {torch.bfloat16}
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * expected.abs().max().item())

@@ -46,16 +46,6 @@ def test_greedy_tokens_are_those_of_the_dense_model(model, batch: int, phases: d
     assert handle.stats().decode_share == 1.0
 
 
-@pytest.mark.parametrize("offload", [(), (1, 2)], ids=["device", "host"])
-def test_a_budget_in_tokens_that_covers_the_context_gives_the_tokens_of_the_dense_model(model, offload):
-    prompt = random_tokens(2, 150)
-    dense = model.generate(prompt, max_new_tokens=NEW, do_sample=False)
-    covering = segment(0, (1, 2), 150, sink=2, recent=NEW - 2)  # just so, up to the last step
-    with apply(model, plan_for(model, None, decode_plan(covering, offload=offload))) as handle:
-        assert torch.equal(model.generate(prompt, max_new_tokens=NEW, do_sample=False), dense)
-    assert handle.stats().decode_share == 1.0
-
-
 def talk(model, cache=None):
     """Three turns, the whole conversation passed each time, as chat programs do."""
     said = random_tokens(1, 70)
@@ -74,18 +64,6 @@ def test_several_turns_give_the_dense_conversation(model):
         with apply(model, plan):
             assert torch.equal(talk(model), dense)
             assert torch.equal(talk(model, cache=DynamicCache()), dense)
-
-
-def test_a_cache_that_the_caller_made_and_keeps_is_filled_in_place(model):
-    prompt = random_tokens(1, 80)
-    with torch.no_grad():
-        dense = model(prompt).logits[:, -1]
-        with apply(model, full_plan(model)):
-            cache = DynamicCache()
-            model(prompt[:, :50], past_key_values=cache)
-            assert cache.get_seq_length() == 50
-            sparse = model(prompt[:, 50:], past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(sparse, dense, atol=2e-4, rtol=2e-4)
 
 
 def test_without_a_cache_every_step_is_a_prefill(model):

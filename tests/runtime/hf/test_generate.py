@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_models import END, tiny_model, tiny_tokenizer
-from tiny_plans import decode_plan, info_of, plan_for, segment
+from tiny_plans import info_of, plan_for
 from transformers import DynamicCache, GenerationConfig
 
 from sparsekv.plans.errors import PromptError, UsageError
@@ -90,13 +90,6 @@ def test_a_chat_template_that_fails_says_so(template):
     assert encode_prompt(tokenizer, "a", chat=False) == (0,)
 
 
-def test_it_runs_whatever_is_applied(loaded, prompt):
-    with apply(loaded.model, plan_for(loaded.model, None, decode_plan(segment(0, (1, 2), 8)))) as handle:
-        found = generate_stream(loaded, prompt, max_new_tokens=5)
-    assert found.new_tokens == 5
-    assert handle.stats().decode_share < 1
-
-
 def test_a_cache_carries_a_conversation_on(loaded, prompt):
     with apply(loaded.model, plan_for(loaded.model)):
         cache = DynamicCache()
@@ -138,12 +131,6 @@ def test_a_prompt_beyond_the_context_is_refused(loaded, prompt):
 def test_a_chunk_too_small_to_be_sensible_is_refused(loaded, prompt):
     with pytest.raises(UsageError, match="at least 16 tokens, found 1"):
         generate_stream(loaded, prompt, chunk=1)
-
-
-def test_no_piece_of_a_chunked_prompt_is_a_decode_step(loaded, prompt):
-    with apply(loaded.model, plan_for(loaded.model)) as handle:
-        generate_stream(loaded, prompt[:161], max_new_tokens=1, chunk=16)
-    assert handle.stats().decode_share is None
 
 
 def test_empty_prompts_are_refused(loaded):

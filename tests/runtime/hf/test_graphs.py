@@ -11,7 +11,6 @@ from tiny_plans import decode_plan, plan_for, segment
 from torch import nn
 
 from sparsekv.kernels.backends import BackendWarning
-from sparsekv.plans.errors import ShapeError
 from sparsekv.plans.phases import DecodeBucket, DecodePlan
 from sparsekv.runtime.hf import graphs
 from sparsekv.runtime.hf.apply import apply
@@ -190,14 +189,6 @@ def test_memory_that_runs_out_while_capturing_is_freed_and_steps_go_on(llama, mo
     assert torch.equal(found, expected)
 
 
-def test_a_selector_with_a_window_is_not_captured(llama):
-    part = segment(0, (1, 2), 60, sink=4, recent=30, selector="uniform", window=4)
-    plan = plan_for(llama, None, decode_plan(part))
-    with apply(llama, plan) as handle, pytest.warns(GraphWarning, match="layer 0"):
-        steps(llama, random_tokens(1, 300).cuda(), random_tokens(1, 5, 1).cuda())
-    assert handle.steps.replayed == 0
-
-
 @pytest.mark.parametrize("rows", [64, 65])
 def test_up_to_64_rows_are_captured(llama, rows):
     with apply(llama, plan_for(llama)) as handle, warnings.catch_warnings():
@@ -280,45 +271,3 @@ def test_a_budget_that_covers_the_context_gives_the_dense_tokens(model):
             found.append(steps(model, prompt, new)[0])
         assert handle.steps.replayed == 30
     assert torch.equal(*found)
-
-
-def test_a_cache_of_other_rows_is_refused_as_without_graphs(llama):
-    one, four = random_tokens(1, 50).cuda(), random_tokens(4, 50).cuda()
-    with apply(llama, plan_for(llama)) as handle, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        steps(llama, one, one[:, :2])
-        for prompt, token in ((four, one[:, :1]), (one, four[:, :1])):
-            cache = llama(prompt).past_key_values
-            with pytest.raises(ShapeError, match="new cache"):
-                llama(token, past_key_values=cache)
-        assert steps(llama, one, one[:, :2]) is not None
-        assert (handle.steps.replayed, handle.steps.why_not) == (4, "")
-
-
-class Steered(nn.Module):
-    """What a user might put around an MLP."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.strength = inner, 1.0
-
-    def forward(self, x):
-        return self.strength * self.inner(x)
-
-
-def test_modules_that_are_not_known_run_one_launch_at_a_time(llama):
-    """Their attributes change unseen."""
-    mlp, token = llama.model.layers[1].mlp, random_tokens(1, 1).cuda()
-    with apply(llama, plan_for(llama)) as handle, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, cache = steps(llama, random_tokens(1, 50).cuda(), token)
-        assert handle.steps.replayed == 1
-        llama.model.layers[1].mlp = Steered(mlp)
-        first = llama(token, past_key_values=copy.deepcopy(cache)).logits
-        again = llama(token, past_key_values=copy.deepcopy(cache)).logits
-        llama.model.layers[1].mlp.strength = 0.0
-        other = llama(token, past_key_values=copy.deepcopy(cache)).logits
-        assert handle.steps.replayed == 1
-        assert "Steered" in handle.steps.why_not
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from tiny_models import random_tokens, tiny_model
+from tiny_models import random_tokens
 from tiny_plans import decode_plan, plan_for, segment
 
 from sparsekv.plans.errors import UsageError
 from sparsekv.plans.patterns import tokens
 from sparsekv.runtime.hf.apply import apply
 from sparsekv.runtime.hf.placement import Placement, place_layers, spill_order
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @pytest.mark.parametrize(

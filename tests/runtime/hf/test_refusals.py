@@ -28,11 +28,6 @@ from sparsekv.plans.schema import Target
 from sparsekv.runtime.hf.apply import apply
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 @pytest.fixture
 def planned(model):
     with torch.no_grad(), apply(model, plan_for(model, None, decode_plan(segment(0, (1, 2), 8)))):
@@ -48,22 +43,26 @@ def test_left_padding(planned):
     assert planned(random_tokens(2, 10), attention_mask=torch.ones(2, 10)).logits.shape[:2] == (2, 10)
 
 
-@pytest.mark.parametrize("mask", [torch.ones(1, 1, 10, 10), {"full_attention": None}], ids=["4D", "by layer type"])
-def test_custom_masks(planned, mask):
-    with pytest.raises(UnsupportedError, match="2D attention_mask"):
-        planned(random_tokens(1, 10), attention_mask=mask)
+BOUNDS = torch.tensor([0, 3, 6])
 
 
-def test_packed_sequences(planned):
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    with pytest.raises(UnsupportedError, match="packed"):
-        planned(random_tokens(1, 6), position_ids=positions)
-
-
-@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"])
-def test_packed_sequences_that_only_their_bounds_tell(planned, name: str):
-    with pytest.raises(UnsupportedError, match=name):
-        planned(random_tokens(1, 6), **{name: torch.tensor([0, 3, 6])})
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 6, 6)}, UnsupportedError, "2D attention_mask"),
+        ({"attention_mask": {"full_attention": None}}, UnsupportedError, "2D attention_mask"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}, UnsupportedError, "packed"),
+        ({"cu_seq_lens_q": BOUNDS}, UnsupportedError, "cu_seq_lens_q"),
+        ({"cu_seq_lens_k": BOUNDS}, UnsupportedError, "cu_seq_lens_k"),
+        ({"seq_idx": BOUNDS}, UnsupportedError, "seq_idx"),
+        ({"output_attentions": True}, UnsupportedError, "output_attentions"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, PromptError, "empty prompt"),
+    ],
+    ids=["4D mask", "masks by layer type", "packed", *("packed by bounds",) * 3, "weights asked for", "empty prompt"],
+)
+def test_a_call_that_would_give_wrong_logits_is_refused(planned, given: dict, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        planned(**{"input_ids": random_tokens(1, 6)} | given)
 
 
 def test_attention_that_is_not_causal(planned, monkeypatch):
@@ -83,21 +82,11 @@ def test_positions_that_do_not_go_on_from_the_cache(planned):
     planned(random_tokens(1, 10), past_key_values=cache, position_ids=torch.arange(20, 30)[None])
 
 
-def test_empty_prompts(planned):
-    with pytest.raises(PromptError, match="empty prompt"):
-        planned(torch.ones(1, 0, dtype=torch.long))
-
-
-def test_attention_weights(planned):
-    for call in (planned, planned.generate):
-        with pytest.raises(UnsupportedError, match="output_attentions"):
-            call(random_tokens(1, 6), output_attentions=True)
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         ({"num_beams": 2}, "beam search"),
+        ({"output_attentions": True}, "output_attentions"),
         ({"prompt_lookup_num_tokens": 3}, "prompt lookup"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
         ({"dola_layers": "high"}, "DoLa"),
@@ -173,11 +162,6 @@ def test_segments_that_do_not_fit_the_model_are_refused_before_anything_is_alloc
     assert model.config._attn_implementation == was
 
 
-def test_a_plan_for_other_weights_only_warns(model):
-    with pytest.warns(PlanWarning, match="other weights"):
-        apply(model, plan_for(tiny_model(seed=1))).close()
-
-
 def test_fields_that_nothing_executes_yet(model):
     kept = Retention(layers=(0,), keep=tokens(64), sink=4, recent=16, score="attention_sum", observe=16)
     two = Target(device="cpu", tensor_parallel=2, backend="cpu", dtype="float32")
@@ -188,13 +172,6 @@ def test_fields_that_nothing_executes_yet(model):
 
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-
-
-def test_sliding_layers_that_the_plan_does_not_name(model):
-    sliding = tiny_model("qwen2", layer_types=["full_attention", "sliding_attention", "full_attention"], **SLIDING)
-    full = tiny_model("qwen2")
-    with pytest.raises(PlanMismatchError, match=r"\(layers 1\)"):
-        apply(sliding, plan_for(full))
 
 
 def test_a_sliding_filter_layer():
@@ -237,6 +214,9 @@ def test_a_plan_may_be_the_path_of_one(model, tmp_path):
         ({"backend": "fast"}, "fast"),
         ({"info": "tiny"}, "ModelInfo"),
         ({"chunking": 4096}, "chunking"),
+        ({"offload": "sometimes"}, "auto, always, never"),
+        ({"offload": ["auto"]}, "auto, always, never"),
+        ({"offload": "auto", "kv_host_layers": 1}, "found both"),
     ],
     ids=str,
 )
@@ -245,16 +225,6 @@ def test_options_of_another_type(model, options: dict, said: str):
         apply(model, **{"plan": plan_for(model)} | options)
     assert refused.value.exit_code == 2
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(("tokens", "batch"), [("5", 1), (0, 1), (-1, 1), (5, 0), (5, 1.0), (None, 1)])
-def test_a_new_cache_of_no_size(model, tokens, batch):
-    with apply(model, plan_for(model)) as handle, pytest.raises(UsageError, match="of 1 or more"):
-        handle.new_cache(tokens, batch)
-
-
-def test_info_of_names_nothing_of_this_machine(model):
-    assert info_of(model).id == "tests/tiny"
 
 
 def test_two_threads_under_one_handle(model, monkeypatch):

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from sparsekv.runtime.stores import bank as packed
 from sparsekv.runtime.stores import pinned as memory
 from sparsekv.runtime.stores.bank import HostStore
 from sparsekv.runtime.stores.device import DeviceStore
-from sparsekv.runtime.stores.pinned import CopyStream, HostMemory, check_room
+from sparsekv.runtime.stores.pinned import HostMemory, check_room
 from sparsekv.runtime.stores.store import Reads
 
 LEAVING = 64  # tokens that move to the host at a time
@@ -45,13 +44,16 @@ CHUNKS = st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_s
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), fraction(0.1), fraction(1.0)]
 
 
-@pytest.mark.parametrize("hot", HOT, ids=str)
+@pytest.mark.parametrize("hot", [None, *HOT, tokens(5000)], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(chunks=CHUNKS, pieces=st.booleans(), ahead=st.sampled_from([0, 100, 3000]))
-def test_a_view_comes_after_copies_however_late(hot: Budget, chunks: list[int], pieces: bool, ahead: int):
-    store = HostStore(hot, LateMemory())
+def test_a_view_is_everything_appended_in_order_however_late_copies_are(
+    hot: Budget | None, chunks: list[int], pieces: bool, ahead: int
+):
+    store = DeviceStore() if hot is None else HostStore(hot, LateMemory())
     store.reserve(ahead)
     assert holds(store, *filled(store, chunks, pieces))
+    assert store.length == sum(chunks)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -271,65 +273,6 @@ def test_pages_are_memory_like_any_other():
     whole = memory.Block(data).view((3, 1024), torch.float32)
     whole.fill_(2.0)
     assert whole.sum() == 3 * 1024 * 2
-
-
-class Cudart:
-    """Counts what is locked."""
-
-    def __init__(self, failure=0):
-        self.failure, self.locked, self.log = failure, {}, []
-
-    def cudaHostRegister(self, pointer, nbytes, flags):
-        if not self.failure:
-            self.locked[pointer] = nbytes
-        return self.failure
-
-    def cudaHostUnregister(self, pointer):
-        self.log.append("unlock")
-        return self.locked.pop(pointer) * 0
-
-
-def cuda_with(monkeypatch, cudart):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cudart.log.append("wait"))
-    monkeypatch.setattr(memory, "_forget_error", lambda device: cudart.log.append("forget"))
-
-
-def test_a_locked_block_is_unlocked_when_nobody_has_it_and_nothing_is_under_way(monkeypatch):
-    cuda, shared, cudart = torch.device("cuda", 0), HostMemory(), Cudart()
-    cuda_with(monkeypatch, cudart)
-    block = shared.take(5 << 20, cuda)
-    assert cudart.locked == {block.data.data_ptr(): 5 << 20}
-    shared.give(block, cuda)
-    assert shared.take(5 << 20, cuda) is block
-    shared.close()
-    shared.give(block, cuda)
-    assert cudart.locked
-    del block
-    gc.collect()
-    assert cudart.locked == {}
-    assert cudart.log == ["wait", "unlock"]
-
-
-def test_where_memory_cannot_be_locked_the_drivers_own_serves(monkeypatch):
-    cuda, cudart, made = torch.device("cuda", 0), Cudart(failure=801), []
-    cuda_with(monkeypatch, cudart)
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, pin_memory=False, **kw: made.append(pin_memory) or empty(*args, **kw)
-    )
-    block = HostMemory().take(1 << 20, cuda)
-    assert len(block.data) == 1 << 20
-    assert made == [True]
-    assert cudart.log == ["forget"]
-    del block
-    gc.collect()
-    assert cudart.log == ["forget", "wait"]  # before the allocator hands the memory out again
-
-
-def test_on_a_cpu_copies_run_at_once():
-    assert isinstance(HostMemory().stream(CPU), CopyStream)
 
 
 def test_what_was_written_to_room_is_not_packed_again(monkeypatch):

@@ -59,13 +59,14 @@ def test_what_is_left_is_the_least_that_machine_and_groups_leave(tmp_path, files
 class Cudart:
     """Locks memory, and notes how often the device is waited for; what happens while it does so may be anything."""
 
-    def __init__(self, happens=lambda: None):
-        self.locked, self.happens, self.waits = set(), happens, 0
+    def __init__(self, happens=lambda: None, failure=0):
+        self.locked, self.happens, self.failure, self.waits = set(), happens, failure, 0
 
     def cudaHostRegister(self, pointer, nbytes, flags):
-        self.locked.add(pointer)
+        if not self.failure:
+            self.locked.add(pointer)
         self.happens()
-        return 0
+        return self.failure
 
     def cudaHostUnregister(self, pointer):
         self.locked.remove(pointer)
@@ -127,6 +128,37 @@ def test_ctrl_c_while_memory_is_locked_unlocks_it(cuda):
         HostMemory().take(MIB, CUDA)
     gc.collect()
     assert not cudart.locked
+
+
+def test_a_locked_block_is_unlocked_when_nobody_has_it_and_nothing_is_under_way(cuda, monkeypatch):
+    cudart, shared, order = cuda(Cudart()), HostMemory(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(len(cudart.locked)))
+    block = shared.take(5 * MIB, CUDA)
+    assert cudart.locked == {block.data.data_ptr()}
+    shared.give(block, CUDA)
+    assert shared.take(5 * MIB, CUDA) is block
+    shared.close()
+    shared.give(block, CUDA)
+    assert cudart.locked
+    del block
+    gc.collect()
+    assert (cudart.locked, order) == (set(), [1])  # waited for while it was locked still
+
+
+def test_where_memory_cannot_be_locked_the_drivers_own_serves(cuda, monkeypatch):
+    cudart, made, forgotten, empty = cuda(Cudart(failure=801)), [], [], torch.empty
+
+    def new(*args, pin_memory=False, **options):
+        made.append(pin_memory)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(pinned, "_forget_error", forgotten.append)
+    monkeypatch.setattr(torch, "empty", new)
+    block = HostMemory().take(MIB, CUDA)
+    assert (len(block.data), made, len(forgotten), cudart.waits) == (MIB, [True], 1, 0)
+    del block
+    gc.collect()
+    assert cudart.waits == 1  # before the allocator hands the memory out again
 
 
 def test_a_block_that_is_collected_during_a_capture_is_unlocked_behind_it(cuda):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_stores import (
     BATCH,
     GROUPS,
@@ -26,18 +24,6 @@ from sparsekv.runtime.stores.device import DeviceStore, grown
 from sparsekv.runtime.stores.store import Reads, allocated_tokens
 
 HOT = [tokens(0), tokens(1), tokens(7), tokens(300), tokens(5000), fraction(0.1), fraction(1.0)]
-
-
-@pytest.mark.parametrize("hot", [None, *HOT], ids=str)
-@settings(max_examples=15, deadline=None)
-@given(chunks=st.lists(st.sampled_from([1, 1, 2, 5, 64, 300, 700]), min_size=1, max_size=12))
-def test_a_view_is_everything_appended_in_order(hot: Budget | None, chunks: list[int]):
-    store = DeviceStore() if hot is None else HostStore(hot)
-    k, v = filled(store, chunks)
-    seen_k, seen_v = seen_in(store)
-    assert store.length == sum(chunks)
-    assert torch.equal(seen_k, k)
-    assert torch.equal(seen_v, v)
 
 
 @pytest.mark.parametrize("window", [None, 100])
