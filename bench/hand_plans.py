@@ -116,7 +116,10 @@ def dense_up_to(plan: Plan, length: int) -> Plan:
     assert plan.prefill is not None, "plans made by hand have a prefill phase"
     longer = [bucket for bucket in plan.prefill.lengths if bucket.up_to is None or bucket.up_to > length]
     lengths = (PrefillBucket(up_to=length, dense=True), *longer)
-    return plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"lengths": lengths})})
+    prefill, decode = plan.prefill.model_copy(update={"lengths": lengths}), plan.decode
+    if decode is not None:
+        decode = decode.model_copy(update={"lengths": (DecodeBucket(up_to=length, dense=True), *decode.lengths)})
+    return plan.model_copy(update={"prefill": prefill, "decode": decode})
 
 
 @dataclass(frozen=True, slots=True)

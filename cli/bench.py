@@ -397,7 +397,7 @@ def _offloaded(
 # --- serve ------------------------------------------------------------------------------------------------------------
 
 _SERVE_LENGTHS = {"cuda": (32768, 131072), "cpu": (4096,)}
-_SERVE_BY_HAND = ("density", "crossover", "tile")
+_SERVE_BY_HAND = ("density", "crossover", "tile", "budget", "filters")
 
 
 class ServeFlags(Benched, Timed, Precision, Kernels, Output):
@@ -414,9 +414,21 @@ class ServeFlags(Benched, Timed, Precision, Kernels, Output):
     density: HandDensity = ()
     crossover: Annotated[OneLength, Flag("Without a plan: lengths up to N are dense.", metavar="N")] = 8192
     tile: HandTile = None
+    budget: Annotated[
+        TokenBudget | None,
+        Flag(
+            "Without a plan: decode by filter layers that choose so many tokens.", ("--budget", "--decode-budget"), "N"
+        ),
+    ] = None
+    filters: Annotated[
+        Layers, Flag("These filter layers; three by depth by default.", ("--filters", "--filter-layers"), "LAYERS")
+    ] = ()
+    dense_decode: Annotated[bool, Flag("Decode without the plan.")] = False
 
     @model_validator(mode="after")
     def _every_flag_is_read(self) -> Self:
+        if self.budget is None:
+            self.refuse(("filters",), "decode is dense without --budget")
         self.refuse(_SERVE_BY_HAND if self.plan else (), "each says what the plan is", "plan")
         return self
 
@@ -429,7 +441,7 @@ def serve(flags: ServeFlags) -> None:
     check_installed()
     named = Subject(flags.model) if by_hand else Subject.named(flags.model, flags.plan, None)
     used = checked(flags, named, flags.lengths).plan
-    from sparsekv.bench.hand_plans import dense_up_to, dummy_plan, hand_plan
+    from sparsekv.bench.hand_plans import HandDecode, dense_up_to, dummy_plan, hand_plan
     from sparsekv.bench.serve import COLUMNS, Load, ServeBench, bench_serve, served_model, start_engines
     from sparsekv.planner.progress import BarProgress
     from sparsekv.planner.settled import density_for
@@ -445,7 +457,12 @@ def serve(flags: ServeFlags) -> None:
             shares = flags.density or tuple(map(density_for, wanted))
             make = dummy_plan if flags.random_weights else hand_plan
             used, words = make(subject.info, wanted, shares, flags.tile or TileShape())
+            if flags.budget is not None:
+                plans, chosen = HandDecode(flags.budget, flags.filters).plans(subject.info, bench.longest)
+                used, words = used.model_copy(update={"decode": plans["last"].decode}), f"{words}; {chosen}"
             used, words = dense_up_to(used, flags.crossover), f"{words}, dense up to {flags.crossover}"
+        if flags.dense_decode:
+            used = used.model_copy(update={"decode": None})
         if subject.note:
             tell(subject.note)
         with start_engines(subject, used, bench) as engines:
