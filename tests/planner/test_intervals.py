@@ -31,6 +31,13 @@ def test_newcombes_published_example_comes_out() -> None:
     assert (low, high) == pytest.approx((0.0569, 0.3404), abs=1e-4)
 
 
+def test_more_samples_narrow_the_interval() -> None:
+    dense, sparse = [True, True, True, False], [True, False, True, False]
+    few, many = accuracy_interval(dense * 5, sparse * 5), accuracy_interval(dense * 50, sparse * 50)
+    assert many[1] - many[0] < few[1] - few[0]
+    assert few[0] < -0.25 < few[1]
+
+
 def test_the_interval_of_a_mean_covers_a_known_shift() -> None:
     rng = np.random.default_rng(1)
     dense = rng.normal(2.0, 1.0, 100)

@@ -43,6 +43,7 @@ EDITS = {
     "layer range": ('{layer: 1, heads: "1"', '{layer: 44, heads: "1"', "heads[4].layer: expected layers 0 to 8"),
     "segment range": ('layers: "7", budget', 'layers: "17", budget', "segments[2].layers: expected layers 0 to 8"),
     "short head map": ('{"4": [0, 1]', '{"4": [0]', "segments[1].heads: expected 2 entries"),
+    "keep of no kind": ("keep: all", "keep: some", "kv_cache[0].keep"),
     "nan in extensions": ("2.5e-05", ".nan", "extensions.example.org/note: expected JSON data"),
     "duplicate key": ("last_q: 64", "last_q: 64, last_q: 32", "each key once"),
     "anchor": ("{tokens: 600}", "&a {tokens: 600}", "alias"),
