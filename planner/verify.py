@@ -116,7 +116,8 @@ def verify(
         opened(loaded, modes, batch=samples.batch, chunk=samples.prefill_chunk) as evaluator,
         (progress or Progress()).stage("evaluate", _work(samples, options.verify_samples, modes)) as step,
     ):
-        _draw(found, evaluator, samples, source, options, step)
+        wanted = {phase: _sparse_lengths(plan, phase, samples.lengths) for phase in phases}
+        _draw(found, evaluator, samples, source, options, wanted, step)
     return _verdict(plan, found, options)
 
 
@@ -223,12 +224,26 @@ class _Found:
         return {phase: lengths for phase, lengths in wanted.items() if lengths}
 
 
-def _draw(found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled, step: Step) -> None:
-    """Samples, until all is decided or something is missed, or there are to be no more."""
+def _sparse_lengths(plan: Plan, phase: PhaseName, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where a phase is sparse: others would dilute what is bounded over all lengths. All, if it is sparse at none."""
+    parts = [
+        part for name, part in (("prefill", plan.prefill), ("decode", plan.decode)) if part and phase in (name, "both")
+    ]
+    return tuple(n for n in lengths if any(part.bucket(n).is_sparse_at(n) for part in parts)) or tuple(lengths)
+
+
+def _draw(
+    found: _Found, evaluator: Evaluator, samples: EvalSamples, kit: Kit, options: Settled,
+    wanted: Mapping[PhaseName, Sequence[int]], step: Step,
+) -> None:  # fmt: skip
+    """Samples, until all is decided or something is missed, or there are to be no more.
+
+    Args:
+        wanted: the lengths of each phase.
+    """
     most, deadline = options.verify_samples or math.inf, time.monotonic() + options.verify_time
     drawn: dict[int, int] = defaultdict(int)
     ended: set[int] = set()  # lengths without more prompts
-    wanted = dict.fromkeys(found.phases, samples.lengths)
     while wanted and not found.is_missed and max(drawn.values(), default=0) < most:
         for length in sorted({length for lengths in wanted.values() for length in lengths}):
             if found.looks and time.monotonic() > deadline:

@@ -91,6 +91,15 @@ def test_loose_gates_and_chosen_samples_verify_nothing(loaded: LoadedModel, chan
     assert found.quality.evidence.seed == changes.get("verify_seed")
 
 
+def test_lengths_at_which_a_phase_is_dense_do_not_dilute_what_is_shown_of_it(loaded: LoadedModel) -> None:
+    plan = narrow(loaded.model)
+    sparse = plan.prefill.lengths[-1].model_copy(update={"up_to": None})
+    late = plan.prefill.model_copy(update={"lengths": (PrefillBucket(up_to=512, dense=True), sparse)})
+    found = verify(loaded, plan.model_copy(update={"prefill": late}), options(1, lengths=(512, 1024), gate=LOOSE))
+    assert [part.length for part in found.quality.prefill.by_length] == [1024]
+    assert found.quality.prefill.claims["failed"].prompts == found.quality.evidence.prompts
+
+
 def test_a_plan_without_finite_numbers_missed_its_gate_and_ends_nothing(loaded: LoadedModel, monkeypatch) -> None:
     def broken(*call, **settings):
         found = compute(*call, **settings)
