@@ -24,7 +24,7 @@ COLUMNS = 6
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyView:
     """Keys and values of every batch row, contiguous by token or in pages. Nothing is copied and no stride is assumed
-    but 1 in the last dimension, and not that of pages in main memory.
+    but 1 in the last dimension.
 
     With `where`, the tensors only say shape, dtype and where to count from: kernels read `[B, G, tokens, D]` without
     gaps, at the offsets that stand there when they run. So a captured step serves one cache after another. For Triton
@@ -119,7 +119,7 @@ def check_keys(q_BHQD: torch.Tensor, keys: KeyView, scale: float) -> None:
     Raises:
         ShapeError: they do not fit; the message says what and how to fix it.
     """
-    check_qkv(q_BHQD, keys.k, keys.v, scale, any_strides=bool(keys.page) and not q_BHQD.is_cuda)
+    check_qkv(q_BHQD, keys.k, keys.v, scale)
     if q_BHQD.shape[2] != 1:
         raise ShapeError(
             f"decode attention takes one query token a call, found {q_BHQD.shape[2]}: "

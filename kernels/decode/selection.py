@@ -69,11 +69,3 @@ class Scoring:
     starts_B: torch.Tensor  # int32; -1 where a row is not scored
     tokens: int  # room for the tokens of all rows
     lists: int  # g: 1 (one score for all heads) or G (one for the heads of each KV head)
-    scratch: torch.Tensor | None = None  # float32, for the logits, where it is large enough
-
-    def logits(self, heads: int) -> torch.Tensor:
-        """[heads, tokens], float32 on the device: holds anything."""
-        shape, scratch = (heads, self.tokens), self.scratch
-        if scratch is not None and scratch.numel() >= heads * self.tokens:
-            return scratch[: heads * self.tokens].view(shape)
-        return torch.empty(shape, dtype=torch.float32, device=self.starts_B.device)

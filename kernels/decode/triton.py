@@ -81,7 +81,7 @@ def _run(
     part_lse_BHP = torch.empty((B, H, launch.splits), dtype=torch.float32, device=device)
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = torch.empty((B, H, 1), dtype=torch.float32, device=device)
-    logits_HT = None if scoring is None else scoring.logits(H)
+    logits_HT = None if scoring is None else torch.empty((H, scoring.tokens), dtype=torch.float32, device=device)
     block_d, overlapping = triton.next_power_of_2(D), overlap(launch.overlap)
     with torch.cuda.device_of(q_BHQD):
         decode_kernel[(launch.splits, G, B)](

@@ -40,8 +40,7 @@ def scoring_for(layer: LayerProgram, keys: KeyView, state: DecodeState, backend:
     assert segment is not None
     _, starts_B = state.budget(segment, backend)
     room = min(scored_tokens(layer.heads), keys.batch * keys.capacity)
-    lists = 1 if segment.heads == "max" else layer.kv_heads
-    return Scoring(starts_B.to(keys.k.device), room, lists, state.scratch)
+    return Scoring(starts_B.to(keys.k.device), room, 1 if segment.heads == "max" else layer.kv_heads)
 
 
 def choose_tokens(

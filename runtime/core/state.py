@@ -29,18 +29,13 @@ class DecodeState:
         program: what the layers compute.
         reduce_max: all-reduces a filter layer's scores; needed where `program.reduces`.
         on_choice: what to do right behind every choice.
-        scratch: float32, where filter layers put logits, for all of its rows; allocated in every step when None.
 
     Raises:
         UsageError: the program reduces over ranks and there is no `reduce_max`.
     """
 
     def __init__(
-        self,
-        program: Program,
-        reduce_max: ReduceMax | None = None,
-        on_choice: OnChoice | None = None,
-        scratch: torch.Tensor | None = None,
+        self, program: Program, reduce_max: ReduceMax | None = None, on_choice: OnChoice | None = None
     ) -> None:
         if program.reduces and reduce_max is None:
             raise UsageError(
@@ -48,7 +43,6 @@ class DecodeState:
                 f"found none; pass the all-reduce of maxima over the ranks, or plan with `scope: local`"
             )
         self.reduce_max = reduce_max
-        self.scratch = scratch
         self._on_choice = on_choice
         self._windows = {
             layer.layer: layer.filters.queries

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,6 @@ from sparsekv.runtime.vllm.engine_facts import check_layer
 from sparsekv.runtime.vllm.engine_options import plan_path, read_options
 from sparsekv.runtime.vllm.metrics import publish
 from sparsekv.runtime.vllm.plan_host import PlanHost, start_host
-from sparsekv.runtime.vllm.step_decode import DecodeRows, decodes, single_rows
 from sparsekv.runtime.vllm.step_rows import PrefillRows, StepRows, prefill_rows, split_rows
 
 _STEP = "sparsekv"  # what vLLM's metadata of a step carries of ours
@@ -109,39 +107,13 @@ class SparseImpl(_Impl):
         step: StepRows | None = getattr(attn_metadata, _STEP, None)
         if host is None or self.program is None or step is None:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
-        done = self._decode(host, self.program, step, query, kv_cache, output)
-        done |= self._sparse(host, self.program, step, (query, key, value), kv_cache, output)
+        done = self._sparse(host, self.program, step, (query, key, value), kv_cache, output)
         if not done:
             return dense(layer, query, key, value, kv_cache, attn_metadata, output)
         for rest in step.rest(done):
             q_THD, k_TGD, v_TGD, out_THD = (x[rest.tokens] for x in (query, key, value, output))
             dense(layer, q_THD, k_TGD, v_TGD, kv_cache, rest.metadata, out_THD)
         return output
-
-    def _decode(
-        self, host: PlanHost, program: LayerProgram, step: StepRows, query: torch.Tensor, kv_cache: torch.Tensor,
-        output: torch.Tensor,
-    ) -> frozenset[int]:  # fmt: skip
-        """Computes the rows that decode, in a layer that chooses or follows a choice; which requests that were."""
-        rows, shared = step.decode, host.decode
-        if rows is None or shared is None or shared.failed or not decodes(program):
-            return frozenset()
-        try:
-            pages = vllm.platform.pages_of(kv_cache)
-            output[: rows.count] = shared.attend(program, query[: rows.count], pages, rows, self.scale)
-        except Exception as error:
-            if not is_backend_failure(error, query.device) or vllm.is_capturing():
-                raise
-            shared.failed = True  # layers further on would follow a choice that was not made
-            self._tell(host, error, "decode", "such steps")
-            return frozenset()
-        return frozenset(range(rows.count))
-
-    @staticmethod
-    def _tell(host: PlanHost, error: Exception, phase: str, dense: str) -> None:
-        if host.count_failure(error):  # one request must not end the engine, and with it all others
-            what = "".join(traceback.format_exception(error))
-            vllm.logger.warning("sparsekv: %s by %s failed, %s run dense: %s", phase, host.backend, dense, what)
 
     def _sparse(
         self, host: PlanHost, program: LayerProgram, step: StepRows, qkv: tuple[torch.Tensor, ...],
@@ -158,7 +130,9 @@ class SparseImpl(_Impl):
             except Exception as error:
                 if not is_backend_failure(error, q_THD.device):
                     raise
-                self._tell(host, error, "prefill", "such chunks")
+                if host.count_failure(error):  # one request must not end the engine, and with it all others
+                    what = "".join(traceback.format_exception(error))
+                    vllm.logger.warning("sparsekv: prefill by %s failed, such chunks run dense: %s", host.backend, what)
                 dense += (rows,)
             else:
                 done.add(rows.request)
@@ -185,8 +159,6 @@ class SparseBuilder(_Builder):
         pages = vllm.check_pages(vllm_config, own[0].impl, own[0], kv_cache_spec, device)
         self._host.scratch.copy(pages, torch.ones(1, dtype=torch.int32, device=device), 1)  # compiles what copies
         self._programs = tuple(layer.impl.program_of(self._host, layer) for layer in own)
-        self._decodes = self._host.decode is not None and any(map(decodes, self._programs))
-        self._captures = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -206,35 +178,14 @@ class SparseBuilder(_Builder):
             if self._counts:
                 self._report(self._host, bool(prefill))  # of the steps before: the layers of this one have not run yet
                 self._host.count_step(prefill)
-            decode = self._decode_rows(self._host, common_attn_metadata, starts, lengths)
-            if decode or any(self._host.is_sparse(rows.chunk) for rows in prefill):
+            if any(self._host.is_sparse(rows.chunk) for rows in prefill):
                 part_of = partial(self._part_of, common_attn_metadata)
-                step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of, decode)
+                step = StepRows(tuple(starts), prefill, common_attn_metadata.block_table_tensor, part_of)
                 setattr(metadata, _STEP, step)
             else:  # nothing for the layers to ask
                 for rows in prefill:
                     self._host.count_dense(self._programs, rows.chunk)
         return metadata
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """vLLM's metadata of a step that is captured: rows of every kind are to come."""
-        self._captures = True
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._captures = False
-
-    def _decode_rows(
-        self, host: PlanHost, common: Any, starts: Sequence[int], lengths: Sequence[int]
-    ) -> DecodeRows | None:
-        """The rows that decode; None where none of them chooses."""
-        if not self._decodes:
-            return None
-        count = single_rows(starts)
-        chooses = host.begin_decode(lengths[:count], vllm.still_prompts(common)[:count], self._counts)
-        if not count or not (chooses or self._captures):
-            return None
-        return DecodeRows(count, common.seq_lens[:count], common.block_table_tensor[:count])
 
     @staticmethod
     def _report(host: PlanHost, prefilling: bool) -> None:
@@ -259,8 +210,7 @@ def _host_of(config: Any) -> PlanHost | None:
     if path is None:  # and nothing else of vLLM has been looked at
         return None
     host = start_host(path, options, vllm.engine_facts(config), vllm.engine_model(config))
-    phases = "prefill and decode" if host.decode else "prefill"
-    vllm.logger.info("sparsekv: %s by %s, kernels: %s", phases, path, host.backend)
+    vllm.logger.info("sparsekv: prefill by %s, kernels: %s", path, host.backend)
     return host
 
 

@@ -1,9 +1,9 @@
-"""What an engine computed by a plan: counters, and when an engine reports them."""
+"""What an engine prefilled by a plan: counters, and when an engine reports them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from sparsekv.plans.errors import UsageError
@@ -20,33 +20,29 @@ class ServingStats:
     tiles_causal: int  # what dense prefill would have computed
     sparse_tokens: int  # of chunks that the plan computes sparse; again after a preemption counts again
     dense_tokens: int  # of chunks that it leaves dense
-    failures: int  # chunks and steps of a layer that were to be sparse, and that vLLM's kernel computed after an error
-    decode_sparse: int = 0  # tokens of answers whose row chose what to attend to
-    decode_dense: int = 0  # the others
-    decode_attended: int = 0  # tokens that rows attended to in steps in which some chose, over all layers
-    decode_cached: int = 0  # what dense would have attended to there
+    failures: int  # chunks of a layer that were to be sparse, and that vLLM's own kernel computed after an error
 
     @property
     def prefill_density(self) -> float | None:
         """Computed tiles over causal tiles; None before the first prompt."""
         return self.tiles_computed / self.tiles_causal if self.tiles_causal else None
 
-    @property
-    def decode_share(self) -> float | None:
-        """Tokens attended to over tokens cached, in steps in which some row chose; None before the first."""
-        return self.decode_attended / self.decode_cached if self.decode_cached else None
-
     def since(self, before: ServingStats) -> ServingStats:
         """The counts that came after `before`."""
-        return ServingStats(*(own - other for own, other in zip(astuple(self), astuple(before), strict=True)))
+        return ServingStats(
+            self.tiles_computed - before.tiles_computed,
+            self.tiles_causal - before.tiles_causal,
+            self.sparse_tokens - before.sparse_tokens,
+            self.dense_tokens - before.dense_tokens,
+            self.failures - before.failures,
+        )
 
     def __str__(self) -> str:
         density = "none" if self.prefill_density is None else f"{self.prefill_density:.3f}"
         failed = f", {self.failures:,} chunks of a layer dense after an error" if self.failures else ""
-        decode = f"; decode {self.decode_sparse:,} tokens sparse, {self.decode_dense:,} dense"
         return (
             f"prefill density {density}, {self.sparse_tokens:,} prompt tokens sparse, "
-            f"{self.dense_tokens:,} dense{decode if self.decode_sparse else ''}{failed}"
+            f"{self.dense_tokens:,} dense{failed}"
         )
 
 
@@ -62,7 +58,7 @@ class Counters:
     def reset(self) -> None:
         """Starts counting anew."""
         self.meter = Meter()
-        self.sparse_tokens = self.dense_tokens = self.failures = self.decode_sparse = self.decode_dense = 0
+        self.sparse_tokens = self.dense_tokens = self.failures = 0
         self._reported = _NONE
         self._reported_at = -math.inf
         self._waiting_since: float | None = None
@@ -71,15 +67,7 @@ class Counters:
         """The counts so far; waits for the device."""
         run: RunStats = self.meter.read()
         return ServingStats(
-            run.prefill_tiles_computed,
-            run.prefill_tiles_causal,
-            self.sparse_tokens,
-            self.dense_tokens,
-            self.failures,
-            self.decode_sparse,
-            self.decode_dense,
-            run.decode_tokens_attended,
-            run.decode_tokens_cached,
+            run.prefill_tiles_computed, run.prefill_tiles_causal, self.sparse_tokens, self.dense_tokens, self.failures
         )
 
     def report(self, now: float, prefilling: bool) -> ServingStats | None:

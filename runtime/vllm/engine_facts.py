@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from sparsekv.plans.errors import UnsupportedError, UsageError, install_command
 from sparsekv.plans.model import ModelInfo
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.program import LayerProgram, Program
+from sparsekv.runtime.core.program import LayerProgram
 
 TESTED = {"cpu": ("0.32.0",), "cuda": ("0.26.0",)}  # releases of vLLM by device
 
@@ -71,20 +71,6 @@ def check_layers(plan: Plan, model: ModelInfo) -> None:
         raise UnsupportedError(
             f"expected prefill patterns in layers with full attention alone, found them in layers with a sliding "
             f"window ({layers}), which the vLLM host does not run sparse yet; make a plan that leaves these dense"
-        )
-
-
-def check_selectors(program: Program) -> None:
-    """Refuses selectors that look at older queries than the newest: vLLM moves rows from step to step.
-
-    Raises:
-        UnsupportedError: it names the filter layers.
-    """
-    if program.remembers:
-        layers = ", ".join(map(str, program.remembers))
-        raise UnsupportedError(
-            f"expected filter layers with `selector: last`, found others in {layers}, which the vLLM host does not "
-            'run; leave decode dense: --additional-config \'{"sparsekv": {"decode": false}}\''
         )
 
 

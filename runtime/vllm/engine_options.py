@@ -18,8 +18,7 @@ class Options(BaseModel):
     """The settings of an engine.
 
     `plan` is a plan file or a folder with a sparsekv.yaml; without it, the sparsekv.yaml beside the model is taken
-    where there is one. `backend` names the kernels of sparse attention. `decode` is whether decode follows the plan: by
-    default on a CPU alone, as it has not been measured on a GPU yet. `allow_untested` runs on releases and devices of
+    where there is one. `backend` names the kernels of sparse prefill. `allow_untested` runs on releases and devices of
     vLLM that this version was not tested on, `allow_mismatch` takes a plan of another architecture as far as its layers
     and heads fit. `dense` leaves everything to vLLM, whatever plan lies beside the model.
     """
@@ -30,7 +29,6 @@ class Options(BaseModel):
     backend: Literal["auto", "flash", "triton", "cpu"] = "auto"
     allow_untested: StrictBool = False
     allow_mismatch: StrictBool = False
-    decode: StrictBool | None = None
     dense: StrictBool = False
 
 

@@ -224,8 +224,6 @@ def engine_model(config: VllmConfig) -> EngineModel:
         longest=model.max_model_len,
         page=config.cache_config.block_size,
         step=config.scheduler_config.max_num_batched_tokens,
-        requests=config.scheduler_config.max_num_seqs,
-        captured=platform.captures,
     )
 
 
@@ -278,11 +276,6 @@ def check_pages(
             f"own ({getattr(layer, 'isa', 'its settings')}); on a CPU use --dtype float32"
         )
     return k_NGSD, v_NGSD
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: what fails then cannot be computed in another way."""
-    return platform.captures and torch.cuda.is_current_stream_capturing()
 
 
 def device_type() -> str:
@@ -347,12 +340,6 @@ def requests_of(common: CommonAttentionMetadata) -> tuple[list[int], list[int], 
     if unfinished is None or platform.captures:
         return starts.tolist(), lengths, [False] * len(lengths)
     return starts.tolist(), lengths, unfinished.tolist()
-
-
-def still_prompts(common: CommonAttentionMetadata) -> list[bool]:
-    """Which requests of a step have tokens of their prompt in it, or are to come; without asking the device."""
-    found = common.is_prefilling
-    return [False] * common.num_reqs if found is None else found.tolist()
 
 
 def part_of(common: CommonAttentionMetadata, first: int, end: int) -> CommonAttentionMetadata:

@@ -20,7 +20,6 @@ _TILES = Counter(
     "Attention tiles of prefill over all heads and layers: computed, and causal, which are all that dense computes.",
     ["kind"],
 )
-_ANSWERED = Counter("sparsekv_decode_tokens", "Tokens of answers, by whether their row chose by the plan.", ["plan"])
 _FAILURES = Counter(
     "sparsekv_prefill_failures", "Chunks of a layer that were to be sparse and ran dense after an error."
 )
@@ -32,6 +31,4 @@ def publish(new: ServingStats) -> None:
     _TOKENS.labels("dense").inc(new.dense_tokens)
     _TILES.labels("computed").inc(new.tiles_computed)
     _TILES.labels("causal").inc(new.tiles_causal)
-    _ANSWERED.labels("sparse").inc(new.decode_sparse)
-    _ANSWERED.labels("dense").inc(new.decode_dense)
     _FAILURES.inc(new.failures)

@@ -21,17 +21,14 @@ from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.errors import PlanMismatchError, PlanWarning
 from sparsekv.plans.files import load_plan
 from sparsekv.plans.model import ModelInfo
-from sparsekv.plans.phases import DecodePlan
 from sparsekv.plans.schema import Plan
-from sparsekv.runtime.core.decode import count_step
 from sparsekv.runtime.core.prefill import prefill
 from sparsekv.runtime.core.program import LayerProgram, Program
 from sparsekv.runtime.model_config import describe_config, device_name, dtype_name
 from sparsekv.runtime.plan_checks import check_plan, check_target
 from sparsekv.runtime.vllm.counters import Counters
-from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers, check_selectors
+from sparsekv.runtime.vllm.engine_facts import EngineFacts, check_engine, check_layers
 from sparsekv.runtime.vllm.engine_options import Options
-from sparsekv.runtime.vllm.step_decode import StepDecode
 from sparsekv.runtime.vllm.step_rows import PrefillRows, causal_tiles
 
 
@@ -47,8 +44,6 @@ class EngineModel:
     longest: int  # tokens of the longest request
     page: int  # tokens
     step: int  # most tokens that are computed at once
-    requests: int  # most that run at once
-    captured: bool  # whether steps are captured as CUDA graphs
 
 
 class Scratch:
@@ -122,15 +117,11 @@ class PlanHost:
         backend: of prefill; another one follows should it fail.
         scratch: for requests with a past.
         longest: tokens of the longest request.
-        decode: what layers that decode share; None where decode is dense.
     """
 
-    def __init__(
-        self, program: Program, backend: str, scratch: Scratch, longest: int, decode: StepDecode | None = None
-    ) -> None:
+    def __init__(self, program: Program, backend: str, scratch: Scratch, longest: int) -> None:
         self.program = program
         self.scratch = scratch
-        self.decode = decode
         self.counters = Counters()
         self._longest = longest
         self._fallback = Fallback(backend)
@@ -153,27 +144,6 @@ class PlanHost:
                 self.counters.sparse_tokens += rows.chunk.rows[0]
             else:
                 self.counters.dense_tokens += rows.chunk.rows[0]
-
-    def begin_decode(self, lengths: Sequence[int], is_prompt: Sequence[bool], counts: bool) -> bool:
-        """Begins a step whose first rows have these lengths, the new token included.
-
-        Args:
-            is_prompt: whether a row is the last of a prompt's chunk, which attends to everything.
-            counts: whether to count it.
-
-        Returns:
-            Whether some row chooses.
-        """
-        assert self.decode is not None
-        asked = [0 if prompt else length for length, prompt in zip(lengths, is_prompt, strict=True)]
-        chooses = self.decode.begin(asked)
-        if counts:
-            sparse = self.decode.sparse_rows(asked) if chooses else 0
-            self.counters.decode_sparse += sparse
-            self.counters.decode_dense += len(lengths) - sum(is_prompt) - sparse
-            if sparse:
-                count_step(self.program, asked, self.counters.meter)
-        return chooses
 
     def prefill(
         self, layer: LayerProgram, q_THD: torch.Tensor, keys: KeyView, chunk: Chunk, scale: float
@@ -247,20 +217,9 @@ def start_host(path: Path, options: Options, facts: EngineFacts, model: EngineMo
     tile = plan.prefill.tile if plan.prefill else None
     choice = choose_backend(model.device, model.dtype, group.head_dim, options.backend, tile)
     check_target(plan, device_name(model.device), choice.name, dtype_name(model.dtype), "vllm", model.step)
-    decode = plan.decode if _decodes(options, model) else None
-    _announce(plan, path, decode)
+    _announce(plan, path)
     scratch = Scratch(model.longest + model.page, group.kv_heads * group.head_dim, model.dtype, model.device)
-    program = Program.of(plan.prefill, decode, found)
-    shared = None
-    if program.filters:
-        check_selectors(program)
-        shared = StepDecode(program, choice.name, model.requests, model.longest, model.device, model.captured)
-    return PlanHost(program, choice.name, scratch, model.longest, shared)
-
-
-def _decodes(options: Options, model: EngineModel) -> bool:
-    """Whether decode follows the plan. On a GPU it has to be asked for: it has not been measured there yet."""
-    return not model.captured if options.decode is None else options.decode
+    return PlanHost(Program.of(plan.prefill, None, found), choice.name, scratch, model.longest)
 
 
 def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
@@ -272,15 +231,10 @@ def _check_model(plan: Plan, found: ModelInfo, allow_mismatch: bool) -> None:
         ) from None
 
 
-def _announce(plan: Plan, path: Path, decode: DecodePlan | None) -> None:
-    has_decode = plan.decode is not None and not all(bucket.dense for bucket in plan.decode.lengths)
-    if has_decode and decode is None:
+def _announce(plan: Plan, path: Path) -> None:
+    if plan.decode is not None and any(bucket.segments for bucket in plan.decode.lengths):
         warnings.warn(
-            f"the decode phase of {path} is left out: decode runs dense; --additional-config "
-            '\'{"sparsekv": {"decode": true}}\' runs it by the plan, which has not been measured on a GPU yet',
-            PlanWarning,
-            stacklevel=2,
+            f"the decode phase of {path} is not executed under vLLM yet: decode runs dense", PlanWarning, stacklevel=2
         )
-    is_dense = plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths)
-    if is_dense and not (has_decode and decode is not None):
-        warnings.warn(f"what {path} says is dense at every length here: it changes nothing", PlanWarning, 2)
+    if plan.prefill is None or not any(bucket.heads for bucket in plan.prefill.lengths):
+        warnings.warn(f"the prefill phase of {path} is dense at every length: it changes nothing here", PlanWarning, 2)

@@ -1,4 +1,4 @@
-"""Which rows of an engine step are prefill or decode, and which of those a layer runs sparse.
+"""Which rows of an engine step are prefill, and which of those a layer runs sparse.
 
 Shapes: T tokens of the step, all requests one after another.
 """
@@ -16,7 +16,6 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import LayerProgram
-from sparsekv.runtime.vllm.step_decode import DecodeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +44,12 @@ class StepRows:
         prefill: a chunk of each request that prefills.
         table: the block table, int32 [requests, pages].
         part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
-        decode: the rows that decode by the plan, some of which choose.
     """
 
     starts: tuple[int, ...]
     prefill: tuple[PrefillRows, ...]
     table: torch.Tensor
     part_of: Callable[[int, int], Any]
-    decode: DecodeRows | None = None
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from sparsekv.plans.schema import Plan
 from sparsekv.runtime.hf.apply import apply
-from sparsekv.runtime.hf.cache import handed_over
 
 BUDGET = 512  # tokens of a step
 LONGEST = 3072
@@ -90,34 +88,28 @@ class Oracle:
     def __init__(self, model: Any, plan: Plan | None) -> None:
         self.model, self._plan = model, plan
 
-    def applied(self, decode: bool = True) -> AbstractContextManager[Any]:
+    def applied(self) -> AbstractContextManager[Any]:
         """The plan at work in the model; gives its handle, or None without a plan."""
-        return nullcontext() if self._plan is None else apply(self.model, self._plan, decode=decode)
+        return nullcontext() if self._plan is None else apply(self.model, self._plan, decode=False)
 
     def __call__(self, prompt: Sequence[int], cuts: Sequence[int]) -> Answer:
-        """NEW tokens, where chunks end at `cuts` and at the end of the prompt. Decode begins behind it: a chunk of one
-        token is a part of the prompt."""
-        with self.applied(decode=False) as handle, torch.no_grad():
-            out = None
-            for first, end in pairwise((0, *cuts, len(prompt))):
-                out = self._step(prompt[first:end], out and out.past_key_values)
-            layers = list(handed_over(out.past_key_values, len(prompt)))
-            density = handle and handle.stats().prefill_density
-        with self.applied() as handle, torch.no_grad():
-            cache = DynamicCache(layers) if handle is None else handle.cache_of(layers)
-            return Answer(*self._decode(out.logits, cache), density)
+        """NEW tokens, where chunks end at `cuts` and at the end of the prompt."""
+        with self.applied() as handle:
+            answer = self._decode(prompt, cuts)
+            return Answer(*answer, handle and handle.stats().prefill_density)
 
-    def _decode(self, logits: torch.Tensor, cache: Any) -> tuple[list[int], list[float]]:
-        new, logprobs = [], []
+    @torch.no_grad()
+    def _decode(self, prompt: Sequence[int], cuts: Sequence[int]) -> tuple[list[int], list[float]]:
+        cache, new, logprobs = None, [], []
+        for first, end in pairwise((0, *cuts, len(prompt))):
+            out = self.model(torch.tensor([prompt[first:end]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
         for _ in range(NEW):
-            best = logits[0, -1].log_softmax(0).max(0)
+            best = out.logits[0, -1].log_softmax(0).max(0)
             new.append(int(best.indices))
             logprobs.append(float(best.values))
-            logits = self._step(new[-1:], cache).logits
+            out = self.model(torch.tensor([new[-1:]]), past_key_values=cache, use_cache=True)
         return new, logprobs
-
-    def _step(self, tokens: Sequence[int], cache: Any) -> Any:
-        return self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
 
 
 def same(output: Any, answer: Answer) -> bool:

@@ -33,7 +33,6 @@ class Rows:
     past: int
     pages: tuple[int, ...]  # of the request up to these rows
     logits_V: torch.Tensor | None  # behind the last row, as the engine computed them; None where it did not
-    is_prompt: bool = True
 
     @property
     def length(self) -> int:
@@ -45,7 +44,7 @@ class Rows:
         pages, logits_V = self.pages[: -(-(self.past + end) // PAGE)], self.logits_V
         if end < len(self.tokens_T):
             logits_V = None
-        return Rows(self.tokens_T[first:end], self.past + first, pages, logits_V, self.is_prompt)
+        return Rows(self.tokens_T[first:end], self.past + first, pages, logits_V)
 
 
 def plan_host_of(engine: Any) -> Any:
@@ -63,23 +62,25 @@ def recorded(engine: Any) -> Iterator[list[Rows]]:
     host, (model,) = plan_host_of(engine), engine.apply_model(lambda model: model)
     build, compute_logits = SparseBuilder.build, model.compute_logits
     found: list[Rows] = []
-    steps: list[tuple[list[int], list[int], list[bool], torch.Tensor]] = []
+    steps: list[tuple[list[int], list[int], torch.Tensor]] = []
     inputs: list[torch.Tensor] = []
 
     def recording_build(self: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         if self._host is host:
-            steps.append((*requests_of(common), common.block_table_tensor.clone()))
+            starts, lengths, _ = requests_of(common)
+            steps.append((starts, lengths, common.block_table_tensor.clone()))
         return build(self, common_prefix_len, common, fast_build)
 
     def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = compute_logits(hidden)
         if steps:  # else of prompt log-probabilities, which come after those of the last rows
-            (starts, lengths, are_prompts, table), tokens = steps.pop(), inputs.pop()
-            requests = zip(starts[:-1], starts[1:], lengths, are_prompts, table, logits.clone(), strict=True)
+            (starts, lengths, table), tokens = steps.pop(), inputs.pop()
             step = [
-                Rows(tokens[a:b], length - (b - a), tuple(pages_P[: -(-length // PAGE)].tolist()), logits_V, is_prompt)
-                for a, b, length, is_prompt, pages_P, logits_V in requests
-                if a < b
+                Rows(tokens[first:end], length - (end - first), tuple(pages_P[: -(-length // PAGE)].tolist()), logits_V)
+                for first, end, length, pages_P, logits_V in zip(
+                    starts[:-1], starts[1:], lengths, table, logits.clone(), strict=True
+                )
+                if first < end
             ]
             # A prefix hit may be on a page that another request of the same step writes: that one has a shorter past.
             found.extend(sorted(step, key=lambda rows: rows.past))
@@ -122,9 +123,9 @@ class _Pages:
 def assert_replayed(oracle: Oracle, recording: Sequence[Rows]) -> None:
     """Every row that the engine computed has the logits of the transformers host, within float32's reach."""
     pages, wrong = _Pages(oracle.model), []
-    for number, rows in enumerate(recording):
-        with oracle.applied(decode=not rows.is_prompt) as handle:
-            new_cache = DynamicCache if handle is None else handle.cache_of
+    with oracle.applied() as handle:
+        new_cache = DynamicCache if handle is None else handle.cache_of
+        for number, rows in enumerate(recording):
             cache = new_cache(pages.before(rows)) if rows.past else None
             out = oracle.model(rows.tokens_T[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
             pages.write(rows, handed_over(out.past_key_values, rows.length))

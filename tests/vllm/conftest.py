@@ -34,7 +34,7 @@ def reference() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def plan(reference: LoadedModel) -> Plan:
-    """Prefill is sparse from CROSSOVER on, in all layers but one, which is sparse from 1536 on; decode from 150 on."""
+    """Sparse from CROSSOVER on, in all layers but one, which is sparse from 1536 on; a decode phase nobody runs."""
     lines = VerticalSlash(vertical=tokens(64), slash=tokens(256), last_q=64, max_tiles=fraction(0.4))
     patterns = (lines, BlockSparse(keep=fraction(0.3)), AShape(sink=tokens(64), window=tokens(256)), Dense())
 
@@ -52,17 +52,8 @@ def plan(reference: LoadedModel) -> Plan:
             PrefillBucket(up_to=None, heads=heads(everywhere)),
         ),
     )
-    layers = {0: (1, 2), 5: (6, 7, 9)}
-
-    def segments(budget: DecodeBudget) -> tuple[Segment, ...]:
-        return tuple(Segment(filter=one, layers=some, budget=budget, sink=4, recent=32) for one, some in layers.items())
-
-    buckets = [
-        DecodeBucket(up_to=150, dense=True),
-        DecodeBucket(up_to=1600, segments=segments(DecodeBudget(tokens=64))),
-        DecodeBucket(up_to=None, segments=segments(DecodeBudget(fraction=0.1, at_most=300))),
-    ]
-    decode = DecodePlan(lengths=tuple(buckets))
+    chosen = Segment(filter=0, layers=(1, 2), budget=DecodeBudget(tokens=64), sink=4, recent=32)
+    decode = DecodePlan(lengths=(DecodeBucket(up_to=None, segments=(chosen,)),))
     return Plan(status="unverified", model=reference.info, prefill=prefill, decode=decode)
 
 
