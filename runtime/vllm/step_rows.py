@@ -16,6 +16,7 @@ import torch
 from sparsekv.kernels.tiles import Chunk
 from sparsekv.plans.patterns import TileShape
 from sparsekv.runtime.core.program import LayerProgram
+from sparsekv.runtime.vllm.decode_step import DecodeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +42,17 @@ class StepRows:
 
     Args:
         starts: the first row of each request, then the end of the last one. Requests without rows are padding.
-        prefill: a chunk of each request that prefills.
+        prefill: a chunk of each request that prefills; none where all of them are dense.
         table: the block table, int32 [requests, pages].
         part_of: builds what vLLM's kernel takes for the requests from the first to before the second number.
+        decode: the rows that decode, where some may attend to a choice.
     """
 
     starts: tuple[int, ...]
     prefill: tuple[PrefillRows, ...]
     table: torch.Tensor
     part_of: Callable[[int, int], Any]
+    decode: DecodeRows | None = None
     _built: dict[frozenset[int], tuple[Rest, ...]] = field(default_factory=dict)
 
     def rest(self, done: frozenset[int]) -> tuple[Rest, ...]:
@@ -95,6 +98,13 @@ def prefill_rows(starts: Sequence[int], lengths: Sequence[int], prefilling: Sequ
         if rows > 1 or (rows == 1 and unfinished):
             found.append(PrefillRows(request, slice(first, end), Chunk.uniform(1, length - rows, length)))
     return tuple(found)
+
+
+def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
+    """How many requests decode: the first of the step, a row each. vLLM sorts them so."""
+    chunks = {rows.request for rows in prefill}
+    ends = (request for request, (first, end) in enumerate(pairwise(starts)) if end - first != 1 or request in chunks)
+    return next(ends, len(starts) - 1)
 
 
 def split_rows(

@@ -36,7 +36,7 @@ def plan(model: Any) -> Plan:
 
 def start(model: Any, plan: Plan, folder: Path, facts: EngineFacts = FACTS, **options: Any) -> PlanHost:
     write_plan(plan, folder / "sparsekv.yaml")
-    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, page=128, step=2048)
+    engine = EngineModel(str(folder), None, model.config, torch.float32, CPU, longest=1024, page=128, step=2048, rows=4)
     return start_host(folder / "sparsekv.yaml", Options(**options), facts, engine)
 
 
