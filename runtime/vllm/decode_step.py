@@ -55,7 +55,9 @@ class DecodeHost:
     def count(self, lengths: Sequence[int]) -> None:
         """Counts the decode rows of a step by lengths; those below 2 are of steps that vLLM makes up."""
         real = [length for length in lengths if length > 1]
-        chosen, left = self._tally.tally(torch.tensor(real, dtype=torch.int32)) if self.chooses(real) else (0, 0)
+        chosen, left = (
+            self._tally.tally(torch.tensor(real, dtype=torch.int32, device="cpu")) if self.chooses(real) else (0, 0)
+        )
         self._counters.decode_sparse += chosen
         self._counters.decode_dense += len(real) - chosen
         self._counters.decode_left += left
@@ -84,21 +86,23 @@ class DecodeHost:
         Raises:
             UnsupportedError: pages are of another size than the kernels take.
         """
-        page, like = pages[0].shape[2], {"dtype": torch.int32, "device": pages[0].device}
+        page, size = pages[0].shape[2:]
         if page not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise UnsupportedError(
                 f"expected pages of {sizes} tokens for sparse decode, found {page}; set --block-size, or decode dense: "
                 '--additional-config \'{"sparsekv": {"decode": false}}\''
             )
-        size, most = pages[0].shape[3], len(self._lengths_B)
+        most = len(self._lengths_B)
         for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
-            step = self.begin(torch.zeros(rows, **like), (), torch.zeros(rows, -(-longest // page), **like), None)
-            for layer in (layer for layer in layers if layer.filters or layer.follows):
-                q_BHD = torch.zeros(rows, layer.heads, size, dtype=pages[0].dtype, device=pages[0].device)
-                if layer.follows and layer.follows is not layer.filters and not self._state.has_chosen(layer.follows):
-                    continue  # its filter layer has another kind of cache
-                step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0)
+            table_BP = self._lengths_B.new_zeros((rows, -(-longest // page)))
+            step = self.begin(table_BP[:, 0], (), table_BP, None)
+            for layer in layers:
+                chosen_by = layer.follows or layer.filters
+                # A filter layer may have another kind of cache than layers of its segment.
+                if chosen_by and (layer.filters or self._state.has_chosen(chosen_by)):
+                    q_BHD = pages[0].new_zeros((rows, layer.heads, size))
+                    step.attend(layer, q_BHD, pages, torch.empty_like(q_BHD), 1.0)
 
 
 @dataclass(frozen=True)
