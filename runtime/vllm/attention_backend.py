@@ -213,13 +213,13 @@ class SparseBuilder(_Builder):
     def _decode(
         self, decode: DecodeHost, common: Any, lengths: list[int], unfinished: list[bool], rows: int
     ) -> DecodeRows | None:
-        """The decode rows of a step, the first of its requests. What may be captured is there whatever the lengths."""
+        """The decode rows of a step, the first of its requests. What graphs read is there whatever the lengths are."""
         prompts = [row for row in range(rows) if unfinished[row]]
         seen = [length for length, is_prompt in zip(lengths[:rows], unfinished, strict=False) if not is_prompt]
         if self._counts:
             decode.count(seen)
         alone = rows == len(lengths)
-        if not decode.chooses(seen) and not (alone and rows <= self._graph_rows):
+        if not rows or not (decode.chooses(seen) or (alone and rows <= self._graph_rows)):
             return None
         part_of = None if alone else partial(self._part_of, common, 0, rows)
         return decode.begin(common.seq_lens[:rows], prompts, common.block_table_tensor[:rows], part_of)

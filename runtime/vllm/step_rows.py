@@ -101,10 +101,9 @@ def prefill_rows(starts: Sequence[int], lengths: Sequence[int], prefilling: Sequ
 
 
 def decode_rows(starts: Sequence[int], prefill: Sequence[PrefillRows]) -> int:
-    """How many requests decode: the first of the step, a row each. vLLM sorts them so."""
-    chunks = {rows.request for rows in prefill}
-    ends = (request for request, (first, end) in enumerate(pairwise(starts)) if end - first != 1 or request in chunks)
-    return next(ends, len(starts) - 1)
+    """How many requests decode: the first of the step, a row each, with the padding behind them where nothing else is.
+    vLLM sorts them so."""
+    return min((rows.request for rows in prefill), default=len(starts) - 1)
 
 
 def split_rows(
