@@ -164,7 +164,7 @@ def narrowed(
     options: PlanOptions, profile: Profile | None, cost: DeviceCost | None
 ) -> tuple[PlanOptions, Profile | None]:
     """The options as far as what was measured before leaves them open, and the lengths of the profile that are asked
-    for. vLLM runs decode dense: only prefill is planned for it.
+    for. Only prefill is planned for vLLM.
 
     Raises:
         UsageError: something was asked for that the files do not have, or contradict.

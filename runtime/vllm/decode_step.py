@@ -55,9 +55,9 @@ class DecodeHost:
     def count(self, lengths: Sequence[int]) -> None:
         """Counts the decode rows of a step by lengths; those below 2 are of steps that vLLM makes up."""
         real = [length for length in lengths if length > 1]
-        chosen, left = (
-            self._tally.tally(torch.tensor(real, dtype=torch.int32, device="cpu")) if self.chooses(real) else (0, 0)
-        )
+        chosen = left = 0
+        if self.chooses(real):
+            chosen, left = self._tally.tally(torch.tensor(real, dtype=torch.int32, device="cpu"))
         self._counters.decode_sparse += chosen
         self._counters.decode_dense += len(real) - chosen
         self._counters.decode_left += left
